@@ -1,0 +1,64 @@
+# make demo    the main job: a 3D U-Net on a brain scan, plain and in half its memory
+# make test    linters, types and the whole test suite
+# make format  let ruff rewrite what the linters object to
+# make clean   remove the environment and caches
+#
+# Variables: PYTHON (3.11 or later), VENV, WORKERS (processes that run tests), TORCH_INDEX (a package
+# index with CPU builds of torch, where the default one has only larger builds), ARGS (for pytest or
+# the demo: make test ARGS="tests/test_measure.py", make demo ARGS="--steps 10").
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+TORCH_INDEX ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One thread a process: WORKERS processes share the cores, and sums keep one order.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help demo test lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.demo
+	$(BIN)/python examples/segment_brain.py $(ARGS)
+
+test: lint
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch goes in alone and first: nothing that is installed later can then bring another build.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "lowtide needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 || true)." >&2; \
+	    echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch into $(VENV) (some minutes)"
+	$(PIP) install --quiet -c constraints.txt --upgrade pip
+	$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "Installing lowtide and what the demo needs"
+	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "Installing lowtide and what the tests need"
+	$(PIP) install --quiet -c constraints.txt -e ".[demo]" --group dev
+	touch $@ $(VENV)/.demo

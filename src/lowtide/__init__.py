@@ -1,0 +1,28 @@
+"""lowtide: train within the memory you have.
+
+``with lowtide.budget("6 GiB"):`` around forward and loss keeps a training step inside a memory
+limit by rematerializing activations, with the same bits in every gradient, buffer and random
+number as the untouched step. Importing this package loads torch and nothing else heavy.
+"""
+
+from lowtide import policies
+from lowtide.budget import Budget, budget
+from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
+from lowtide.errors import BudgetError, LowtideError, ReplayError, UnsupportedError, UsageError
+from lowtide.measure import Measurement, measure
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "LowtideError",
+    "Measurement",
+    "ReplayError",
+    "UnsupportedError",
+    "UsageError",
+    "budget",
+    "checkpoint",
+    "checkpoint_sequential",
+    "measure",
+    "name",
+    "policies",
+]

@@ -1,0 +1,205 @@
+"""Every use of a torch-private name, in one place.
+
+Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
+other file in the package touches one; each stands here with its reason and what would make it go.
+Imports torch only. Rejected: `getattr` guards scattered where the names are used, which hide how
+much of torch the library leans on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# --- dispatch ---------------------------------------------------------------------------------
+
+# Below-autograd execution. torch offers no public way to run an operator under every mode,
+# autocast and autograd; goes when `torch.library` has a "redispatch below" call.
+_AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+for _name in torch._C.DispatchKey.__members__:
+    if _name.startswith("Autocast") or _name in ("Python", "PythonDispatcher"):
+        _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey.__members__[_name])
+
+
+class below_autograd:
+    """Run operators under autograd, autocast, dispatch modes and torch-function overrides."""
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        autograd = torch._C._AutoDispatchBelowADInplaceOrView()
+        above = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_AND_ABOVE)
+        function = torch._C.DisableTorchFunction()
+        above.__enter__()
+        autograd.__enter__()
+        function.__enter__()
+        self._guards = (function, autograd, above)
+
+    def __exit__(self, *exc: object) -> None:
+        for guard in self._guards:
+            guard.__exit__(None, None, None)
+
+
+# An alias made without telling the modes on the stack; goes with a public equivalent.
+disable_dispatch = torch._C._DisableTorchDispatch
+
+# A subclass that does not override dispatch carries this marker in place of a method.
+_DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def has_own_dispatch(cls: type) -> bool:
+    """Whether `cls` is a tensor subclass that intercepts operators (DTensor, FakeTensor)."""
+    return getattr(cls, "__torch_dispatch__", _DISABLED_DISPATCH) is not _DISABLED_DISPATCH
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of the tensor's StorageImpl: what two aliases have in common.
+
+    Raises NotImplementedError or RuntimeError for tensors without storage (sparse, oneDNN).
+    `UntypedStorage._cdata` is the only identity torch gives a storage.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The autograd version counter. `Tensor._version` is documented but has no public name."""
+    version: int = tensor._version
+    return version
+
+
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has, its Python wrapper included; 0 where torch cannot tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return int(count(storage._cdata)) if count is not None else 0
+
+
+def push_saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """`torch.autograd.graph.saved_tensors_hooks` without its context object.
+
+    A region opens and closes on every call of a small block; goes if the public class gets cheap.
+    """
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running on this thread ends. Raises outside one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_functorch() -> bool:
+    """Whether a `torch.func` transform is active on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_script(module: object) -> bool:
+    return isinstance(module, torch.jit.ScriptModule | torch.jit.ScriptFunction)
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether `module` is what `torch.compile(module)` returned, or was compiled in place."""
+    optimized = "torch._dynamo.eval_frame"
+    cls = type(module)
+    return (cls.__module__ == optimized and cls.__name__ == "OptimizedModule") or (
+        getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def cuda_in_use() -> bool:
+    """Whether this process has touched CUDA; asking must not initialise it."""
+    return torch.cuda.is_initialized()
+
+
+def stream_of(refs: Any) -> Any:
+    """The CUDA stream that an operation on these tensors is about to run on, or None."""
+    for ref in refs:
+        if ref.device.type == "cuda":
+            return torch.cuda.current_stream(ref.device)
+    return None
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Run on a recorded stream, ordered after and before the current one."""
+    current = torch.cuda.current_stream(stream.device)
+    if current == stream:
+        yield
+        return
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+# Attribute access and calls on tensor subclasses without their Python overrides.
+disable_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
+
+
+def selective_policy(context: object) -> Callable[..., Any] | None:
+    """The policy function inside a context of `create_selective_checkpoint_contexts`.
+
+    torch gives no accessor; goes when the caching mode has a public `policy_fn`.
+    """
+    from torch.utils.checkpoint import _CachingTorchDispatchMode
+
+    if isinstance(context, _CachingTorchDispatchMode):
+        policy: Callable[..., Any] = context.policy_fn
+        return policy
+    return None
+
+
+# --- state that operators read without being given it -----------------------------------------
+
+
+def ambient() -> tuple[object, ...]:
+    """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
+    c = torch._C
+    return (
+        c._get_mkldnn_enabled(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_cudnn_allow_tf32(),
+        c._get_deterministic_algorithms(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+    )
+
+
+@contextlib.contextmanager
+def restored_ambient(state: tuple[object, ...]) -> Iterator[None]:
+    """Run with the switches of `state`; leaves them as they were."""
+    now = ambient()
+    _set_ambient(state, now)
+    try:
+        yield
+    finally:
+        _set_ambient(now, state)
+
+
+def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    c = torch._C
+    setters: tuple[Callable[[Any], object], ...] = (
+        c._set_mkldnn_enabled,
+        c._set_cudnn_enabled,
+        c._set_cudnn_benchmark,
+        c._set_cudnn_deterministic,
+        c._set_cudnn_allow_tf32,
+        lambda on: c._set_deterministic_algorithms(
+            on, warn_only=c._get_deterministic_algorithms_warn_only()
+        ),
+        torch.set_float32_matmul_precision,
+        torch.set_num_threads,
+        torch.set_default_dtype,
+    )
+    for setter, value, old in zip(setters, state, now, strict=True):
+        if value != old:
+            setter(value)

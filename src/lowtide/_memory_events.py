@@ -1,0 +1,383 @@
+"""Every allocation of a stretch of a program, in order, from torch's own profiler.
+
+Problem: a budget is checked against the true peak, and on the CPU torch keeps no peak counter. Its
+profiler can report each allocation, and with operators switched off that costs a microsecond per
+allocation while the step runs and ten afterwards. Invariant: watching never disturbs a profiler
+that the user runs: whoever came first keeps the profiler, and a timeline that cannot be trusted is
+`None`, never a guess. Imports torch and `_compat`. Rejected: sampling the resident size of the
+process, which sees neither short peaks nor what the allocator keeps back; counting in a dispatch
+mode, which does not see the temporaries inside an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# --- private names of torch: to be moved to _compat -------------------------------------------
+
+from torch._C import _autograd as _bindings  # isort: skip
+from torch._C import _profiler as _kinds  # isort: skip
+from torch.autograd import profiler as _profiler  # isort: skip
+
+# torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
+# counter for the CPU.
+_ACTIVITIES = {_kinds.ProfilerActivity.CPU}
+# No operator runs in this scope, so that no operator is recorded.
+_SILENT_SCOPE = {_kinds.RecordScope.LITE_INTERPRETER}
+_ALLOCATION = _kinds._ExtraFields_Allocation
+
+
+class _Untouched:
+    """A false value put into torch's "a profiler is on" flag while memory events are recorded.
+
+    The recorder behind the flag exists once per process, and stopping it after somebody else has
+    started it crashes. Everybody who starts or stops a profiler overwrites the flag, so finding
+    this very object in it afterwards proves that nobody did.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _OfThread(threading.local):
+    token: _Untouched | None = None
+
+
+_of_thread = _OfThread()
+
+
+def _profiler_of_another() -> bool:
+    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
+    # A profiler with a schedule is armed a step before the flag shows it; it is found by its
+    # step counter, which exists from its construction to the end of its `with`.
+    scheduled = torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
+    unknown = _bindings._profiler_enabled() and _of_thread.token is None
+    return scheduled or unknown or bool(_profiler._is_profiler_enabled)
+
+
+def _start_memory_profiler() -> None:
+    config = _kinds.ProfilerConfig(
+        _kinds.ProfilerState.KINETO,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _kinds._ExperimentalConfig(),
+    )
+    with _quiet_kineto():
+        _bindings._prepare_profiler(config, _ACTIVITIES)
+        enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
+        enable(config, _ACTIVITIES, _SILENT_SCOPE)
+    _of_thread.token = _Untouched()
+    flagged: Any = _profiler
+    flagged._is_profiler_enabled = _of_thread.token
+
+
+def _profiler_untouched() -> bool:
+    """Whether the recorder still runs as this thread started it."""
+    flag: object = _profiler._is_profiler_enabled
+    mine = flag is _of_thread.token and _bindings._profiler_enabled()
+    return mine and not _profiler_of_another()
+
+
+def _stop_memory_profiler() -> list[Any]:
+    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`."""
+    _of_thread.token = None
+    _profiler._is_profiler_enabled = False
+    events = _bindings._disable_profiler().experimental_event_tree()
+    fields = [event.extra_fields for event in events]
+    return [field for field in fields if type(field) is _ALLOCATION]
+
+
+def _drop_memory_profiler() -> None:
+    """Take down what an unfinished or disturbed recording left on this thread, events unread.
+
+    Nothing is done while a profiler of the user's is on: the next recording tries again. Where
+    another thread took the recorder over and gave it back, this thread still carries a profiler
+    without a recorder, and torch crashes when that is stopped; so one is started for the occasion
+    on a thread of its own, whose end takes the rest away.
+    """
+    if _profiler_of_another():
+        return
+    if not _bindings._profiler_enabled():
+        _of_thread.token = None
+    elif _profiler_untouched():
+        _stop_memory_profiler()
+    else:
+        started, finished = threading.Event(), threading.Event()
+
+        def hold_recorder() -> None:
+            _start_memory_profiler()
+            started.set()
+            finished.wait()
+
+        holder = threading.Thread(target=hold_recorder)
+        holder.start()
+        started.wait()
+        _stop_memory_profiler()
+        finished.set()
+        holder.join()
+
+
+# --- the terminal -----------------------------------------------------------------------------
+
+_first_use = True
+
+
+@contextlib.contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Keep two notes of the profiler's C++ side off the user's terminal.
+
+    Kineto reports every start and stop on stderr unless a variable says otherwise when it is first
+    used; the variable is set for that moment only, and a value of the user's is left alone. The
+    CPU allocator notes the first block (then every thousandth) that is older than the profile and
+    freed in it; one such block is freed here with stderr held back, and whatever else arrives on
+    stderr in that instant is passed on.
+    """
+    global _first_use
+    if not _first_use:
+        yield
+        return
+    _first_use = False
+    block = torch.UntypedStorage(1)
+    ours = "KINETO_LOG_LEVEL" not in os.environ
+    if ours:
+        os.environ["KINETO_LOG_LEVEL"] = "99"
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ["KINETO_LOG_LEVEL"]
+    with _without_lines(b"Memory block of unknown size"):
+        del block
+
+
+@contextlib.contextmanager
+def _without_lines(unwanted: bytes) -> Iterator[None]:
+    """Hold back file descriptor 2, then write to it every line that does not contain `unwanted`."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # a process without stderr has no terminal to keep clean
+        yield
+        return
+    try:
+        with tempfile.TemporaryFile() as held:
+            os.dup2(held.fileno(), 2)
+            try:
+                yield
+            finally:
+                os.dup2(stderr, 2)
+            held.seek(0)
+            for line in held.read().splitlines(keepends=True):
+                if unwanted not in line:
+                    os.write(2, line)
+    finally:
+        os.close(stderr)
+
+
+# --- one recording at a time ------------------------------------------------------------------
+
+# Sizes of the block that `mark` moves back and forth; small, and not the same.
+_MARKER_SIZES = (61, 67)
+
+_lock = threading.Lock()
+_recording: weakref.ref[MemoryEvents] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes over a recording, cut at its marks; mark 0 is the start.
+
+    Attributes:
+        levels: bytes allocated since the start and still held, at each mark.
+        peaks: the largest number of bytes held between each mark and the next, or the end.
+        final: bytes held at the end.
+    """
+
+    levels: list[int]
+    peaks: list[int]
+    final: int
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes held at any point of the recording."""
+        return max(self.peaks)
+
+
+class MemoryEvents:
+    """Records what this thread, and autograd on its behalf, allocates on one device.
+
+    On the CPU torch does not report the release of a block older than the start, and it is not
+    subtracted: levels and peaks err to the high side by it. Threads that the program starts by
+    itself are not seen. One recording runs at a time in a process, as torch has one recorder.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        device = torch.device("cpu") if device is None else device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.obstacle = ""
+        self._thread = 0
+        self._marker: torch.UntypedStorage | None = None
+        self._addresses: list[int] = []
+        self._waiting: list[Callable[[Timeline | None], None]] = []
+
+    def when_stopped(self, then: Callable[[Timeline | None], None]) -> None:
+        """Call `then` with the timeline when this recording ends."""
+        self._waiting.append(then)
+
+    def start(self) -> bool:
+        """Begin recording. False, with the reason in `obstacle`, where that is not possible."""
+        global _recording
+        with _lock:
+            self.obstacle = _obstacle()
+            if self.obstacle:
+                return False
+            if _of_thread.token is not None:
+                _drop_memory_profiler()
+            _start_memory_profiler()
+            _recording = weakref.ref(self)
+        self._thread = threading.get_ident()
+        self._marker = torch.UntypedStorage(_MARKER_SIZES[0], device="cpu")
+        self._addresses = [self._marker.data_ptr()]
+        return True
+
+    def mark(self) -> int:
+        """Put a mark at this point and return its index; 0 where nothing is recorded.
+
+        A mark moves a block that only this object owns to another size. No other part of the
+        program can free that block, so the mark is found exactly among the events.
+        """
+        marker = self._marker
+        if marker is None:
+            return 0
+        index = len(self._addresses)
+        marker.resize_(_MARKER_SIZES[index % 2])
+        self._addresses.append(marker.data_ptr())
+        return index
+
+    def stop(self) -> Timeline | None:
+        """End the recording; `None`, with the reason in `obstacle`, where it was disturbed."""
+        timeline = self._stop()
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(timeline)
+        return timeline
+
+    def _stop(self) -> Timeline | None:
+        global _recording
+        if self._marker is None:
+            return None
+        self._marker = None
+        with _lock:
+            if _recording is not None and _recording() is self:
+                _recording = None
+            if threading.get_ident() != self._thread:
+                self.obstacle = "the recording was stopped on another thread than started it"
+                return None
+            if not _profiler_untouched():
+                self.obstacle = "another profiler was started during the recording"
+                _drop_memory_profiler()
+                return None
+            fields = _stop_memory_profiler()
+        timeline = read_timeline(fields, self.device, self._addresses)
+        if timeline is None:
+            self.obstacle = "part of the recording is missing"
+        return timeline
+
+
+def recording_on_this_thread() -> MemoryEvents | None:
+    """The recording that runs on this thread, if any."""
+    active = _recording() if _recording is not None else None
+    if active is not None and active._marker is not None:
+        return active if active._thread == threading.get_ident() else None
+    return None
+
+
+def _obstacle() -> str:
+    active = _recording() if _recording is not None else None
+    if active is not None:
+        here = active._thread == threading.get_ident()
+        return f"{'this' if here else 'another'} thread already records memory events"
+    return "a torch profiler is active" if _profiler_of_another() else ""
+
+
+def read_timeline(
+    fields: Iterable[Any], device: torch.device, markers: list[int]
+) -> Timeline | None:
+    """Turn a stream of allocations into bytes, cut where the marker block left `markers[k]`.
+
+    `None` where the marker's way through the stream has gaps: then events are missing.
+    """
+    found = _find_marks(fields, device, markers)
+    if found is None:
+        return None
+    sizes, addresses, cuts = found
+    held: dict[int, int] = {}
+    on_cpu = device.type == "cpu"
+    level = begin = 0
+    levels, peaks = [0], []
+    for cut in cuts:
+        peak = level
+        for size, address in zip(sizes[begin:cut], addresses[begin:cut], strict=True):
+            if size > 0:
+                # A block that is there already was freed unseen, on a thread without a profiler.
+                level += size - held.get(address, 0)
+                held[address] = size
+                if level > peak:
+                    peak = level
+            else:
+                # A block that is not there is older than the start. The CPU allocator may then
+                # report a size it remembers from some earlier block, so that it is no use.
+                level -= held.pop(address, 0 if on_cpu else -size)
+        peaks.append(peak)
+        levels.append(level)
+        begin = cut
+    return Timeline(levels[:-1], peaks, levels[-1])
+
+
+def _find_marks(
+    fields: Iterable[Any], device: torch.device, markers: list[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Sizes and addresses of the events of `device` without the marker's own, and the cuts."""
+    sizes: list[int] = []
+    addresses: list[int] = []
+    cuts: list[int] = []
+    one_device = device.type == "cpu" and not torch.accelerator.is_available()
+    passed = 0
+    here, there = markers[0], markers[1] if len(markers) > 1 else 0
+    born = born_next = -1
+    for field in fields:
+        size, address = field.alloc_size, field.ptr
+        if one_device or field.device.type == "cpu":
+            if address == there and size == _MARKER_SIZES[(passed + 1) % 2]:
+                born_next = len(sizes)
+            elif address == here and size == _MARKER_SIZES[passed % 2]:
+                born = len(sizes)
+            elif address == here and born >= 0:  # nobody but `mark` and `stop` frees this block
+                sizes[born] = addresses[born] = 0
+                cuts.append(len(sizes))
+                passed += 1
+                if passed == len(markers):
+                    return sizes, addresses, cuts
+                here, there = there, markers[passed + 1] if passed + 1 < len(markers) else 0
+                born, born_next = born_next, -1
+                continue
+        if one_device or field.device == device:
+            sizes.append(size)
+            addresses.append(address)
+        elif len(sizes) in (born, born_next):  # the marker lives on the CPU: leave it a place
+            sizes.append(0)
+            addresses.append(0)
+    return None

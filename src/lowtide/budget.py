@@ -1,0 +1,264 @@
+"""`lowtide.budget`: one line around forward and loss keeps a step inside a memory limit.
+
+Problem: nobody knows which activations to recompute, and the answer changes with every shape.
+Invariant: the limit is a promise (rule 13): the first step is kept inside it by dropping values
+while it runs, every later one by a plan made from what the first one showed; what cannot fit is
+refused with the smallest limit that would do. Imports step, decide, observe, plan. Rejected:
+planning from the model's code, which does not say what autograd saves.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+
+import torch
+
+from lowtide.decide import Prepared, Signature, StepDecisions, Tally
+from lowtide.errors import BudgetError, UsageError
+from lowtide.limits import parse_limit
+from lowtide.marks import start_marks
+from lowtide.observe import Observer
+from lowtide.plan import Simulator, keep_all, minimum, solve
+from lowtide.plan.repair import Problem, shrink
+from lowtide.report import BudgetReport, refusal, too_small
+from lowtide.step import Recording, current_recorder, recordable
+
+_MARGIN_MEASURED = 0.015  # of the limit, for what differs from step to step
+_MARGIN_MODELLED = 0.06  # of the limit, while memory in backward is modelled and not measured
+_UNWATCHED = 0.6  # of the limit, for the forward of a changed step that nobody watches
+_LEARNING_STEPS = 2
+_MEASURE_EVERY = 50
+_PLANS_KEPT = 16
+
+
+class Budget:
+    """A memory limit for training steps; see `budget`. One object serves all steps of a loop."""
+
+    def __init__(self, limit: int | float | str, *, device: torch.device | str | None = None):
+        self.limit = parse_limit(limit)
+        self.device = torch.device(device) if device is not None else None
+        self._recording: Recording | None = None
+        self._entered = False
+        self._steps = 0
+        self._learned = 0  # steps whose memory was measured and planned from
+        self._varied = False  # some step was not the one that was planned
+        self._prepared: list[Prepared] = []  # most recently used first
+        self._active: list[StepDecisions] = []  # steps whose backward is not over
+        self._last: StepDecisions | None = None
+        self._plain_peak: int | None = None
+        self._measured_peak: int | None = None
+        self._refusal: BudgetError | None = None
+
+    # ------------------------------------------------------------------ the context
+
+    def __enter__(self) -> Budget:
+        if self._entered:
+            raise UsageError(
+                "this budget is already entered: leave it before entering it again. One budget "
+                "object serves all steps, one after the other."
+            )
+        if not recordable():
+            self._entered = True
+            return self
+        if current_recorder() is not None:
+            raise UsageError(
+                "a budget cannot be entered inside another budget or checkpointed region of the "
+                "same thread: the outer one already decides for everything that runs in it."
+            )
+        for decisions in tuple(self._active):
+            self._finish(decisions)
+        if self._refusal is not None:
+            raise self._refusal
+        observer = self._observer()
+        prepared = self._prepared[0] if self._prepared else None
+        decisions = StepDecisions(prepared, observer, self)
+        recording = Recording(decisions, timed=observer is not None)
+        try:
+            tape = recording.__enter__()
+        except BaseException:
+            decisions.discard()
+            raise
+        assert tape.recorder is not None
+        decisions.attach(tape.recorder.live)
+        self._entered = True
+        self._steps += 1
+        self._recording = recording
+        self._active.append(decisions)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered = False
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            recording.__exit__(kind, error, trace)
+        finally:
+            if error is not None:  # nothing is learned from half a step
+                self._active.pop().discard()
+
+    # ------------------------------------------------------------------ a step's life
+
+    def _observer(self) -> Observer | None:
+        """Watch this step if there is something to learn from it."""
+        due = self._steps % _MEASURE_EVERY == 0
+        settled = self._prepared and self._learned >= _LEARNING_STEPS
+        if settled and not due and not self._varied:
+            return None
+        return Observer(start_marks(self.device))
+
+    def target(self, live: int, dropped: int, observed: bool) -> int:
+        """Bytes that an unplanned forward may have live, of which `dropped` are gone already."""
+        limit = self.limit_bytes()
+        if limit is None:
+            return int(self.limit * (live + dropped))
+        # Without an observer nothing can be planned before backward, so leave it more room.
+        return int(limit * ((1 - _MARGIN_MODELLED) if observed else _UNWATCHED))
+
+    def limit_bytes(self) -> int | None:
+        """The limit in bytes; None for a fraction while the plain peak is not known."""
+        if isinstance(self.limit, int):
+            return self.limit
+        return None if self._plain_peak is None else int(self.limit * self._plain_peak)
+
+    def backward_begins(self, decisions: StepDecisions) -> None:
+        """Called at the first request of a backward, before it is answered."""
+        decisions.watch_end(functools.partial(self._backward_ended, decisions))
+        observer = decisions.observer
+        if observer is None or observer.requests:
+            return
+        observer.begin_backward()
+        if decisions.prepared is None:
+            self._settle(decisions, observer)
+
+    def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
+        """An unplanned forward is over: plan its backward from what is still held."""
+        graph = observer.graph()
+        if not graph.events:
+            return
+        problem = Problem(Simulator(graph))
+        if self._plain_peak is None:
+            self._plain_peak = problem.run(problem.keep_all()).peak
+        limit = self.limit_bytes()
+        assert limit is not None
+        start = problem.start(observer.held_from_forward())
+        chosen = shrink(problem, start, int(limit * (1 - _MARGIN_MODELLED)), rounds=80).retain
+        decisions.settle(chosen)
+
+    def _backward_ended(self, decisions: StepDecisions) -> None:
+        decisions.begun = False
+        if decisions.pending <= 0:
+            self._finish(decisions)
+
+    def _finish(self, decisions: StepDecisions) -> None:
+        """A step has ended, or another begins while its handles are still out."""
+        if decisions.pending <= 0 and decisions in self._active:
+            self._active.remove(decisions)
+        if decisions.finished:
+            return
+        if decisions.pending > 0:
+            decisions.stop_measuring()
+            return
+        decisions.finished = True
+        self._last = decisions
+        self._varied = self._varied or decisions.tally.diverged_at is not None
+        observer = decisions.observer
+        if observer is not None:
+            observer.finish(self._learn)
+
+    def _learn(self, observer: Observer) -> None:
+        """Plan the next step from one that was watched."""
+        if observer.timeline is not None:
+            self._measured_peak = observer.timeline.peak
+            self._learned += 1
+        if not observer.requests:
+            return
+        graph = observer.graph()
+        self._plain_peak = Simulator(graph).run(keep_all(graph).retain).peak
+        limit = self.limit_bytes()
+        assert limit is not None
+        measured = observer.timeline is not None
+        share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
+        solution = solve(graph, limit, margin=int(share * limit))
+        if solution.peak > limit:
+            solution = minimum(graph)
+            if solution.peak > limit and measured:
+                self._refusal = refusal(graph, limit, solution)
+                return
+        prepared = Prepared.of(solution.plan, graph, solution.peak)
+        others = [p for p in self._prepared if p.signatures != prepared.signatures]
+        self._prepared = [prepared, *others][:_PLANS_KEPT]
+
+    def matching(self, seen: list[Signature]) -> Prepared | None:
+        """A plan for another step that began like this one."""
+        count = len(seen)
+        for prepared in self._prepared:
+            if list(prepared.signatures[:count]) == seen:
+                self._prepared.remove(prepared)
+                self._prepared.insert(0, prepared)
+                return prepared
+        return None
+
+    def cannot_fit(self, live: int, signature: Signature) -> None:
+        """Nothing is left to drop in an unplanned forward."""
+        limit = self.limit_bytes()
+        if limit is not None and live > limit:
+            raise too_small(limit, live, signature)
+
+    def report(self) -> BudgetReport:
+        """What the last finished step did; see `BudgetReport`."""
+        for decisions in tuple(self._active):
+            if decisions.pending <= 0 and not self._entered:
+                self._finish(decisions)
+        last = self._last
+        prepared = last.prepared if last is not None else None
+        tally = last.tally if last is not None else Tally()
+        kept, recomputed = (0, 0) if prepared is None else prepared.bytes()
+        return BudgetReport(
+            limit=self.limit_bytes(),
+            planned_peak=None if prepared is None else prepared.peak,
+            measured_peak=self._measured_peak,
+            plain_peak=self._plain_peak,
+            kept_bytes=kept,
+            recomputed_bytes=recomputed,
+            recorded_operations=tally.recorded_operations,
+            replayed_operations=tally.replayed_operations,
+            replay_seconds=tally.replay_seconds,
+            steps=self._steps,
+            planned=prepared is not None,
+        )
+
+
+def budget(limit: int | float | str, *, device: torch.device | str | None = None) -> Budget:
+    """Keep a training step inside a memory limit, with the same bits as without it.
+
+    Put it around forward and loss; ``backward()`` may come after it closes::
+
+        limit = lowtide.budget("6 GiB")
+        for batch in loader:
+            with limit:
+                loss = loss_fn(model(batch))
+            loss.backward()
+
+    One object is used for all steps: it learns from the first and plans the others. The limit
+    bounds the bytes that the step allocates on the device above what is allocated when the
+    context is entered, until the end of backward: activations, gradients, temporaries, kernel
+    workspace. With grad disabled nothing happens.
+
+    Args:
+        limit: bytes (``int``); text, ``"6 GiB"`` or ``"800 MB"``; or a ``float`` in (0, 1], a
+            fraction of the peak of the same step with nothing recomputed.
+        device: where to count. Default: the current CUDA device if the process uses CUDA, else
+            the CPU.
+
+    Raises:
+        UsageError: a limit that cannot be read; a budget entered twice or inside another.
+        BudgetError: the limit cannot be met; it names the smallest that would do.
+    """
+    return Budget(limit, device=device)

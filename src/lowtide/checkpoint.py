@@ -1,0 +1,275 @@
+"""`lowtide.checkpoint`: a function in, a rematerialized region out.
+
+Problem: `torch.utils.checkpoint` runs the function twice, so that counters, statistics, hooks and
+random state move twice. Invariant: here the function runs once (rule 2); what its backward needs
+is replayed operation by operation. Imports step and policies. Rejected: keeping torch's
+two modes (`use_reentrant`); there is one behaviour and it needs no such choice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from lowtide import _compat
+from lowtide.errors import UsageError
+from lowtide.policies import OperationInfo, Policy
+from lowtide.step import Nested, Recording, current_recorder, recordable
+
+if TYPE_CHECKING:
+    from lowtide.tape.values import Handle, Operation, Region, Value
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# torch's own keywords. They are taken so that a call can be moved over unchanged.
+_TORCH_KEYWORDS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+
+
+class RegionDecisions:
+    """Decisions of a recording that is one user-made region: its policy, and nothing else."""
+
+    __slots__ = ()
+
+    def produced(
+        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
+    ) -> None:
+        policy = region.policy
+        if policy is None:
+            return
+        if isinstance(policy, Selective):
+            keep = policy.select(op.facts.func, args, kwargs)
+            for value in made:
+                value.keep = keep
+            return
+        for value in made:
+            value.keep = policy(OperationInfo(op.facts.name, op.facts.func, value.nbytes))
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return False
+
+    def packed(self, handle: Handle, value: Value) -> None:
+        pass
+
+    def requested(self, handle: Handle) -> None:
+        pass
+
+    def answered(self, value: Value) -> None:
+        pass
+
+    def retained(self, value: Value, request: Handle) -> bool:
+        """What the request's region, or one around it, needs; not the insides of others (rule 9).
+
+        Inputs of inner regions are needed by the region around, although nobody saved them there.
+        """
+        scope = value.scope
+        if scope is None or not scope.contains(request.region):
+            return False
+        return scope is not value.region or value.pending()
+
+    def replayed(self, operations: list[Operation], seconds: float) -> None:
+        pass
+
+
+_DECISIONS = RegionDecisions()
+
+
+class Selective:
+    """torch's selective-checkpoint policy function, asked once an operator call."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def select(self, func: Any, args: Any, kwargs: Any) -> bool:
+        from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+        answer = self.function(SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs)
+        if isinstance(answer, bool):
+            return answer
+        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+
+def region(policy: Any = None) -> Recording | Nested:
+    """A context manager that makes what runs inside it one rematerialized region."""
+    recorder = current_recorder()
+    if recorder is not None:
+        return Nested(recorder, policy)
+    return Recording(_DECISIONS, policy)
+
+
+def checkpoint(
+    function: Callable[..., R], *args: Any, policy: Policy | None = None, **kwargs: Any
+) -> R:
+    """Run ``function(*args, **kwargs)`` without storing the activations inside it.
+
+    What backward needs of them is recomputed from the inputs, operation by operation: the
+    function itself runs once, so buffers, counters, hooks and random state move once, and
+    gradients have the same bits as without checkpointing. Any arguments, any nesting of outputs;
+    no input needs to require grad. Regions may be nested: an inner region frees its insides even
+    while the outer one is being replayed. With grad disabled nothing is recorded.
+
+    A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords are accepted:
+
+    - ``use_reentrant``: accepted, without effect; there is one behaviour.
+    - ``preserve_rng_state``: accepted, without effect; every operation that draws is replayed
+      with the state it drew from, whichever generator it used.
+    - ``determinism_check``, ``debug``: accepted, without effect; an operation cannot be replayed
+      with other arguments than it had, so there is nothing to compare.
+    - ``early_stop``: accepted, without effect; only the operations that lead to the requested
+      tensor run.
+    - ``context_fn``: honoured if it makes torch's selective-checkpoint contexts
+      (``functools.partial(create_selective_checkpoint_contexts, policy)``); refused otherwise.
+
+    While `torch.compile` traces, the call is handed to torch's own checkpoint, which it knows.
+
+    Args:
+        function: any callable.
+        *args: its positional arguments.
+        policy: what to keep inside the region, see `lowtide.policies`. Default: nothing.
+        **kwargs: its keyword arguments, and torch's keywords above.
+
+    Raises:
+        UsageError: for a ``context_fn`` that is not a selective-checkpoint one.
+        UnsupportedError: inside a ``torch.func`` transform.
+        ReplayError: in backward, if an input or parameter was changed in place since.
+
+    Source of the idea: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
+    """
+    context_fn = kwargs.pop("context_fn", None)
+    if torch.compiler.is_compiling():
+        return _traced(function, args, kwargs, policy, context_fn)
+    for keyword in _TORCH_KEYWORDS:
+        kwargs.pop(keyword, None)
+    if not recordable():
+        return function(*args, **kwargs)
+    chosen = _policy_of(context_fn, policy)
+    with region(chosen):
+        return function(*args, **kwargs)
+
+
+def _traced(
+    function: Callable[..., R],
+    args: Any,
+    kwargs: dict[str, Any],
+    policy: Policy | None,
+    context_fn: Any,
+) -> R:
+    from torch.utils import checkpoint as torch_checkpoint
+
+    kwargs["use_reentrant"] = False
+    if policy is not None:
+        context_fn = functools.partial(
+            torch_checkpoint.create_selective_checkpoint_contexts, _as_torch_policy(policy)
+        )
+    if context_fn is not None:
+        kwargs["context_fn"] = context_fn
+    result: R = torch_checkpoint.checkpoint(function, *args, **kwargs)
+    return result
+
+
+def _as_torch_policy(policy: Policy) -> Callable[..., Any]:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        keep = policy(OperationInfo(func._schema.name, func, 0))
+        return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
+def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
+    if policy is not None and not callable(policy):
+        raise UsageError(
+            f"policy must be callable with an OperationInfo, for instance "
+            f"lowtide.policies.KeepProducts(); got {policy!r}."
+        )
+    if context_fn is None:
+        return policy
+    if policy is not None:
+        raise UsageError("give either policy or context_fn, not both: each decides what is kept.")
+    contexts = context_fn()
+    first = contexts[0] if isinstance(contexts, tuple) and contexts else None
+    function = _compat.selective_policy(first)
+    if function is None:
+        if contexts is not None and _are_null(contexts):
+            return None
+        raise UsageError(
+            f"context_fn={context_fn!r} does not make torch's selective-checkpoint contexts. "
+            "lowtide runs the function once and replays operations, so there is no second run to "
+            "put a context around. Use functools.partial(create_selective_checkpoint_contexts, "
+            "policy), or pass policy=... from lowtide.policies."
+        )
+    return Selective(function)
+
+
+def _are_null(contexts: Any) -> bool:
+    import contextlib
+
+    return isinstance(contexts, tuple) and all(
+        isinstance(c, contextlib.nullcontext) for c in contexts
+    )
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    *,
+    policy: Policy | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a sequence of modules in ``segments`` checkpointed pieces.
+
+    As `torch.utils.checkpoint.checkpoint_sequential`: the last piece is not checkpointed, since
+    its backward comes first. The peak is about that of one piece plus one input for each piece;
+    ``segments`` near the square root of the number of modules is a good start (Chen et al. 2016).
+
+    Args:
+        functions: an ``nn.Sequential`` or a sequence of callables, applied in order.
+        segments: the number of pieces, 1 to ``len(functions)``.
+        input: what the first of them is given.
+        policy: as in `checkpoint`.
+        **kwargs: torch's keywords, as in `checkpoint`.
+
+    Raises:
+        UsageError: if ``segments`` is out of range or ``functions`` is empty.
+    """
+    modules = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+        raise UsageError(f"segments must be a positive int; got {segments!r}.")
+    if not modules:
+        raise UsageError("functions is empty: there is nothing to checkpoint.")
+    if segments > len(modules):
+        raise UsageError(
+            f"segments={segments} is more than the {len(modules)} functions given; "
+            f"use at most {len(modules)}."
+        )
+    size = len(modules) // segments
+    starts = [size * piece for piece in range(segments)] + [len(modules)]
+    for start, end in zip(starts, starts[1:], strict=False):
+        piece = functools.partial(_apply, modules[start:end])
+        if end == len(modules):
+            input = piece(input)
+        else:
+            input = checkpoint(piece, input, policy=policy, **kwargs)
+    return input
+
+
+def _apply(modules: list[Callable[..., Any]], input: Any) -> Any:
+    for module in modules:
+        input = module(input)
+    return input
+
+
+def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
+    """Name an activation, so that the policy `KeepNamed` can keep it. Returns the same tensor.
+
+    As `jax.ad_checkpoint.checkpoint_name`. Outside of a region it does nothing.
+    """
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.name(tensor, label)
+    return tensor

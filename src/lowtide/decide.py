@@ -1,0 +1,221 @@
+"""The decisions of one step under a budget.
+
+Problem: a planned step follows its plan without thinking; an unknown one must be watched, kept
+inside the limit and learned from; and a planned one may turn out to be unknown halfway (another
+shape, another branch). Invariant: a decision is never needed for correctness, only for memory and
+time (rule 13), so a step may change from planned to unplanned at any operation. Imports plan,
+observe, online. Rejected: checking a whole recorded graph against the plan's when the step is over,
+when it is too late to keep the limit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide import _compat
+from lowtide.observe import Observer
+from lowtide.online import Evictor
+from lowtide.plan import Graph, Plan
+from lowtide.tape.values import Handle, Operation, Region, Value
+
+if TYPE_CHECKING:
+    from lowtide.budget import Budget
+
+# What an operation looks like to a plan: its name and the bytes it makes.
+Signature = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what is needed to follow it operation by operation."""
+
+    plan: Plan
+    graph: Graph
+    signatures: tuple[Signature, ...]
+    peak: int
+    """Predicted peak, in bytes."""
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of activations that the plan keeps, and that it recomputes."""
+        kept = recomputed = 0
+        for value, (node, choice) in enumerate(
+            zip(self.graph.values, self.plan.retain, strict=True)
+        ):
+            if choice < 0:
+                kept += node.nbytes
+            elif self.graph.release[value] >= 0:
+                recomputed += node.nbytes
+        return kept, recomputed
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, peak: int) -> Prepared:
+        signatures = tuple(
+            (op.name, tuple(graph.values[v].nbytes for v in op.outputs)) for op in graph.ops
+        )
+        return Prepared(plan, graph, signatures, peak)
+
+
+@dataclass
+class Tally:
+    """What a step did, for the report."""
+
+    recorded_operations: int = 0
+    replayed_operations: int = 0
+    replay_seconds: float = 0.0
+    evictions: int = 0
+    diverged_at: int | None = None
+
+
+class StepDecisions:
+    """Implements `lowtide.tape.tape.Decisions` for one step."""
+
+    def __init__(self, prepared: Prepared | None, observer: Observer | None, owner: Budget) -> None:
+        self.prepared = prepared
+        self.observer = observer
+        self.owner = owner
+        self.tally = Tally()
+        self.event = -1
+        self.live = [0]
+        self.evictor: Evictor | None = None
+        self.pending = 0  # handles that autograd holds
+        self.begun = False
+        self.finished = False
+        self.seen: list[Signature] = []
+        self._settled: list[int] | None = None  # retention chosen at the start of backward
+        self._handles: list[weakref.ref[Handle]] = []
+
+    def attach(self, live: list[int]) -> None:
+        """The recorder's count of live bytes, known once it is open."""
+        self.live = live
+        if self.prepared is None:
+            self.evictor = Evictor(live)
+
+    def discard(self) -> None:
+        """The step came to nothing."""
+        self.finished = True
+        self.stop_measuring()
+        self.observer = None
+        self._handles.clear()
+
+    def stop_measuring(self) -> None:
+        if self.observer is not None:
+            self.observer.stop_measuring()
+
+    # ------------------------------------------------------------------ forward
+
+    def produced(
+        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
+    ) -> None:
+        self.tally.recorded_operations += 1
+        prepared = self.prepared
+        signature = (op.facts.name, tuple([value.nbytes for value in made]))
+        self.seen.append(signature)
+        if prepared is not None:
+            index = op.sequence
+            signatures = prepared.signatures
+            if index < len(signatures) and signatures[index] == signature:
+                retain = prepared.plan.retain
+                for value in made:
+                    choice = retain[value.number]
+                    if choice < 0:
+                        value.keep = True
+                    else:
+                        value.retain_from = choice
+            else:
+                self._diverged(index, made)
+        if self.observer is not None:
+            self.observer.operation(op, made, args, kwargs, self.live[0])
+        if self.evictor is not None:
+            self.evictor.add(made)
+            self._make_room()
+
+    def _diverged(self, index: int, made: list[Value]) -> None:
+        """Not the step that was planned: another plan that fits so far, or none."""
+        self.prepared = self.owner.matching(self.seen)
+        if self.prepared is not None:
+            retain = self.prepared.plan.retain
+            for value in made:
+                value.keep = retain[value.number] < 0
+                value.retain_from = max(0, retain[value.number])
+            return
+        self.tally.diverged_at = index
+        self.evictor = Evictor(self.live)
+
+    def _make_room(self) -> None:
+        evictor = self.evictor
+        assert evictor is not None
+        live = self.live[0]
+        target = self.owner.target(live, evictor.dropped_bytes, self.observer is not None)
+        if live > target and not evictor.shrink(target, self._evicted):
+            self.owner.cannot_fit(self.live[0], self.seen[-1])
+
+    def _evicted(self, value: Value) -> None:
+        self.tally.evictions += 1
+        if self.observer is not None:
+            self.observer.evicted[value.number] = len(self.observer.ops)
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return self.prepared is None
+
+    def packed(self, handle: Handle, value: Value) -> None:
+        self.pending += 1
+        self._handles.append(weakref.ref(handle, self._dropped))
+        if self.observer is not None:
+            self.observer.saved(value, handle)
+
+    def _dropped(self, _: Any) -> None:
+        self.pending -= 1
+
+    # ------------------------------------------------------------------ backward
+
+    def requested(self, handle: Handle) -> None:
+        if not self.begun:
+            self.begun = True
+            self.owner.backward_begins(self)
+        value = handle.ref.value
+        assert value is not None
+        if value.number >= 0:
+            self.event += 1
+            if self.observer is not None:
+                self.observer.request(value, handle.sequence)
+
+    def settle(self, chosen: list[int]) -> None:
+        """Follow `chosen` in this backward: one retention a value number, as in a `Plan`."""
+        self._settled = [max(choice, 0) for choice in chosen]
+        assert self.observer is not None
+        for value in self.observer.alive():
+            held = value.held is not None and value.op is not None
+            if held and chosen[value.number] >= 0 and value.number not in self.observer.pinned:
+                value.held = None
+                self.tally.evictions += 1
+                self.observer.dropped_before_backward(value.number)
+
+    def retained(self, value: Value, request: Handle) -> bool:
+        if not value.pending():
+            return False
+        settled = self._settled
+        if settled is not None and 0 <= value.number < len(settled):
+            keep = self.event >= settled[value.number]
+        else:
+            keep = self.event >= value.retain_from
+        if keep and self.observer is not None:
+            self.observer.retained(value)
+        return keep
+
+    def replayed(self, operations: list[Operation], seconds: float) -> None:
+        self.tally.replayed_operations += len(operations)
+        self.tally.replay_seconds += seconds
+
+    def answered(self, value: Value) -> None:
+        if self.observer is not None and value.number >= 0:
+            self.observer.answered()
+
+    def watch_end(self, callback: Callable[[], None]) -> None:
+        """Call back when the backward that runs now ends; not if there is none."""
+        try:
+            _compat.queue_after_backward(callback)
+        except RuntimeError:
+            self.begun = False  # unpacked outside a backward: wait for the real one

@@ -1,0 +1,40 @@
+"""Everything lowtide raises on its own account.
+
+Problem: a user must be able to tell lowtide's refusals from torch's errors, and to catch them
+without catching everything. Invariant: every error derives from `LowtideError` and its text says
+what happened, with which values, why, and the way out. Imports nothing. Rejected: bare
+`RuntimeError`s, which callers can only tell apart by their text. Each class also derives from the
+built-in that torch would raise in its place, so that existing `except RuntimeError` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """The root of every error that lowtide raises."""
+
+
+class BudgetError(LowtideError, RuntimeError):
+    """The step cannot be run inside its limit (rule 13).
+
+    Attributes:
+        limit: the limit asked for, in bytes.
+        minimum: the smallest limit known to do, in bytes.
+    """
+
+    def __init__(self, message: str, *, limit: int, minimum: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.minimum = minimum
+
+
+class ReplayError(LowtideError, RuntimeError):
+    """A saved tensor can neither be handed back nor be rematerialized (rules 4 and 5)."""
+
+
+class UsageError(LowtideError, ValueError):
+    """An argument or a combination of features that lowtide does not take."""
+
+
+class UnsupportedError(LowtideError, RuntimeError):
+    """A feature of torch that cannot run under lowtide, named with the way out."""

@@ -1,0 +1,163 @@
+"""Checkpointing by level: the size of the pieces that are recomputed, for any model.
+
+Problem: few users know the module names of the net they train, and most know whether they want
+single layers or whole stages recomputed. Invariant: what is chosen can be read before and after
+(`find_levels`, `handle.describe()`), and a higher level never keeps more activations than a lower
+one. Imports modules, levels_find, errors. Rejected: only the modules of exactly one level, where a
+whole stage or encoder comes to life again at once in backward and the peak is hardly lower.
+
+What level L switches on: all modules found at levels 2 to L, one inside the other, and those of
+level 1 that no larger region holds. While an outer region is replayed its inner regions free their
+insides again, so the peak falls with every level; each level around an operation replays it once
+more, about a third of a plain step for each. A single layer inside a larger region would add a
+replay and free next to nothing, since what it saves is mostly its input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lowtide.errors import UsageError
+from lowtide.levels_find import Unit, find_units
+from lowtide.modules import LEVELS, Handle, check_level, check_model, switch_on
+
+_TITLES = {
+    1: "single layers",
+    2: "small blocks",
+    3: "transformer layers, decoder blocks",
+    4: "stages",
+    5: "whole encoders and decoders",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One module and the level it was found to stand at."""
+
+    name: str
+    type_name: str
+    level: int
+    reason: str
+    # Whether a module of a higher level, or of level 2 and up for a layer, stands around it.
+    inside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Which modules of a model stand at which level, in the model's order."""
+
+    model_type: str
+    choices: tuple[Choice, ...]
+
+    def at(self, level: int) -> tuple[Choice, ...]:
+        return tuple(choice for choice in self.choices if choice.level == level)
+
+    def names(self, level: int) -> tuple[str, ...]:
+        """The names of the modules that stand at exactly `level`."""
+        return tuple(choice.name for choice in self.at(level))
+
+    def regions(self, level: int, *, nested: bool = True) -> tuple[Choice, ...]:
+        """What `checkpoint_levels(model, level)` switches on."""
+        known = {c.name: c for c in self.choices if c.level <= level}
+        chosen = []
+        for choice in known.values():
+            around = [known[name] for name in choice.inside if name in known]
+            if any(outer.level >= 2 for outer in around) and (choice.level == 1 or not nested):
+                continue
+            chosen.append(choice)
+        return tuple(chosen)
+
+    def describe(self) -> str:
+        """Every level with its modules and the reason, as text."""
+        return "\n".join(
+            [f"{self.model_type}, by level:"] + [_level_text(n, self.at(n)) for n in LEVELS if n]
+        )
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+def find_levels(model: nn.Module) -> Levels:
+    """Which modules of `model` stand at which checkpointing level; the model is not run.
+
+    1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages, 5 whole
+    encoders and decoders. See `lowtide.levels_find` for how a level is found. `print` the result.
+    """
+    check_model(model, "find_levels")
+    choices: list[Choice] = []
+    _collect(find_units(model), (), choices)
+    return Levels(type(model).__name__, tuple(choices))
+
+
+def checkpoint_levels(
+    model: nn.Module, level: int, *, nested: bool = True, policy: Any = None
+) -> Handle:
+    """Checkpoint the modules of `model` up to `level`, which lowtide finds by itself.
+
+    0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages,
+    5 whole encoders and decoders: each level recomputes more and keeps less than the one before.
+    Regions are nested; `nested=False` takes only the largest, which recomputes each operation at
+    most once. `print(handle.describe())` says what was chosen and why.
+    """
+    check_model(model, "checkpoint_levels")
+    check_level(level, "level")
+    if level == 0:
+        return Handle((), (), f"{type(model).__name__}: level 0, nothing is checkpointed")
+    levels = find_levels(model)
+    regions = levels.regions(level, nested=nested)
+    if not regions:
+        raise UsageError(
+            f"checkpoint_levels: found no module to checkpoint at level {level} or under in this "
+            f"{type(model).__name__}"
+            + (
+                f"; it has modules at level {_present(levels)}"
+                if levels.choices
+                else ": it has no layer with parameters"
+            )
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen = [(region.name, modules[region.name]) for region in regions]
+    text = "\n".join(
+        [f"{levels.model_type}, level {level}: {len(regions)} modules checkpointed"]
+        + [_level_text(n, tuple(r for r in regions if r.level == n)) for n in LEVELS if n]
+    )
+    return switch_on(model, chosen, policy=policy, caller="checkpoint_levels", description=text)
+
+
+def _present(levels: Levels) -> str:
+    return ", ".join(str(n) for n in LEVELS if levels.at(n))
+
+
+def _collect(unit: Unit, around: tuple[Choice, ...], choices: list[Choice]) -> None:
+    # Of one level only the outermost counts: a block inside a block frees little more.
+    if unit.level and all(outer.level > unit.level for outer in around):
+        inside = tuple(outer.name for outer in around)
+        choice = Choice(unit.name, type(unit.module).__name__, unit.level, unit.reason, inside)
+        choices.append(choice)
+        around = (*around, choice)
+    for part in unit.parts:
+        _collect(part, around, choices)
+
+
+def _level_text(level: int, choices: tuple[Choice, ...]) -> str:
+    head = f"  {level} {_TITLES[level]}: {len(choices) or 'none'}"
+    groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for choice in choices:
+        stem = re.sub(r"\d+", "#", choice.name)
+        groups[stem, choice.type_name, choice.reason].append(choice.name)
+    lines = [
+        f"    {_span(names)}  {type_name}  ({reason})"
+        for (_, type_name, reason), names in groups.items()
+    ]
+    return "\n".join([head, *lines])
+
+
+def _span(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "(the model itself)"
+    return f"{names[0]} to {names[-1]} ({len(names)})"

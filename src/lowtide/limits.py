@@ -1,0 +1,79 @@
+"""A memory limit: what a user may write, and bytes as people read them.
+
+Problem: "6 GiB", 6442450944 and 0.5 all mean a limit. Invariant: in the API a size is an `int`
+number of bytes; text is only read here and only written here. Imports errors. Rejected: guessing
+that a small int means GiB.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from lowtide.errors import UsageError
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
+_FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
+
+
+def parse_limit(limit: object) -> int | float:
+    """A limit as bytes (`int`) or as a fraction of the plain peak (`float` in (0, 1]).
+
+    Raises:
+        UsageError: if it is zero, negative, NaN, above 1 as a float, or unreadable.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int | float | str):
+        raise UsageError(f"a limit is {_FORMS}; got {limit!r} of type {type(limit).__name__}.")
+    if isinstance(limit, str):
+        return _parse_text(limit)
+    if isinstance(limit, int):
+        if limit <= 0:
+            raise UsageError(f"a limit in bytes must be positive; got {limit}.")
+        return limit
+    if math.isnan(limit) or not 0 < limit <= 1:
+        hint = f" For bytes write int({limit:g})." if limit > 1 and math.isfinite(limit) else ""
+        raise UsageError(
+            f"a float limit is a fraction of the plain step's peak, in (0, 1]; got {limit!r}.{hint}"
+        )
+    return limit
+
+
+def _parse_text(text: str) -> int:
+    match = _TEXT.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise UsageError(
+            f"cannot read the limit {text!r}: write a number and a unit, for instance "
+            f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}.'
+        )
+    nbytes = int(float(match[1]) * unit)
+    if nbytes <= 0:
+        raise UsageError(f"a limit must be positive; {text!r} is {nbytes} bytes.")
+    return nbytes
+
+
+def _names() -> list[str]:
+    return ["B", "kB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
+
+
+def format_bytes(nbytes: int | None) -> str:
+    """Bytes for people: ``"383.2 MiB"``; ``"unknown"`` for None."""
+    if nbytes is None:
+        return "unknown"
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,103 @@
+"""Marks in the stream of allocations, from which a watched step is reconstructed.
+
+Problem: a budget wants the bytes allocated at each operation and the peak between two, on the CPU
+from memory events and on CUDA from the allocator's counters, also while `lowtide.measure` runs
+around the step. Invariant: levels are relative to the moment of `start_marks`; a measurement that
+was disturbed arrives as None. Imports memory events. Rejected: two code paths in the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from lowtide import _compat
+from lowtide._memory_events import MemoryEvents, Timeline, recording_on_this_thread
+
+Arrived = Callable[[Timeline | None], None]
+
+
+class Marks(Protocol):
+    """A running measurement."""
+
+    def mark(self) -> int:
+        """Put a mark here; returns its index."""
+        ...
+
+    def stop(self, then: Arrived) -> None:
+        """End it; `then` is called with the timeline, now or when it can be had."""
+        ...
+
+
+class OwnEvents:
+    """Memory events of our own, on the CPU."""
+
+    def __init__(self, events: MemoryEvents) -> None:
+        self._events = events
+
+    def mark(self) -> int:
+        return self._events.mark()
+
+    def stop(self, then: Arrived) -> None:
+        then(self._events.stop())
+
+
+class SharedEvents:
+    """Marks in a recording that somebody around the step has started, as `measure` does."""
+
+    def __init__(self, events: MemoryEvents) -> None:
+        self._events = events
+        self._base = events.mark()
+
+    def mark(self) -> int:
+        return self._events.mark() - self._base
+
+    def stop(self, then: Arrived) -> None:
+        base, end = self._base, self._events.mark()
+
+        def arrived(timeline: Timeline | None) -> None:
+            if timeline is None:
+                then(None)
+                return
+            zero = timeline.levels[base]
+            levels = [level - zero for level in timeline.levels[base:end]]
+            peaks = [peak - zero for peak in timeline.peaks[base:end]]
+            then(Timeline(levels, peaks, timeline.levels[end] - zero))
+
+        self._events.when_stopped(arrived)
+
+
+class CudaCounters:
+    """The CUDA allocator's counters. Resets its peak statistics."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entry = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._levels = [0]
+        self._peaks: list[int] = []
+
+    def mark(self) -> int:
+        self._peaks.append(torch.cuda.max_memory_allocated(self._device) - self._entry)
+        self._levels.append(torch.cuda.memory_allocated(self._device) - self._entry)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return len(self._levels) - 1
+
+    def stop(self, then: Arrived) -> None:
+        self.mark()
+        then(Timeline(self._levels[:-1], self._peaks, self._levels[-1]))
+
+
+def start_marks(device: torch.device | None) -> Marks | None:
+    """Begin to measure; None where another profiler is in the way."""
+    if device is None and _compat.cuda_in_use():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is not None and device.type == "cuda":
+        return CudaCounters(device)
+    around = recording_on_this_thread()
+    if around is not None:
+        return SharedEvents(around)
+    events = MemoryEvents()
+    return OwnEvents(events) if events.start() else None

@@ -1,0 +1,130 @@
+"""Exact peak bytes and seconds of a callable.
+
+Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
+where torch has no peak counter, as on CUDA, where it has one. Invariant: what is returned was
+counted allocation by allocation; where that is not possible there is an error, not an estimate.
+Imports torch, `_memory_events` and `errors`. Rejected: the resident size of the process, which
+moves in pages, keeps freed memory and includes everything else that the process does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lowtide._memory_events import MemoryEvents
+from lowtide.errors import UsageError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one call of a step took.
+
+    Attributes:
+        peak_bytes: the largest number of bytes held at any point above what was held at entry.
+        allocated_bytes: what the step leaves behind above what was held at entry: gradients and
+            state that it creates, but not the value it returns. Negative where it frees more.
+        seconds: wall clock of the call alone, on CUDA up to the end of its kernels.
+        device: where the bytes were counted.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    seconds: float
+    device: torch.device
+
+    def __str__(self) -> str:
+        return (
+            f"peak {_text(self.peak_bytes)}, left allocated {_text(self.allocated_bytes)}, "
+            f"{self.seconds:.3f} s on {self.device}"
+        )
+
+
+def measure(step: Callable[[], object], *, device: torch.device | str | None = None) -> Measurement:
+    """Call `step` once and count the bytes it allocates and the seconds it takes.
+
+    Args:
+        step: called without arguments; what it returns is dropped.
+        device: where to count. Default: the current CUDA device if the process uses CUDA already,
+            else the CPU.
+
+    On the CPU every allocation that torch makes for this thread and for autograd is counted, with
+    torch's own profiler; the release of memory that was allocated before the call is not reported
+    there and not subtracted, so clear old gradients before the call, not in it. Threads that `step`
+    starts by itself are not seen. On CUDA torch's peak counter is used:
+    `torch.cuda.reset_peak_memory_stats` is called for the device, so peaks that were being
+    collected start anew.
+
+    Raises:
+        UsageError: the device is neither the CPU nor CUDA; or, on the CPU, a profiler is active,
+            another measurement is running, or either was started while `step` ran.
+
+    >>> import torch
+    >>> def step():
+    ...     torch.zeros(256)
+    >>> measure(step, device="cpu").peak_bytes
+    1024
+    """
+    where = _device(device)
+    if where.type == "cuda":
+        return _measure_cuda(step, where)
+    events = MemoryEvents(where)
+    if not events.start():
+        raise UsageError(
+            f"lowtide.measure cannot count allocations on the CPU: {events.obstacle}, and torch "
+            "has one recorder per process. Call measure outside of it."
+        )
+    try:
+        began = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - began
+    finally:
+        timeline = events.stop()
+    if timeline is None:
+        raise UsageError(
+            f"lowtide.measure lost its count of allocations on the CPU: {events.obstacle}. "
+            "Start no profiler inside the step that is measured."
+        )
+    return Measurement(timeline.peak, timeline.final, seconds, where)
+
+
+def _measure_cuda(step: Callable[[], object], device: torch.device) -> Measurement:
+    torch.cuda.synchronize(device)
+    entry = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - began
+    peak = torch.cuda.max_memory_allocated(device) - entry
+    left = torch.cuda.memory_allocated(device) - entry
+    return Measurement(peak, left, seconds, device)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        device = "cuda" if used else "cpu"
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"lowtide.measure counts bytes on the CPU and on CUDA, not on {where.type!r}, for "
+            "which torch reports no allocations. Pass device='cpu' or a CUDA device."
+        )
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _text(count: int) -> str:
+    """Bytes for people: three to four digits and a binary unit."""
+    size, unit = float(count), 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{count} B" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"

@@ -1,0 +1,352 @@
+"""Regions by module: which modules of a model run checkpointed.
+
+Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
+model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
+module is called in training with gradients on, and `remove()` leaves no trace. Imports torch,
+`override`, `selection`, `foreign`, `errors` and, when a region runs, `checkpoint`. Rejected:
+wrapper modules, which put their own name into every key below them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lowtide.errors import UsageError
+from lowtide.foreign import find_active_checkpointing, refuse_active_checkpointing
+from lowtide.override import (
+    Call,
+    InstanceEntry,
+    Restore,
+    add_entry,
+    find_override,
+    has_override,
+    override_forward,
+)
+from lowtide.selection import Every, Which, every, is_container, select
+
+__all__ = [
+    "ActivationCheckpointWrapper",
+    "ActivationCheckpointing",
+    "Every",
+    "Handle",
+    "Which",
+    "checkpoint_modules",
+    "every",
+    "find_active_checkpointing",
+    "is_container",
+    "override_forward",
+    "refuse_active_checkpointing",
+]
+
+_T = TypeVar("_T")
+
+_KIND = "checkpoint"
+LEVELS = range(6)
+
+# Keywords of `lowtide.checkpoint` itself: a forward that has one of the same name keeps it.
+_CHECKPOINT_KEYWORDS = frozenset(
+    {
+        "function",
+        "policy",
+        "use_reentrant",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+    }
+)
+
+
+class Handle:
+    """The modules that one call switched on; `remove()` switches them off again.
+
+    Also a context manager that removes on the way out. It does not keep the model alive.
+    """
+
+    def __init__(
+        self, names: Sequence[str], restores: Sequence[Restore], description: str = ""
+    ) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        self._restores = tuple(restores)
+        self._description = description
+
+    @property
+    def active(self) -> bool:
+        return any(restore.active for restore in self._restores)
+
+    def remove(self) -> None:
+        """Give every module its own forward back; a second call does nothing."""
+        for restore in self._restores:
+            restore.remove()
+
+    def describe(self) -> str:
+        """What was chosen and why, as text."""
+        return self._description or "\n".join(name or "(the model itself)" for name in self.names)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(name or "(the model itself)" for name in self.names[:4])
+        more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""
+        state = "checkpointed" if self.active or not self.names else "checkpointed no longer"
+        modules = "1 module" if len(self.names) == 1 else f"{len(self.names)} modules"
+        return f"<lowtide.Handle: {modules} {state}{': ' if shown else ''}{shown}{more}>"
+
+
+def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) -> Handle:
+    """Run the modules of `model` that `which` selects as checkpointed regions.
+
+    `which` is a type, a glob pattern of qualified names ("encoder.layers.*"; `*` stays inside one
+    part of a name, `**` spans parts), a predicate `(name, module) -> bool`, `every(n, ...)` of
+    these, or a list that mixes them. Every entry must match a module that is called, or
+    `UsageError` says what came close. A module chosen together with one inside it gives nested
+    regions. `policy` is that of `lowtide.checkpoint`.
+    """
+    check_model(model, "checkpoint_modules")
+    return switch_on(model, select(model, which), policy=policy, caller="checkpoint_modules")
+
+
+def switch_on(
+    model: nn.Module,
+    chosen: Sequence[tuple[str, nn.Module]],
+    *,
+    policy: Any,
+    caller: str,
+    description: str = "",
+) -> Handle:
+    """Checkpoint `chosen`, all of them or, if one refuses, none."""
+    if policy is not None and not callable(policy):
+        raise UsageError(
+            f"{caller}: policy must be callable with an OperationInfo, for instance "
+            f"lowtide.policies.KeepProducts(); got {policy!r}"
+        )
+    refuse_active_checkpointing(model, caller)
+    _refuse_unfit(model, chosen, caller)
+    restores: list[Restore] = []
+    try:
+        for _, module in chosen:
+            restores.append(_checkpoint_one(module, policy))
+    except BaseException:
+        for restore in restores:
+            restore.remove()
+        raise
+    return Handle([name for name, _ in chosen], restores, description)
+
+
+def check_model(model: object, caller: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{caller} takes a torch.nn.Module, not {type(model).__name__}; for a function use "
+            "lowtide.checkpoint(function, *args)"
+        )
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether lowtide runs this very module as a region."""
+    return has_override(module, _KIND)
+
+
+def _checkpoint_one(module: nn.Module, policy: Any) -> Restore:
+    reference = weakref.ref(module)
+
+    def make_call(forward: Call) -> Call:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            owner = reference()
+            if owner is None or not owner.training or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return _run_region(forward, args, kwargs, policy)
+
+        return call
+
+    return override_forward(module, make_call, kind=_KIND)
+
+
+def _run_region(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Any
+) -> Any:
+    from lowtide.checkpoint import checkpoint
+
+    if not _CHECKPOINT_KEYWORDS.isdisjoint(kwargs):
+        return checkpoint(functools.partial(function, **kwargs), *args, policy=policy)
+    return checkpoint(function, *args, policy=policy, **kwargs)
+
+
+def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], caller: str) -> None:
+    compiled = [name for name, m in model.named_modules(remove_duplicate=False) if _is_compiled(m)]
+    for name, module in chosen:
+        shown = repr(name) if name else "the model itself"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{caller}: {shown} is a TorchScript module, whose operations run where lowtide "
+                "cannot see them; use the Python module it was made from"
+            )
+        for outer in compiled:
+            if not outer or name == outer or name.startswith(f"{outer}."):
+                raise UsageError(
+                    f"{caller}: {shown} is inside {repr(outer) if outer else 'the model'}, which "
+                    "is already compiled with torch.compile; apply lowtide first, then compile"
+                )
+        if is_checkpointed(module):
+            raise UsageError(
+                f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "
+                "call .remove() on the handle that did it, or select the other modules only"
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return True
+    # By name: importing torch._dynamo takes seconds, and where it is not imported there is none.
+    return any(
+        c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"
+        for c in type(module).__mro__
+    )
+
+
+class _WrapperType(type):
+    """Makes the class give back the module it was called with, and know it again."""
+
+    def __call__(cls, module: nn.Module, *, policy: Any = None) -> nn.Module:
+        check_model(module, "ActivationCheckpointWrapper")
+        if is_container(module):
+            raise UsageError(
+                f"ActivationCheckpointWrapper: a {type(module).__name__} has no forward; wrap the "
+                "modules it holds"
+            )
+        if not is_checkpointed(module):
+            caller = "ActivationCheckpointWrapper"
+            switch_on(module, [("", module)], policy=policy, caller=caller)
+            add_entry(_LoadEitherForm(module))
+        return module
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, nn.Module) and is_checkpointed(instance)
+
+
+class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
+    """Checkpoint one module: `block = ActivationCheckpointWrapper(block)`.
+
+    The name and the call are MONAI's. What comes back is the module itself, switched on, and not
+    a module around it: its type, parameter names, `state_dict` and copies stay as they were,
+    nothing is recomputed in eval, and plain weights load. Weights saved through a wrapper (keys
+    that begin with "module.") load too. A module that is already checkpointed comes back as it is.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise UsageError(
+            f"{cls.__name__}: ActivationCheckpointWrapper cannot be subclassed, it gives back the "
+            "module it is called with; write an nn.Module and checkpoint its parts"
+        )
+
+    @staticmethod
+    def remove(module: nn.Module) -> None:
+        """Switch checkpointing of this one module off again."""
+        override = find_override(module)
+        for layer in list(override.layers) if override is not None else []:
+            if layer.kind == _KIND:
+                layer.remove()
+
+
+class _LoadEitherForm(InstanceEntry):
+    """`_load_from_state_dict` that also takes the keys of a model saved with wrappers in it."""
+
+    attribute = "_load_from_state_dict"
+
+    def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        without_wrapper_keys(state_dict, prefix, self.module().state_dict(keep_vars=True))
+        self.plain()(state_dict, prefix, *args, **kwargs)
+
+
+def without_wrapper_keys(
+    state_dict: dict[str, Any], prefix: str, known: Mapping[str, object]
+) -> None:
+    """Rename, in place, keys in which a wrapper has put "module." or the like.
+
+    A key is renamed only if it is not one of `known`, the model's own keys, and becomes one.
+    """
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        own = key[len(prefix) :]
+        if own in known:
+            continue
+        parts = own.split(".")
+        plain = ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+        if plain in known and prefix + plain not in state_dict:
+            state_dict[prefix + plain] = state_dict.pop(key)
+
+
+_WRAPPER_PARTS = frozenset({"module", "_checkpoint_wrapped_module"})
+
+
+class ActivationCheckpointing(nn.Module):
+    """Checkpoint a call if its level is at or under the level of the training.
+
+    `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. Both
+    levels are 0 to 5: 0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder
+    blocks, 4 stages, 5 whole encoders and decoders. The call runs as a region while this object is
+    in training (`.train()`, `.eval()`; as a submodule it follows its model) and
+    `fn_checkpoint_level <= training_checkpoint_level`; so a call of level 0 is a region at every
+    training level, 0 included. `training_checkpoint_level` may be set between steps.
+    """
+
+    def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
+        super().__init__()
+        self.fn_checkpoint_level = check_level(fn_checkpoint_level, "fn_checkpoint_level")
+        self.training_checkpoint_level = training_checkpoint_level
+
+    @property
+    def training_checkpoint_level(self) -> int:
+        return self._training_level
+
+    @training_checkpoint_level.setter
+    def training_checkpoint_level(self, level: int) -> None:
+        self._training_level = check_level(level, "training_checkpoint_level")
+
+    @property
+    def perform_checkpointing(self) -> bool:
+        return self.fn_checkpoint_level <= self.training_checkpoint_level
+
+    def forward(
+        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+    ) -> _T:
+        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and changes nothing here."""
+        if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
+            return fn(*args, **kwargs)
+        result: _T = _run_region(fn, args, kwargs, None)
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"
+
+
+def check_level(level: int, name: str) -> int:
+    """`level` if it is one of 0 to 5, else `UsageError`."""
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise UsageError(
+            f"{name} is a whole number from 0 to 5, not {level!r} ({type(level).__name__})"
+        )
+    if level not in LEVELS:
+        raise UsageError(
+            f"{name} is {level}, outside 0 to 5: 0 nothing, 1 single layers, 2 small blocks, "
+            "3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders"
+        )
+    return level

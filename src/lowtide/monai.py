@@ -1,0 +1,68 @@
+"""MONAI's checkpointed U-Net, on lowtide's regions.
+
+Problem: MONAI's `CheckpointUNet` wraps every part of every connection block. Its weights do not
+load into a plain `UNet`, the deepest convolution runs once for each level of the net, BatchNorm
+counts as often, and evaluation with gradients recomputes too. Invariant: the same net, the same
+keys as `UNet` in both directions, one forward. Imports MONAI, here and nowhere else, and modules.
+Rejected: regions around the nested sub-blocks too; they hold all that is deeper, which is small in
+a U-Net, and would be replayed once for each level above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed, without_wrapper_keys
+
+try:
+    from monai.networks.layers.simplelayers import SkipConnection
+    from monai.networks.nets.unet import UNet
+except ImportError as error:
+    raise ImportError(
+        "lowtide.monai needs MONAI, which is not installed or does not import: "
+        "pip install 'lowtide[monai]'"
+    ) from error
+
+__all__ = ["CheckpointUNet"]
+
+
+class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
+    """MONAI's `UNet`, its connection blocks rematerialized in training.
+
+    The arguments, the parameter names and the results are those of `monai.networks.nets.UNet`, in
+    2D and 3D, and weights load either way; weights of MONAI's own `CheckpointUNet` load too. Every
+    block of the way down, the bottom and every block of the way up is a region of its own: only
+    their inputs are kept. In eval, or without gradients, it is a plain `UNet`.
+    """
+
+    # The names of the blocks that are regions; copies and unpickled nets switch on the same ones.
+    _regions: tuple[str, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._regions = tuple(name for name, m in self.named_modules() if is_checkpointed(m))
+
+    def _get_connection_block(
+        self, down_path: nn.Module, up_path: nn.Module, subblock: nn.Module
+    ) -> nn.Module:
+        # MONAI's own seam: a subclass that makes other blocks gets them checkpointed as well.
+        ActivationCheckpointWrapper(down_path)
+        ActivationCheckpointWrapper(up_path)
+        if not any(isinstance(part, SkipConnection) for part in subblock.modules()):
+            ActivationCheckpointWrapper(subblock)  # the bottom
+        block: nn.Module = super()._get_connection_block(down_path, up_path, subblock)
+        return block
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in self._regions:
+            ActivationCheckpointWrapper(self.get_submodule(name))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        without_wrapper_keys(state_dict, prefix, self.state_dict(keep_vars=True))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

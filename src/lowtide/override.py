@@ -1,0 +1,267 @@
+"""Putting a call around one module's forward, without a trace in what the module is.
+
+Problem: a region has to start where a module's forward starts. A wrapper module changes every name
+below it, a changed class changes `type(module)`, and a hook cannot stand around the call.
+Invariant (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module.
+What changes is a few entries of the instance's `__dict__`, and each of them drops itself from every
+copy. Imports torch only. Rejected: a strong reference to the module, a cycle that keeps a deleted
+model in memory until the garbage collector runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Call = Callable[..., Any]
+
+_ABSENT: Any = object()
+
+
+class InstanceEntry:
+    """A callable that shadows the method `attribute` of one module.
+
+    Copies of the module are plain. `_PlainState` removes the entry from the usual state; a class
+    that copies its `__dict__` by other means meets `__reduce__` and `__deepcopy__`, which stand for
+    the copy's own bound method.
+    """
+
+    attribute = ""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.shadowed = module.__dict__.get(self.attribute, _ABSENT)
+
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                f"this `{self.attribute}` belongs to a module that was deleted; keep the module "
+                "itself while its methods are in use"
+            )
+        return module
+
+    def plain(self) -> Call:
+        """What the module would call had lowtide never touched it."""
+        if self.shadowed is not _ABSENT:
+            return self.shadowed  # type: ignore[no-any-return]
+        module = self.module()
+        return getattr(type(module), self.attribute).__get__(module)  # type: ignore[no-any-return]
+
+    def install(self) -> None:
+        self.module().__dict__[self.attribute] = self
+
+    def uninstall(self) -> None:
+        """Put back what was there, unless somebody has put something else over it since."""
+        module = self._module()
+        if module is None or module.__dict__.get(self.attribute) is not self:
+            return
+        if self.shadowed is _ABSENT:
+            del module.__dict__[self.attribute]
+        else:
+            module.__dict__[self.attribute] = self.shadowed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Nothing of lowtide stands in the pickle: it loads where lowtide is not installed.
+        return (getattr, (self.module(), self.attribute))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self.module()
+        copied = memo.get(id(module))
+        if copied is None:
+            import copy
+
+            # Somebody copies the method alone: copy its module, as for a bound method. The memo
+            # entry ends the recursion if that module's own copy comes by here again.
+            memo[id(self)] = self.plain()
+            copied = copy.deepcopy(module, memo)
+        return getattr(copied, self.attribute)
+
+
+class _PlainState(InstanceEntry):
+    """`__getstate__` of a module that has entries: its state without them."""
+
+    attribute = "__getstate__"
+
+    def __call__(self) -> Any:
+        state = self.plain()()
+        if isinstance(state, tuple) and state and isinstance(state[0], dict):
+            return (_without_entries(state[0]), *state[1:])
+        return _without_entries(state) if isinstance(state, dict) else state
+
+
+class _Replica(InstanceEntry):
+    """`_replicate_for_data_parallel`, which copies `__dict__` and so our entries with it."""
+
+    attribute = "_replicate_for_data_parallel"
+
+    def __call__(self) -> nn.Module:
+        module = self.module()
+        replica: nn.Module = self.plain()()
+        replica.__dict__.update(_without_entries(replica.__dict__))
+        for name in [n for n, v in replica.__dict__.items() if isinstance(v, InstanceEntry)]:
+            del replica.__dict__[name]
+        current = find_override(module)
+        if current is not None:
+            for layer in current.layers:
+                override_forward(replica, layer.make_call, kind=layer.kind)
+        return replica
+
+
+def _without_entries(state: dict[str, Any]) -> dict[str, Any]:
+    plain = {}
+    for name, value in state.items():
+        if not isinstance(value, InstanceEntry):
+            plain[name] = value
+        elif value.shadowed is not _ABSENT:
+            plain[name] = value.shadowed
+    return plain
+
+
+class _ForwardOverride(InstanceEntry):
+    """The `forward` of a module with one or more layers around it, the last one outermost.
+
+    It is one object however many layers there are, so that they can be removed in any order.
+    """
+
+    attribute = "forward"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.layers: list[Restore] = []
+        self.companions: list[InstanceEntry] = [_PlainState(module), _Replica(module)]
+        self._call: Call = _plain_forward(self._module, self.shadowed)
+
+    def rebuild(self) -> None:
+        call: Call = _plain_forward(self._module, self.shadowed)
+        for layer in self.layers:
+            call = layer.make_call(call)
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    # `inspect.signature(module.forward)` and code that unwraps a forward must see the plain one.
+    @property
+    def __wrapped__(self) -> Call:
+        return self.plain()
+
+    @property
+    def __name__(self) -> str:
+        return "forward"
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module()
+
+    @property
+    def __func__(self) -> Any:
+        return getattr(self.plain(), "__func__", type(self.module()).forward)
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(self.plain())
+
+    def __repr__(self) -> str:
+        module = self._module()
+        owner = "a deleted module" if module is None else type(module).__name__
+        return f"<forward of {owner}, {', '.join(layer.kind for layer in self.layers) or 'plain'}>"
+
+
+def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
+    if shadowed is not _ABSENT:
+        return shadowed  # type: ignore[no-any-return]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        module = reference()
+        if module is None:
+            raise ReferenceError(
+                "this `forward` belongs to a module that was deleted; keep the module itself "
+                "while its methods are in use"
+            )
+        # Looked up at each call: a class swapped in later (FSDP2 does so) keeps its forward.
+        return type(module).forward(module, *args, **kwargs)
+
+    return forward
+
+
+class Restore:
+    """One layer around a forward; `remove()` takes exactly this layer off again."""
+
+    def __init__(
+        self, override: _ForwardOverride, make_call: Callable[[Call], Call], kind: str
+    ) -> None:
+        self._override: _ForwardOverride | None = override
+        self.make_call = make_call
+        self.kind = kind
+
+    @property
+    def active(self) -> bool:
+        return self._override is not None
+
+    def remove(self) -> None:
+        override, self._override = self._override, None
+        if override is None:
+            return
+        override.layers.remove(self)
+        override.rebuild()
+        if not override.layers:
+            for entry in (override, *override.companions):
+                entry.uninstall()
+
+
+def override_forward(
+    module: nn.Module, make_call: Callable[[Call], Call], *, kind: str = "override"
+) -> Restore:
+    """Make every call of `module.forward` run `make_call(forward)` in its place.
+
+    `make_call` is called at once, and again whenever a layer below it comes or goes; the `forward`
+    it is given is the module's own, or the next layer. `kind` tells layers apart, see
+    `has_override`. Neither `make_call` nor what it returns should hold the module strongly.
+    """
+    override = find_override(module)
+    if override is None:
+        override = _ForwardOverride(module)
+        override.install()
+    for entry in override.companions:
+        entry.install()
+    layer = Restore(override, make_call, kind)
+    override.layers.append(layer)
+    try:
+        override.rebuild()
+    except BaseException:
+        layer.remove()
+        raise
+    return layer
+
+
+def add_entry(entry: InstanceEntry) -> None:
+    """Install one more entry, to go when the last layer around the module's forward goes."""
+    override = find_override(entry.module())
+    if override is None:
+        raise RuntimeError("add_entry needs a module with an override")
+    override.companions.append(entry)
+    entry.install()
+
+
+def find_override(module: nn.Module) -> _ForwardOverride | None:
+    """The override on `module`, also where somebody has wrapped its forward since."""
+    forward = module.__dict__.get("forward")
+    for _ in range(32):  # a wrapper that names itself as what it wraps must not hang us
+        if isinstance(forward, _ForwardOverride):
+            return forward
+        forward = getattr(forward, "__wrapped__", None)
+        if forward is None:
+            return None
+    return None
+
+
+def has_override(module: nn.Module, kind: str) -> bool:
+    """Whether a layer of that kind stands around `module.forward`."""
+    override = find_override(module)
+    return override is not None and any(layer.kind == kind for layer in override.layers)

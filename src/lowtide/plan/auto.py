@@ -1,0 +1,216 @@
+"""Choosing a plan: which way of searching, in which order, and when to stop.
+
+Problem: no single method is best at every limit, and a user waits while it searches.
+
+Invariant: deterministic. Work is counted in simulated operations, not seconds, so the same graph
+and limit give the same plan on any machine; `time_limit` is a guard that only ends a search early.
+
+Imports: the other modules of `lowtide.plan`.
+
+Rejected: annealing. It needs thousands of evaluations and its answer depends on when it is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from lowtide.plan.cut import (
+    Cut,
+    CutModel,
+    free_holds,
+    hull,
+    lower_bound,
+    moment_weights,
+    peak_moment,
+    room_at,
+)
+from lowtide.plan.descent import descend
+from lowtide.plan.graph import Graph
+from lowtide.plan.greedy import greedy
+from lowtide.plan.plan import Plan
+from lowtide.plan.repair import Candidate, Problem, grow, shrink
+from lowtide.plan.segments import Boundaries
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.solution import Solution
+
+WORK = 150_000
+"""Operations and events that one search may simulate: about a second of plain Python."""
+GOOD_ENOUGH = 1.02
+"""A plan within this factor of the proved bound, and `SMALL`, ends the search."""
+SMALL = 2e-3
+"""A share of the forward's time that is not worth searching for."""
+SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+
+
+@dataclass
+class _Search:
+    """The state of one search: the best plan so far and the work left."""
+
+    problem: Problem
+    limit: int
+    deadline: float
+    plain: Candidate = field(init=False)
+    best: Candidate = field(init=False)
+    method: str = "keep all"
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        retain = self.problem.keep_all()
+        self.plain = self.best = Candidate(retain, self.problem.run(retain))
+        sim = self.problem.sim
+        self.allowed = max(WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
+        self.stop = sim.evaluations + self.allowed
+        self.slack = SMALL * sum(sim.cost)
+
+    def offer(self, candidate: Candidate, method: str) -> None:
+        if candidate.key(self.limit) < self.best.key(self.limit):
+            self.best, self.method = candidate, method
+
+    @property
+    def fits(self) -> bool:
+        return self.best.result.peak <= self.limit
+
+    def done(self) -> bool:
+        if self.fits and self.best.result.seconds <= self.bound * GOOD_ENOUGH + self.slack:
+            return True
+        return self.problem.sim.evaluations >= self.stop or perf_counter() > self.deadline
+
+
+def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0) -> Solution:
+    """The cheapest plan found whose peak is at most `limit - margin`.
+
+    Decision table, in order; the search ends when a plan is within 2 % of the proved bound or the
+    work is used up, and the best plan met is returned:
+
+    | situation                          | what is tried                                     |
+    |------------------------------------|---------------------------------------------------|
+    | keeping everything fits            | that; nothing is replayed                         |
+    | always                             | greedy at the peak                                |
+    | always                             | minimum cuts at the plain peak, prices around the |
+    |                                    | limit, each repaired                              |
+    | replays stand at the peak          | the same cuts with anchors held, few to many      |
+    | nothing fits                       | the search of `minimum`, ended when the limit is  |
+    |                                    | reached; what is left is held again               |
+    | nothing fits even so               | "infeasible", with the lowest peak met            |
+    """
+    began = perf_counter()
+    search = _Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
+    if not search.fits:
+        search.offer(greedy(search.problem, search.limit), "greedy")
+        _cuts(search)
+    if not search.fits:
+        low = _lowest(search.problem, search.limit, search.deadline)
+        search.offer(grow(search.problem, low.best, search.limit), low.method)
+    return _solution(search, graph, began)
+
+
+def minimum(graph: Graph, *, time_limit: float = 10.0) -> Solution:
+    """The lowest peak that the planner can reach.
+
+    Greedy and anchors are pushed down as far as they go; then the best of them is asked for less,
+    move by move. `solve` follows the same path, so a limit of this peak can be solved.
+    """
+    began = perf_counter()
+    search = _lowest(Problem(Simulator(graph)), 0, began + time_limit)
+    # The limit that was met is the peak found, so the answer fits by definition.
+    search.limit = search.best.result.peak
+    return _solution(search, graph, began)
+
+
+def _solution(search: _Search, graph: Graph, began: float) -> Solution:
+    result = search.best.result
+    return Solution(
+        status="fits" if search.fits else "infeasible",
+        plan=Plan(tuple(search.best.retain), graph.fingerprint),
+        peak=result.peak,
+        seconds=result.seconds,
+        plain_peak=search.plain.result.peak,
+        lower_bound=min(search.bound, result.seconds) if search.fits else None,
+        evaluations=search.problem.sim.evaluations,
+        solve_seconds=perf_counter() - began,
+        method=search.method,
+    )
+
+
+def _near(cuts: dict[float, Cut], room: int) -> Iterator[Cut]:
+    """Distinct cuts, those whose bytes are nearest to the room first."""
+    seen: set[frozenset[int]] = set()
+    order = sorted(cuts.items(), key=lambda item: (abs(item[1].nbytes - room), item[0]))
+    for _, cut in order:
+        if cut.held not in seen:
+            seen.add(cut.held)
+            yield cut
+
+
+def _cuts(search: _Search) -> None:
+    problem, limit = search.problem, search.limit
+    sim = problem.sim
+    at = peak_moment(search.plain.result)
+    weight = moment_weights(sim, at)
+    room = room_at(sim, at, limit)
+    model = CutModel(sim, weight)
+    cuts = hull(model, sim, room)
+    search.bound = lower_bound(model, room, cuts)
+    free = free_holds(sim, weight)
+    if search.done():
+        return
+    for held in _interleave(search, cuts, weight, room):
+        found = shrink(problem, problem.start(held | free), limit)
+        search.offer(grow(problem, found, limit), "cut")
+        if search.done():
+            return
+
+
+def _interleave(
+    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int
+) -> Iterable[frozenset[int]]:
+    """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
+    near = list(_near(cuts, room))
+    yield from (cut.held for cut in near[:4])
+    sim = search.problem.sim
+    bounds = Boundaries(sim)
+    for segments in SEGMENTS:
+        anchors = bounds.anchors(bounds.places(segments))
+        taken = sum(weight[v] for v in anchors)
+        if not anchors or taken > room:
+            continue
+        model = CutModel(sim, [0 if v in anchors else size for v, size in enumerate(weight)])
+        inner = hull(model, sim, room - taken, steps=8)
+        for cut in list(_near(inner, room - taken))[:2]:
+            yield cut.held | anchors
+    yield from (cut.held for cut in near[4:])
+
+
+def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:
+    """Search for the lowest peak; ends once it is at most `enough`, on the same path."""
+    search = _Search(problem, 0, deadline)
+    search.offer(greedy(problem, 0), "greedy")
+    bounds = Boundaries(problem.sim)
+    for segments in SEGMENTS:
+        held = bounds.anchors(bounds.places(segments))
+        for limit in (search.best.result.peak * 9 // 10, 0):
+            search.offer(shrink(problem, problem.start(held), limit), "anchors")
+        if search.best.result.peak <= enough or search.done():
+            break
+    _lower(search, enough)
+    return search
+
+
+def _lower(search: _Search, enough: int) -> None:
+    """Ask for less than the best peak met, by steps that shrink whenever one fails."""
+    sim = search.problem.sim
+    stop = sim.evaluations + search.allowed
+    step = max(search.best.result.peak // 20, 1)
+    while search.best.result.peak > enough and perf_counter() < search.deadline:
+        left = stop - sim.evaluations
+        if left <= 0:
+            return
+        best = search.best
+        goal = best.result.peak - step
+        search.offer(descend(search.problem, best, goal, (left + 1) // 2), "descent")
+        if search.best is best:
+            if step == 1:
+                return
+            step = max(step // 4, 1)

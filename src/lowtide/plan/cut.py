@@ -1,0 +1,148 @@
+"""The cheapest recomputation for one moment of the step, as a minimum cut.
+
+Problem: at the peak, every value that backward will still ask for is either in memory or has to be
+recomputed from values that are. Which ones to hold for the least time is a selection with
+dependencies: a minimum cut once bytes are given a price.
+
+Invariant: a node for each operation (is it replayed?) and each value (is it required?). A required
+value is paid in bytes, or its producer is replayed; a replayed operation costs its time and
+requires its inputs. Values nobody saved can be held too: holding a layer's own output lets a
+growing concatenation go. Bytes at the price p, for all p, trace the lower hull of time against
+memory at that moment; `p x (bytes over)` of a cut proves a lower bound for every plan.
+
+Imports: `lowtide.plan.flow`, `lowtide.plan.simulate`.
+
+Rejected: an integer program. It needs a solver as a dependency and gains what the repair finds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.plan.flow import INFINITE, Network
+from lowtide.plan.simulate import Simulation, Simulator
+
+SCALE = 10**12
+"""Seconds to integer capacities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A choice of values to hold, optimal for one price."""
+
+    held: frozenset[int]
+    nbytes: int
+    """Weight of the held values: bytes at the moment of the cut."""
+    seconds: float
+    """Time of the operations replayed once each."""
+
+
+class CutModel:
+    """Minimum cuts of one graph for given weights of its values."""
+
+    def __init__(self, sim: Simulator, weight: list[int]) -> None:
+        self.sim = sim
+        self.weight = weight
+        ops = len(sim.cost)
+        self.base = 2 + ops
+        self.network = network = Network(self.base + len(weight))
+        for op in range(ops):
+            capacity = round(sim.cost[op] * SCALE) if sim.replayable[op] else INFINITE
+            network.arc(2 + op, Network.SINK, capacity)
+            for x in sim.reads[op]:
+                if weight[x]:
+                    network.arc(2 + op, self.base + x, INFINITE)
+        self.priced: list[tuple[int, int]] = []
+        for value, size in enumerate(weight):
+            if size and not sim.free[value]:
+                node = self.base + value
+                self.priced.append((value, network.arc(node, 2 + sim.producer[value], 0)))
+                if sim.release[value] >= 0:
+                    network.arc(Network.SOURCE, node, INFINITE)
+        self.empty = network.snapshot()
+
+    def solve(self, price: float) -> Cut:
+        """The cheapest choice when a byte costs `price` seconds."""
+        network, weight = self.network, self.weight
+        network.restore(self.empty)
+        scaled = price * SCALE
+        for value, arc in self.priced:
+            network.room[arc] = int(scaled * weight[value])
+        network.maximise()
+        side = network.source_side()
+        producer = self.sim.producer
+        held = frozenset(
+            value
+            for value, _ in self.priced
+            if side[self.base + value] and not side[2 + producer[value]]
+        )
+        seconds = sum(c for op, c in enumerate(self.sim.cost) if side[2 + op])
+        return Cut(held, sum(weight[v] for v in held), seconds)
+
+
+def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
+    """Bytes that holding each value costs at a moment; 0 where it is alive anyway or released."""
+    phase, index = at
+    if phase == "forward":
+        return [
+            0 if free or last >= index else size
+            for size, free, last in zip(sim.nbytes, sim.free, sim.last_use, strict=True)
+        ]
+    alive = sim.lifetimes([0] * len(sim.nbytes))
+    used = sim.event_value[index]
+    return [
+        0 if free or last < index or value == used else size
+        for value, (size, free, last) in enumerate(zip(sim.nbytes, sim.free, alive, strict=True))
+    ]
+
+
+def room_at(sim: Simulator, at: tuple[str, int], limit: int) -> int:
+    """Bytes that a plan may hold at a moment under a limit."""
+    phase, index = at
+    if phase == "forward":
+        return limit - sim.forward_peak[index]
+    used = sim.event_value[index]
+    own = 0 if sim.free[used] else sim.nbytes[used]
+    return limit - sim.event_peak[index] - own
+
+
+def free_holds(sim: Simulator, weight: list[int]) -> frozenset[int]:
+    """Saved values without weight at the moment: a cut has no reason to let them go."""
+    return frozenset(
+        v for v, size in enumerate(weight) if not size and not sim.free[v] and sim.release[v] >= 0
+    )
+
+
+def lower_bound(model: CutModel, room: int, cuts: dict[float, Cut]) -> float:
+    """The best bound on replayed time that the cuts prove for plans with this room."""
+    return max(
+        (cut.seconds + price * (cut.nbytes - room) for price, cut in cuts.items()), default=0.0
+    )
+
+
+def hull(model: CutModel, sim: Simulator, room: int, steps: int = 14) -> dict[float, Cut]:
+    """Cuts by price, bisected around the price at which the held bytes meet the room."""
+    total = sum(model.weight) or 1
+    low, high = 0.0, sum(sim.cost) / total * 1e-3
+    cuts: dict[float, Cut] = {}
+    for _ in range(40):
+        cuts[high] = model.solve(high)
+        if cuts[high].nbytes <= room or not cuts[high].held:
+            break
+        low, high = high, high * 4
+    for _ in range(steps):
+        middle = (low * high) ** 0.5 if low else high / 2
+        if middle in (low, high):
+            break
+        cut = cuts[middle] = model.solve(middle)
+        if cut.nbytes <= room:
+            high = middle
+        else:
+            low = middle
+    return cuts
+
+
+def peak_moment(result: Simulation) -> tuple[str, int]:
+    """The moment of a simulated peak, as `moment_weights` takes it."""
+    phase, index = result.peak_at
+    return ("forward" if phase == "forward" else "backward"), index

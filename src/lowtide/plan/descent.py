@@ -1,0 +1,85 @@
+"""Local search with the simulator as the judge of every step.
+
+Problem: near the lowest reachable peak, and wherever replays overlap, the estimates of `repair`
+mislead: only a simulation tells whether holding an anchor or letting a value wait helps.
+
+Invariant: the objective is the excess summed over the whole step, then time. A sum has a slope
+where several moments share the peak and no single move lowers the maximum. Moves are tried in a
+fixed order and accepted when they improve, so equal input gives equal output.
+
+Imports: `lowtide.plan.repair`, `lowtide.plan.simulate`.
+
+Rejected: annealing, which gives up that determinism for nothing at these sizes.
+"""
+
+from __future__ import annotations
+
+from lowtide.plan.plan import HOLD
+from lowtide.plan.repair import Candidate, Problem, live_at_peak, trace_of
+from lowtide.plan.simulate import Simulation
+
+
+def excess(result: Simulation, limit: int) -> int:
+    """Bytes over the limit, summed over operations and events."""
+    if not result.complete:
+        return 1 << 100
+    trace = trace_of(result)
+    return sum(x - limit for x in trace.forward if x > limit) + sum(
+        x - limit for x in trace.backward if x > limit
+    )
+
+
+def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int) -> Candidate:
+    """Take single moves that lower the excess until the plan fits or none is left."""
+    sim = problem.sim
+    stop = sim.evaluations + evaluations
+    best, score = candidate, excess(candidate.result, limit)
+    tabu: set[tuple[int, int]] = set()
+    while score and sim.evaluations < stop:
+        improved = False
+        for value, choice in _moves(problem, best):
+            if (value, choice) in tabu:
+                continue
+            retain = best.retain.copy()
+            retain[value] = choice
+            result = problem.run(retain)
+            found = excess(result, limit)
+            if found < score:
+                best, score, improved = Candidate(retain, result), found, True
+                tabu.clear()
+                break
+            tabu.add((value, choice))
+            if sim.evaluations >= stop:
+                break
+        if not improved:
+            break
+    return best
+
+
+def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
+    """Moves at the peak: let held values go, let retained ones wait, hold what replays pass by."""
+    sim, trace = problem.sim, trace_of(candidate.result)
+    phase, index = candidate.result.peak_at
+    event = -1 if phase == "forward" else index
+    first = sim.graph.first_event
+    moves: list[tuple[int, int]] = []
+    for value in live_at_peak(problem, candidate.result):
+        if not sim.nbytes[value]:
+            continue
+        if trace.start[value] == -1:
+            moves.append((value, problem.dropped(value)))
+        # Not past its own first event: one backward operation may unpack a value next to others.
+        if first[value] > event >= 0:
+            moves.append((value, event + 1))
+    moves.sort(key=lambda move: (-sim.nbytes[move[0]], move))
+    if event >= 0:
+        anchors = [
+            value
+            for op, times in enumerate(trace.replays)
+            if times
+            for value in sim.outputs[op]
+            if trace.start[value] != -1 and not problem.fixed[value] and trace.alive[value] >= 0
+        ]
+        anchors.sort(key=lambda value: (sim.nbytes[value], -value))
+        moves += [(value, HOLD) for value in anchors]
+    return moves

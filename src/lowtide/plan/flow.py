@@ -1,0 +1,122 @@
+"""Maximum flow, and the minimum cut it proves, on graphs of a few thousand arcs.
+
+Problem: the planner's cuts are solved many times for capacities that only grow, in plain Python.
+
+Invariant: capacities and flows are integers, so the cut is exact and the same on every machine.
+A flow stays feasible while capacities grow: `maximise` continues from where it stands.
+
+Imports: the standard library.
+
+Rejected: push-relabel. Replay costs sit one or two operations from the bytes that would pay for
+them, so augmenting paths are short and a level graph needs few phases; recursion, because a chain
+of a thousand operations is deeper than the interpreter allows.
+"""
+
+from __future__ import annotations
+
+INFINITE = 1 << 100
+
+
+class Network:
+    """Nodes 0 (source), 1 (sink) and up; arcs in pairs, arc `a ^ 1` being the reverse of `a`."""
+
+    SOURCE = 0
+    SINK = 1
+
+    def __init__(self, nodes: int) -> None:
+        self.arcs: list[list[int]] = [[] for _ in range(nodes)]
+        self.head: list[int] = []
+        self.room: list[int] = []
+
+    def arc(self, tail: int, head: int, capacity: int) -> int:
+        """Add an arc; its number can be passed to `widen`."""
+        number = len(self.head)
+        self.head += (head, tail)
+        self.room += (capacity, 0)
+        self.arcs[tail].append(number)
+        self.arcs[head].append(number + 1)
+        return number
+
+    def snapshot(self) -> list[int]:
+        """The flow as it stands."""
+        return self.room.copy()
+
+    def restore(self, snapshot: list[int]) -> None:
+        """Go back to a flow."""
+        self.room = snapshot.copy()
+
+    def maximise(self) -> int:
+        """Push until no path is left; the amount of flow added."""
+        added = 0
+        while levels := self._levels():
+            added += self._block(levels)
+        return added
+
+    def source_side(self) -> list[bool]:
+        """Of each node, whether the source still reaches it: the smallest minimum cut."""
+        reached = [False] * len(self.arcs)
+        reached[self.SOURCE] = True
+        stack = [self.SOURCE]
+        arcs, head, room = self.arcs, self.head, self.room
+        while stack:
+            for a in arcs[stack.pop()]:
+                node = head[a]
+                if room[a] and not reached[node]:
+                    reached[node] = True
+                    stack.append(node)
+        return reached
+
+    def _levels(self) -> list[int]:
+        """Distance of each node to the sink, or an empty list when the source is cut off."""
+        far = len(self.arcs)
+        levels = [far] * far
+        levels[self.SINK] = 0
+        queue = [self.SINK]
+        arcs, head, room = self.arcs, self.head, self.room
+        for node in queue:
+            distance = levels[node] + 1
+            for a in arcs[node]:
+                tail = head[a]
+                if levels[tail] == far and room[a ^ 1]:
+                    levels[tail] = distance
+                    if tail == self.SOURCE:
+                        return levels
+                    queue.append(tail)
+        return []
+
+    def _block(self, levels: list[int]) -> int:
+        """Saturate every shortest path (Dinic), walking with an explicit path."""
+        arcs, head, room = self.arcs, self.head, self.room
+        place = [0] * len(arcs)
+        path: list[int] = []
+        node, added = self.SOURCE, 0
+        while True:
+            if node == self.SINK:
+                amount = min([room[a] for a in path])
+                added += amount
+                keep = len(path)
+                for position in range(len(path) - 1, -1, -1):
+                    a = path[position]
+                    room[a] -= amount
+                    room[a ^ 1] += amount
+                    if not room[a]:
+                        keep = position
+                node = head[path[keep] ^ 1]
+                del path[keep:]
+                continue
+            out, level = arcs[node], levels[node] - 1
+            index = place[node]
+            while index < len(out):
+                a = out[index]
+                if room[a] and levels[head[a]] == level:
+                    break
+                index += 1
+            place[node] = index
+            if index < len(out):
+                path.append(a)
+                node = head[a]
+            elif path:
+                levels[node] = len(arcs)
+                node = head[path.pop() ^ 1]
+            else:
+                return added

@@ -1,0 +1,329 @@
+"""A recorded step as pure values: what was computed, what was saved, what backward asked for.
+
+Problem: deciding what to recompute needs sizes, times, dependencies and the memory that is not
+the plan's, and nothing else. Tensors here would keep memory alive and could not be written down.
+
+Invariant: a `Graph` is immutable and checked when built. Operations stand in recorded order, so
+every operation reads values with smaller producers; events stand in backward order; a value's
+release never comes before its last event. Whatever passes the constructor can be simulated.
+
+Imports: `lowtide.errors` and the standard library. Never torch.
+
+Rejected: a general graph library. Ids are positions in tuples; the solvers copy them into flat
+lists once and never touch these classes in a loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lowtide.errors import UsageError
+
+FORMAT = "lowtide.graph"
+VERSION = 1
+EXTERNAL = -1
+"""The producer of a value that was made outside the recorded operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueNode:
+    """One version of one storage."""
+
+    nbytes: int
+    producer: int
+    """Index of the operation that makes it, or `EXTERNAL`."""
+    pinned: bool = False
+    """Somebody else keeps the storage through backward: free to use, never counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpNode:
+    """One recorded operation."""
+
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    workspace: int = 0
+    """Bytes the kernel allocates and frees while it runs."""
+    replayable: bool = True
+    other: int = 0
+    """Bytes allocated right after this operation in the forward that a plan does not hold."""
+    peak_other: int = 0
+    """The maximum of the same while the operation runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Autograd unpacks one saved value."""
+
+    value: int
+    other: int = 0
+    """Bytes not held by the plan at the unpack."""
+    peak_other: int = 0
+    """The maximum of the same from this unpack to the next."""
+    releases: tuple[int, ...] = ()
+    """Values whose last saved-tensor handle is dropped after this event."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A recorded step. Without slots, so that derived facts are computed once and kept."""
+
+    values: tuple[ValueNode, ...]
+    ops: tuple[OpNode, ...]
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        _check_ops(self)
+        _check_events(self)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each value, the operations that read it, in recorded order."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for index, op in enumerate(self.ops):
+            for value in dict.fromkeys(op.inputs):
+                found[value].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def last_use(self) -> tuple[int, ...]:
+        """Of each value, the operation up to which it lives in the forward without being held."""
+        return tuple(
+            readers[-1] if readers else node.producer
+            for node, readers in zip(self.values, self.consumers, strict=True)
+        )
+
+    @cached_property
+    def first_event(self) -> tuple[int, ...]:
+        """Of each value, the first event that unpacks it, or -1."""
+        first = [-1] * len(self.values)
+        for index in range(len(self.events) - 1, -1, -1):
+            first[self.events[index].value] = index
+        return tuple(first)
+
+    @cached_property
+    def last_event(self) -> tuple[int, ...]:
+        """Of each value, the last event that unpacks it, or -1."""
+        last = [-1] * len(self.values)
+        for index, event in enumerate(self.events):
+            last[event.value] = index
+        return tuple(last)
+
+    @cached_property
+    def release(self) -> tuple[int, ...]:
+        """Of each value, the event after which no handle is left, or -1 if none ever was.
+
+        A value that is unpacked and never released (a retained graph) keeps its handle to the end.
+        """
+        end = len(self.events) - 1
+        release = [-1 if last < 0 else end for last in self.last_event]
+        for index, event in enumerate(self.events):
+            for value in event.releases:
+                release[value] = index
+        return tuple(release)
+
+    @cached_property
+    def must_hold(self) -> frozenset[int]:
+        """Values that no replay can make and that backward or a replay may need."""
+        found = set()
+        for op in self.ops:
+            if op.replayable:
+                continue
+            for value in op.outputs:
+                read = any(self.ops[reader].replayable for reader in self.consumers[value])
+                if self.release[value] >= 0 or read:
+                    found.add(value)
+        return frozenset(found)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Time of the recorded operations, once each."""
+        return sum(op.seconds for op in self.ops)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the structure: equal fingerprints mean that value ids mean the same.
+
+        Times, memory of others and pinning are observations that change from step to step, so
+        they are left out: a plan stays applicable when they are measured again.
+        """
+        text = json.dumps(
+            [
+                [[v.nbytes, v.producer] for v in self.values],
+                [[o.name, o.inputs, o.outputs, o.replayable] for o in self.ops],
+                [[e.value, e.releases] for e in self.events],
+            ],
+            separators=(",", ":"),
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def to_json(self) -> str:
+        """Plain JSON text; `from_json` gives an equal graph."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "values": [[v.nbytes, v.producer, v.pinned] for v in self.values],
+                "ops": [
+                    [
+                        o.name,
+                        o.seconds,
+                        o.inputs,
+                        o.outputs,
+                        o.workspace,
+                        o.replayable,
+                        o.other,
+                        o.peak_other,
+                    ]
+                    for o in self.ops
+                ],
+                "events": [[e.value, e.other, e.peak_other, e.releases] for e in self.events],
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Graph:
+        """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
+        data = read_document(text, FORMAT, VERSION)
+        values = tuple(
+            ValueNode(_whole(row[0]), _whole(row[1]), _flag(row[2]))
+            for row in _rows(data, "values", 3)
+        )
+        ops = tuple(
+            OpNode(
+                _text(row[0]),
+                _number(row[1]),
+                _ids(row[2]),
+                _ids(row[3]),
+                _whole(row[4]),
+                _flag(row[5]),
+                _whole(row[6]),
+                _whole(row[7]),
+            )
+            for row in _rows(data, "ops", 8)
+        )
+        events = tuple(
+            Event(_whole(row[0]), _whole(row[1]), _whole(row[2]), _ids(row[3]))
+            for row in _rows(data, "events", 4)
+        )
+        return Graph(values, ops, events)
+
+
+def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
+    """Parse a JSON document of this package and check what it says it is."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not a {kind} document: the text is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != kind:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise UsageError(f"not a {kind} document: its format is {found!r}")
+    if data.get("version") != version:
+        raise UsageError(
+            f"this {kind} document has version {data.get('version')!r}; this release of lowtide "
+            f"reads version {version}. Record the step again"
+        )
+    return data
+
+
+def _check_ops(graph: Graph) -> None:
+    count = len(graph.values)
+    made: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        where = f"operation {index} ({op.name})"
+        _check_ids(where, (*op.inputs, *op.outputs), count)
+        _check_sizes(where, op.workspace, op.other, op.peak_other)
+        if not 0 <= op.seconds < float("inf"):
+            raise UsageError(f"{where} takes {op.seconds} seconds; a time is finite and not negative")
+        for value in op.inputs:
+            if graph.values[value].producer >= index:
+                raise UsageError(
+                    f"{where} reads value {value}, which operation "
+                    f"{graph.values[value].producer} makes only later; list operations in "
+                    "recorded order"
+                )
+        for value in op.outputs:
+            if value in made or graph.values[value].producer != index:
+                raise UsageError(
+                    f"{where} lists value {value} as an output, whose producer is "
+                    f"{graph.values[value].producer}; a value has one producer"
+                )
+            made[value] = index
+    for value, node in enumerate(graph.values):
+        _check_sizes(f"value {value}", node.nbytes)
+        if node.producer != EXTERNAL and value not in made:
+            raise UsageError(f"value {value} names producer {node.producer}, which does not list it")
+
+
+def _check_events(graph: Graph) -> None:
+    released: dict[int, int] = {}
+    for index, event in enumerate(graph.events):
+        where = f"event {index}"
+        _check_ids(where, (event.value, *event.releases), len(graph.values))
+        _check_sizes(where, event.other, event.peak_other)
+        if event.value in released:
+            raise UsageError(
+                f"{where} unpacks value {event.value}, which event {released[event.value]} released"
+            )
+        for value in event.releases:
+            if value in released:
+                raise UsageError(f"{where} releases value {value} a second time")
+            released[value] = index
+
+
+def _check_ids(where: str, ids: tuple[int, ...], count: int) -> None:
+    for value in ids:
+        if not 0 <= value < count:
+            raise UsageError(f"{where} names value {value}; the graph has values 0 to {count - 1}")
+
+
+def _check_sizes(where: str, *sizes: int) -> None:
+    for size in sizes:
+        if size < 0:
+            raise UsageError(f"{where} has a size of {size} bytes; sizes are not negative")
+
+
+def _rows(data: dict[str, Any], key: str, width: int) -> list[list[Any]]:
+    rows = data.get(key)
+    if not isinstance(rows, list) or any(
+        not isinstance(row, list) or len(row) != width for row in rows
+    ):
+        raise UsageError(f"damaged document: {key!r} must be a list of rows of {width} fields")
+    return rows
+
+
+def _whole(item: object) -> int:
+    if type(item) is not int:
+        raise UsageError(f"damaged document: {item!r} stands where a whole number belongs")
+    return item
+
+
+def _number(item: object) -> float:
+    if type(item) is not float and type(item) is not int:
+        raise UsageError(f"damaged document: {item!r} stands where a number belongs")
+    return float(item)
+
+
+def _flag(item: object) -> bool:
+    if type(item) is not bool:
+        raise UsageError(f"damaged document: {item!r} stands where true or false belongs")
+    return item
+
+
+def _text(item: object) -> str:
+    if type(item) is not str:
+        raise UsageError(f"damaged document: {item!r} stands where text belongs")
+    return item
+
+
+def _ids(item: object) -> tuple[int, ...]:
+    if not isinstance(item, list):
+        raise UsageError(f"damaged document: {item!r} stands where a list of ids belongs")
+    return tuple(_whole(entry) for entry in item)

@@ -1,0 +1,305 @@
+"""Moving a plan under a limit, and then giving back what was taken too much.
+
+Problem: a cut knows one moment of the step and no recomputed memory. The plan it gives may exceed
+the limit elsewhere, or leave room unused.
+
+Invariant: estimates only choose among moves; the simulator alone decides whether a plan fits and
+what it costs. Every walk goes over ids in a fixed order, so equal input gives equal output.
+
+Imports: `lowtide.plan.simulate`, `lowtide.plan.plan`.
+
+Rejected: trying every move with the simulator. It finds little that the estimates do not, and
+takes a thousand evaluations where this takes a few dozen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from lowtide.plan.plan import HOLD, NEVER
+from lowtide.plan.simulate import ABSENT, Simulation, Simulator, Trace
+
+EXPLODED = 8.0
+"""A plan that replays the forward more often than this is not worth simulating to the end."""
+
+
+@dataclass(slots=True)
+class Problem:
+    """A simulator with what every solver asks of it, and a count of what they asked."""
+
+    sim: Simulator
+    fixed: list[bool] = field(init=False)
+    """Of each value, whether no plan may let it go (or need not, being free)."""
+    seconds_cap: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph = self.sim.graph
+        self.fixed = list(self.sim.free)
+        for value in graph.must_hold:
+            self.fixed[value] = True
+        self.seconds_cap = EXPLODED * sum(self.sim.cost)
+
+    def dropped(self, value: int) -> int:
+        """The decision for a value that is let go and cached once recomputed."""
+        return 0 if self.sim.release[value] >= 0 else NEVER
+
+    def start(self, held: set[int] | frozenset[int]) -> list[int]:
+        """The plan that holds these values and caches the rest once recomputed."""
+        return [
+            HOLD if fixed or v in held else self.dropped(v) for v, fixed in enumerate(self.fixed)
+        ]
+
+    def keep_all(self) -> list[int]:
+        """Every saved value held."""
+        return [
+            HOLD if fixed or self.sim.release[v] >= 0 else NEVER
+            for v, fixed in enumerate(self.fixed)
+        ]
+
+    def run(self, retain: list[int]) -> Simulation:
+        """Simulate with a trace."""
+        return self.sim.run(retain, trace=True, seconds_limit=self.seconds_cap)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A plan and what the simulator says of it."""
+
+    retain: list[int]
+    result: Simulation
+
+    def key(self, limit: int) -> tuple[int, float, int]:
+        """Order of merit: least excess over the limit, then least time, then least peak."""
+        over = max(self.result.peak - limit, 0) if self.result.complete else 1 << 100
+        return over, self.result.seconds, self.result.peak
+
+
+def shrink(problem: Problem, retain: list[int], limit: int, rounds: int = 40) -> Candidate:
+    """Let values go at the peak, most bytes for the least time first, until the plan fits.
+
+    Each round takes enough moves to cover the excess and simulates once. The best plan met comes
+    back, which may still exceed the limit.
+    """
+    retain = retain.copy()
+    result = problem.run(retain)
+    best = Candidate(retain.copy(), result)
+    stale = 0
+    for _ in range(rounds):
+        if not result.complete or result.peak <= limit or stale > 12:
+            break
+        moves = _moves(problem, retain, result, result.peak - limit)
+        if not moves:
+            break
+        for value, choice in moves:
+            retain[value] = choice
+        result = problem.run(retain)
+        found = Candidate(retain.copy(), result)
+        if found.key(limit) < best.key(limit):
+            best, stale = found, 0
+        else:
+            stale += 1
+    return best
+
+
+def live_at_peak(problem: Problem, result: Simulation) -> list[int]:
+    """Values that a plan holds at the peak without anybody using them there."""
+    sim, trace = problem.sim, trace_of(result)
+    phase, index = result.peak_at
+    start, alive, fixed = trace.start, trace.alive, problem.fixed
+    if phase == "forward":
+        last_use = sim.last_use
+        return [
+            v
+            for v, at in enumerate(start)
+            if at == -1 and not fixed[v] and alive[v] >= 0 and last_use[v] < index
+        ]
+    used = {sim.event_value[index]}
+    if trace.peak_op >= 0:
+        used.update(sim.reads[trace.peak_op])
+    return [
+        v
+        for v, at in enumerate(start)
+        if at <= index <= alive[v] and not fixed[v] and v not in used
+    ]
+
+
+def _moves(
+    problem: Problem, retain: list[int], result: Simulation, excess: int
+) -> list[tuple[int, int]]:
+    """The cheapest moves at the peak that together should cover the excess."""
+    sim, trace = problem.sim, trace_of(result)
+    event = -1 if result.peak_at[0] == "forward" else result.peak_at[1]
+    gone: set[int] = set()
+    paid: set[int] = set()
+    first = sim.graph.first_event
+    heap: list[tuple[float, int]] = []
+    for value in live_at_peak(problem, result):
+        if sim.nbytes[value] and (trace.start[value] == -1 or first[value] > event):
+            cost, _ = _closure(sim, trace, value, gone, paid)
+            heap.append((cost / sim.nbytes[value], value))
+    heapify(heap)
+    moves: list[tuple[int, int]] = []
+    while heap and excess > 0:
+        _, value = heappop(heap)
+        size = sim.nbytes[value]
+        cost, ops = _closure(sim, trace, value, gone, paid)
+        if heap and cost / size > heap[0][0] * 1.000001:
+            heappush(heap, (cost / size, value))
+            continue
+        moves.append((value, problem.dropped(value) if trace.start[value] == -1 else event + 1))
+        gone.add(value)
+        paid.update(ops)
+        excess -= size
+    return moves
+
+
+def _closure(
+    sim: Simulator, trace: Trace, value: int, gone: set[int], paid: set[int]
+) -> tuple[float, list[int]]:
+    """Estimate what letting a value go adds: operations of its closure not replayed anyway.
+
+    A value that is retained already was replayed once; letting it wait replays its closure again.
+    """
+    again = trace.start[value] >= 0
+    replays, start, reads, producer = trace.replays, trace.start, sim.reads, sim.producer
+    op = producer[value]
+    if op in paid or (replays[op] and not again):
+        return 0.0, []
+    ops = [op]
+    seen = {op}
+    cost = 0.0
+    for op in ops:
+        cost += sim.cost[op]
+        for x in reads[op]:
+            if start[x] != ABSENT and x not in gone:
+                continue
+            maker = producer[x]
+            if maker in seen or maker in paid or (replays[maker] and not again):
+                continue
+            seen.add(maker)
+            ops.append(maker)
+    return cost, ops
+
+
+def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) -> Candidate:
+    """Hold again, or retain earlier, what there is room for, until nothing more fits.
+
+    The largest saving goes first. When a batch of moves does not fit together, half of it is tried.
+    """
+    best = candidate
+    for _ in range(rounds):
+        before = best
+        for find in (_returns, _advances):
+            if best.result.peak > limit:
+                return best
+            moves = find(problem, best, limit)
+            take = len(moves)
+            while take:
+                retain = best.retain.copy()
+                for value, choice in moves[:take]:
+                    retain[value] = choice
+                result = problem.run(retain)
+                if result.complete and (result.peak <= limit) and (
+                    result.seconds < best.result.seconds
+                ):
+                    best = Candidate(retain, result)
+                    break
+                take //= 2
+        if best is before:
+            break
+    return best
+
+
+def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
+    """Values to retain at an earlier reproduction than now, so that later ones need not happen."""
+    sim, trace = problem.sim, trace_of(candidate.result)
+    profile = trace.backward.copy()
+    missed: dict[int, list[int]] = {}
+    for value, event in trace.missed:
+        missed.setdefault(value, []).append(event)
+    ranked = sorted(
+        (-len(events) * sim.cost[sim.producer[value]], value) for value, events in missed.items()
+    )
+    moves = []
+    for _, value in ranked:
+        size, at = sim.nbytes[value], trace.start[value]
+        stop = at if at != ABSENT else sim.release[value] + 1
+        for event in missed[value]:
+            if max(profile[event + 1 : stop], default=0) + size <= limit:
+                moves.append((value, event))
+                for place in range(event + 1, stop):
+                    profile[place] += size
+                break
+    return moves
+
+
+def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
+    """Values to hold again, judged by the profile of the plan as it stands."""
+    sim, trace = problem.sim, trace_of(candidate.result)
+    profile = trace.forward + trace.backward
+    split, end = len(trace.forward), len(profile)
+    replays = trace.replays.copy()
+    ranked = []
+    for value, at in enumerate(trace.start):
+        if at == -1 or trace.alive[value] < 0 or not replays[max(sim.producer[value], 0)]:
+            continue
+        saving = _saving(sim, trace, value, replays)[0]
+        if saving > 0:
+            ranked.append((-saving, value))
+    ranked.sort()
+    taken = []
+    for _, value in ranked:
+        at = trace.start[value]
+        stop = split + at if at != ABSENT else min(split + trace.alive[value] + 1, end)
+        begin = sim.last_use[value] + 1
+        size = sim.nbytes[value]
+        if max(profile[begin:stop], default=0) + size > limit:
+            continue
+        saving, ops = _saving(sim, trace, value, replays)
+        if saving <= 0:
+            continue
+        taken.append((value, HOLD))
+        for op in ops:
+            replays[op] = 0
+        profile[begin:stop] = [total + size for total in profile[begin:stop]]
+    return taken
+
+
+def _saving(
+    sim: Simulator, trace: Trace, value: int, replays: list[int]
+) -> tuple[float, list[int]]:
+    """Estimate the replays that holding a value makes unneeded: its producer and idle ancestors."""
+    consumers = sim.graph.consumers
+    dead: set[int] = set()
+    order: list[int] = []
+    stack = [value]
+    saving = 0.0
+    while stack:
+        held = stack.pop()
+        op = sim.producer[held]
+        if op < 0 or op in dead or not replays[op]:
+            continue
+        if any(
+            w != held
+            and trace.start[w] != -1
+            and (sim.release[w] >= 0 or any(replays[c] and c not in dead for c in consumers[w]))
+            for w in sim.outputs[op]
+        ):
+            continue
+        dead.add(op)
+        order.append(op)
+        saving += replays[op] * sim.cost[op]
+        for x in sim.reads[op]:
+            if (
+                trace.start[x] != -1
+                and sim.release[x] < 0
+                and not any(replays[c] and c not in dead for c in consumers[x])
+            ):
+                stack.append(x)
+    return saving, order
+
+
+def trace_of(result: Simulation) -> Trace:
+    assert result.trace is not None, "the solvers simulate with a trace"
+    return result.trace

@@ -1,0 +1,287 @@
+"""The engine's memory behaviour, event by event, for a plan that has not been run.
+
+Problem: a solver tries hundreds of plans and needs the peak and the replayed time of each, exactly
+as the engine would give them, in a few milliseconds of plain Python.
+
+Invariant: this module is the definition of what a plan means. The rules:
+1. In the forward a held value counts from the operation after its last forward use; until then
+   it is alive anyway and part of `other`.
+2. A value lives until its release and as long as a consumer operation may be replayed; an operation
+   may be replayed as long as one of its outputs that is not held lives. A held value cuts the link
+   to its producer. What is held or retained is freed after the event that ends its life.
+3. At an event whose value is missing, the closure back to available values runs in recorded order.
+   Outputs of an operation that nobody wants are freed right after it, temporaries after their last
+   reader in this replay; an output with a pending handle is retained when the plan says so.
+4. While an operation is replayed, all its outputs and its workspace count. The unpacked value lives
+   to the end of its event even where it is not retained.
+
+Imports: `lowtide.plan.graph`, `lowtide.plan.plan`, `lowtide.errors`.
+
+Rejected: vectorising with numpy. A replay is a walk with few independent steps, and numpy would be
+the package's only dependency besides torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
+
+from lowtide.errors import UsageError
+from lowtide.plan.graph import Graph
+from lowtide.plan.plan import HOLD
+
+REPLAY_OVERHEAD = 20e-6
+"""Seconds added to each replayed operation: dispatch costs time even where the kernel takes none."""
+
+ABSENT = 1 << 61
+"""In `Trace.start`: the value is never held or retained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where the bytes of a plan stand: lists by operation, event and value."""
+
+    forward: list[int]
+    """Of each operation, the peak while it runs in the forward."""
+    backward: list[int]
+    """Of each event, the peak from its unpack (replay included) to the next."""
+    replay: list[int]
+    """Of each event, the peak within its replay, 0 where nothing is replayed."""
+    start: list[int]
+    """Of each value, the event that retains it; -1 held from the forward; `ABSENT`."""
+    alive: list[int]
+    """Of each value, the last event of its life; -1 when backward never needs it."""
+    replays: list[int]
+    """Of each operation, how often it is replayed."""
+    peak_op: int
+    """The operation being replayed at the peak, or -1."""
+    missed: list[tuple[int, int]]
+    """(value, event): a value with a pending handle was reproduced and, as planned, not retained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a plan costs."""
+
+    peak: int
+    peak_at: tuple[str, int]
+    """("forward", operation), ("replay", event) or ("backward", event)."""
+    seconds: float
+    """Replayed time, `REPLAY_OVERHEAD` included for each operation."""
+    replayed_ops: int
+    held_bytes_at_peak: int
+    """Bytes at the peak that the plan holds or has retained."""
+    complete: bool = True
+    """False when the run was cut short: it replayed more than the caller allowed."""
+    trace: Trace | None = None
+
+
+class Simulator:
+    """A graph flattened into lists, ready to try plans."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nbytes = [v.nbytes for v in graph.values]
+        self.producer = [v.producer for v in graph.values]
+        self.free = [v.producer < 0 or v.pinned for v in graph.values]
+        self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in graph.ops]
+        # Externals and pinned values are always there, so no walk need look at them.
+        self.reads = [tuple(x for x in ins if not self.free[x]) for ins in self.inputs]
+        self.outputs = [op.outputs for op in graph.ops]
+        self.made = [sum(self.nbytes[w] for w in outs) for outs in self.outputs]
+        self.work = [
+            made + op.workspace for made, op in zip(self.made, graph.ops, strict=True)
+        ]
+        self.cost = [op.seconds + REPLAY_OVERHEAD for op in graph.ops]
+        self.replayable = [op.replayable for op in graph.ops]
+        self.release = list(graph.release)
+        self.last_use = list(graph.last_use)
+        self.event_value = [e.value for e in graph.events]
+        self.event_other = [e.other for e in graph.events]
+        self.event_peak = [e.peak_other for e in graph.events]
+        self.forward_peak = [op.peak_other for op in graph.ops]
+        self.backwards = [
+            (reads, outs) for reads, outs in zip(self.reads, self.outputs, strict=True)
+        ][::-1]
+        self.evaluations = 0
+
+    def lifetimes(self, retain: Sequence[int]) -> list[int]:
+        """Of each value, the last event of its life under a plan (rule 2)."""
+        alive = self.release.copy()
+        free = self.free
+        for reads, outs in self.backwards:
+            last = -1
+            for w in outs:
+                if alive[w] > last and retain[w] >= 0 and not free[w]:
+                    last = alive[w]
+            if last >= 0:
+                for x in reads:
+                    if alive[x] < last:
+                        alive[x] = last
+        return alive
+
+    def run(
+        self, retain: Sequence[int], *, trace: bool = False, seconds_limit: float = float("inf")
+    ) -> Simulation:
+        """Peak and replayed time of a plan.
+
+        The run stops, with `complete` false, once it has replayed more than `seconds_limit`.
+        """
+        self.evaluations += 1
+        return _Run(self, retain, seconds_limit).simulate(trace)
+
+
+class _Run:
+    """One simulation under way."""
+
+    def __init__(self, sim: Simulator, retain: Sequence[int], seconds_limit: float) -> None:
+        self.sim = sim
+        self.retain = retain
+        self.seconds_limit = seconds_limit
+        self.seconds = 0.0
+        self.count = 0
+        self.alive = sim.lifetimes(retain)
+        self.start = [
+            -1 if free or (h < 0 and last >= 0) else ABSENT
+            for free, h, last in zip(sim.free, retain, self.alive, strict=True)
+        ]
+        self.expire = [0] * len(sim.event_value)
+        self.bytes = 0
+        self.replays = [0] * len(sim.cost)
+        self.replay_peak = (0, -1, 0)
+        self.missed: list[tuple[int, int]] = []
+
+    def forward(self) -> list[int]:
+        """Totals at each operation of the forward; fills the books for backward."""
+        sim, alive, expire = self.sim, self.alive, self.expire
+        steps = [0] * (len(sim.cost) + 1)
+        nbytes, last_use = sim.nbytes, sim.last_use
+        for value, (h, free) in enumerate(zip(self.retain, sim.free, strict=True)):
+            if h < 0 and not free and alive[value] >= 0:
+                steps[last_use[value] + 1] += nbytes[value]
+                expire[alive[value]] += nbytes[value]
+        held = list(accumulate(steps))
+        self.bytes = held[-1]
+        self.held_forward = held
+        return list(map(add, sim.forward_peak, held))
+
+    def simulate(self, trace: bool) -> Simulation:
+        sim, start, expire = self.sim, self.start, self.expire
+        forward = self.forward()
+        peak, at, held = 0, ("forward", 0), 0
+        if forward:
+            peak = max(forward)
+            where = forward.index(peak)
+            at, held = ("forward", where), self.held_forward[where]
+        peak_op = -1
+        backward: list[int] = []
+        replay_peaks = [0] * len(expire)
+        complete = True
+        for event, value in enumerate(sim.event_value):
+            extra = 0
+            top = 0
+            if start[value] == ABSENT:
+                extra = self.replay(event, value)
+                top, op, bytes_then = self.replay_peak
+                replay_peaks[event] = top
+                if top > peak:
+                    peak, at, held, peak_op = top, ("replay", event), bytes_then, op
+                if self.seconds > self.seconds_limit:
+                    complete = False
+                    break
+            total = sim.event_peak[event] + self.bytes + extra
+            if total > peak:
+                peak, at, held, peak_op = total, ("backward", event), self.bytes + extra, -1
+            backward.append(total if total > top else top)
+            self.bytes -= expire[event]
+        details = (
+            Trace(
+                forward,
+                backward,
+                replay_peaks,
+                start,
+                self.alive,
+                self.replays,
+                peak_op,
+                self.missed,
+            )
+            if trace
+            else None
+        )
+        return Simulation(peak, at, self.seconds, self.count, held, complete, details)
+
+    def closure(self, value: int) -> tuple[list[int], dict[int, int]]:
+        """Operations to run for a missing value, in order, and how often each result is read."""
+        sim, start = self.sim, self.start
+        producer, reads = sim.producer, sim.reads
+        first = producer[value]
+        seen = {first}
+        stack = [first]
+        readers: dict[int, int] = {}
+        while stack:
+            op = stack.pop()
+            if not sim.replayable[op]:
+                raise UsageError(
+                    f"the plan lets go of an output of operation {op} ({sim.graph.ops[op].name}), "
+                    f"which cannot be replayed and is needed for value {value}; hold every value "
+                    "in graph.must_hold"
+                )
+            for x in reads[op]:
+                if start[x] == ABSENT:
+                    readers[x] = readers.get(x, 0) + 1
+                    made = producer[x]
+                    if made not in seen:
+                        seen.add(made)
+                        stack.append(made)
+        return sorted(seen), readers
+
+    def replay(self, event: int, value: int) -> int:
+        """Run the closure of a missing value; its bytes if it is returned and not retained."""
+        sim, start, retain, expire = self.sim, self.start, self.retain, self.expire
+        nbytes, outputs, reads, work = sim.nbytes, sim.outputs, sim.reads, sim.work
+        release, cost, alive = sim.release, sim.cost, self.alive
+        order, readers = self.closure(value)
+        other = sim.event_other[event]
+        peak, peak_op, peak_held = -1, -1, 0
+        bytes_, temporary, seconds = self.bytes, 0, 0.0
+        for op in order:
+            total = bytes_ + temporary + work[op]
+            if total > peak:
+                peak, peak_op, peak_held = total, op, bytes_
+            seconds += cost[op]
+            self.replays[op] += 1
+            for w in outputs[op]:
+                if start[w] != ABSENT:
+                    continue
+                if retain[w] <= event <= release[w]:
+                    start[w] = event
+                    bytes_ += nbytes[w]
+                    expire[alive[w]] += nbytes[w]
+                    continue
+                if w == value or w in readers:
+                    temporary += nbytes[w]
+                if event < release[w]:
+                    self.missed.append((w, event))
+            for x in reads[op]:
+                left = readers.get(x, 0)
+                if left == 1 and start[x] == ABSENT:
+                    temporary -= nbytes[x]
+                if left:
+                    readers[x] = left - 1
+        self.bytes = bytes_
+        self.seconds += seconds
+        self.count += len(order)
+        self.replay_peak = (peak + other, peak_op, peak_held)
+        return nbytes[value] if start[value] == ABSENT else 0
+
+
+def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Simulation:
+    """Try one plan. Build a `Simulator` to try many."""
+    if len(retain) != len(graph.values):
+        raise UsageError(f"{len(retain)} decisions for a graph of {len(graph.values)} values")
+    return Simulator(graph).run(retain, trace=trace)
+
+
+__all__ = ["ABSENT", "HOLD", "REPLAY_OVERHEAD", "Simulation", "Simulator", "Trace", "simulate"]

@@ -1,0 +1,155 @@
+"""Policies: which operations to keep and which to recompute, decided one by one.
+
+Problem: users know that matrix products are dear and activations cheap, and want to say so once.
+Invariant: a policy is a frozen, comparable, picklable value, called with an `OperationInfo` and
+answering "keep?"; it never sees a tensor. Policies combine with `|` (either keeps) and `&` (both
+keep). Imports torch. Rejected: torch's dispatch-mode contexts, which re-run Python to work.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+_PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm bmm addmm addbmm baddbmm addmv mv dot vdot matmul linear einsum _addmm_activation "
+        "_scaled_mm _grouped_mm _int_mm convolution _convolution cudnn_convolution "
+        "mkldnn_convolution convolution_overrideable _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
+        "_flash_attention_forward _efficient_attention_forward _trilinear mkldnn_rnn_layer"
+    ).split()
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperationInfo:
+    """One operation as a policy sees it.
+
+    Attributes:
+        name: the operator, e.g. ``"aten::mm"``.
+        overload: the operator overload itself, e.g. ``torch.ops.aten.mm.default``.
+        nbytes: bytes of the output's storage.
+        tensor_name: what `lowtide.name` called the output, or None.
+    """
+
+    name: str
+    overload: Any
+    nbytes: int
+    tensor_name: str | None = None
+
+
+class Policy(abc.ABC):
+    """Answers, for each operation, whether its output is kept for backward."""
+
+    @abc.abstractmethod
+    def __call__(self, operation: OperationInfo) -> bool:
+        """True: keep the output. False: drop it and recompute it if backward asks."""
+
+    def __or__(self, other: Policy) -> Policy:
+        return Either(self, other)
+
+    def __and__(self, other: Policy) -> Policy:
+        return Both(self, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepNothing(Policy):
+    """Recompute everything inside the region: what `checkpoint` does by default."""
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEverything(Policy):
+    """Recompute nothing: the region is as if it were not there."""
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepProducts(Policy):
+    """Keep matrix products, convolutions and attention; recompute the cheap rest."""
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return operation.name in _PRODUCTS
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepOperators(Policy):
+    """Keep the outputs of the named operators.
+
+    Names are as torch writes them: ``"aten::mm"``, ``"aten.mm"``, ``"mm"``, or with an overload,
+    ``"aten.mm.default"``.
+    """
+
+    names: frozenset[str]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", frozenset(_qualified(name) for name in names))
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return operation.name in self.names or str(operation.overload) in self.names
+
+
+@dataclasses.dataclass(frozen=True)
+class RecomputeOperators(Policy):
+    """Keep everything but the outputs of the named operators."""
+
+    names: frozenset[str]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", frozenset(_qualified(name) for name in names))
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return not (operation.name in self.names or str(operation.overload) in self.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepNamed(Policy):
+    """Keep tensors that the forward named with `lowtide.name(tensor, "...")`."""
+
+    names: frozenset[str]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", frozenset(names))
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return operation.tensor_name in self.names
+
+
+@dataclasses.dataclass(frozen=True)
+class Either(Policy):
+    """Keep what one of two policies keeps. Written ``a | b``."""
+
+    first: Policy
+    second: Policy
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return self.first(operation) or self.second(operation)
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Policy):
+    """Keep what both policies keep. Written ``a & b``."""
+
+    first: Policy
+    second: Policy
+
+    def __call__(self, operation: OperationInfo) -> bool:
+        return self.first(operation) and self.second(operation)
+
+
+def _qualified(name: str) -> str:
+    """`mm` and `aten.mm` -> `aten::mm`; with an overload, as torch prints it."""
+    if "::" in name:
+        return name
+    parts = name.split(".")
+    if len(parts) == 1:
+        return f"aten::{name}"
+    return f"{parts[0]}::{parts[1]}" if len(parts) == 2 else name

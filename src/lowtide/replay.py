@@ -1,0 +1,233 @@
+"""Replay: runs recorded operations again, to give autograd a tensor that was dropped.
+
+Problem: backward asks for one freed tensor; the operations between it and what is still in memory
+must run again with the same bits, no trace in the user's state, and as little memory as possible.
+Invariant: replays run below autograd, autocast and every mode; they write to fresh memory only,
+never to an external (rule 4); each temporary is freed after its last reader. The order is that of
+recording, so all ranks replay alike (rule 14). Imports tape. Rejected: recursion from the request
+to its inputs, whose depth the Python stack bounds and whose order varies (rule 9).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.errors import ReplayError
+from lowtide.tape import generators
+from lowtide.tape.values import Handle, Operation, Ref, Value, flatten
+from lowtide.tape.watch import copy_of
+
+Tensor = torch.Tensor
+
+# Called with each list of replayed operations: how tests and reports count what was recomputed.
+listeners: list[Callable[[list[Operation]], None]] = []
+
+
+def unpack(packed: Any) -> Any:
+    """Saved-tensor hook: the tensor behind a handle, from memory or from a replay."""
+    if not isinstance(packed, Handle):
+        return packed
+    tape = packed.tape
+    with tape.lock:
+        tape.decisions.requested(packed)
+        value = packed.ref.value
+        assert value is not None
+        base = in_memory(value)
+        if base is None:
+            if value.op is None:
+                raise _lost(value, packed.ref)
+            began = time.perf_counter()
+            base, operations = rematerialize(value, packed)
+            seconds = time.perf_counter() - began
+            tape.decisions.replayed(operations, seconds)
+            for listener in listeners:
+                listener(operations)
+            if tape.recorder is not None:
+                tape.recorder.adopt(value, base)
+        tape.decisions.answered(value)
+        ref = packed.ref
+        if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
+            return base
+        with _compat.below_autograd():
+            return ref.of(base)
+
+
+def in_memory(value: Value) -> Tensor | None:
+    """The value's tensor if it is held and unchanged; forgets one that was overwritten."""
+    held = value.held
+    if held is None:
+        return None
+    if value.intact():
+        return held
+    if value.op is not None:
+        value.held = None
+    return None
+
+
+def closure(value: Value) -> list[Operation]:
+    """The operations that must run to make `value` from what is in memory, in recorded order."""
+    found: set[Operation] = set()
+    stack = [value]
+    while stack:
+        wanted = stack.pop()
+        op = wanted.op
+        if op is None:
+            raise _lost(wanted, None)
+        if op in found:
+            continue
+        found.add(op)
+        for ref in op.refs:
+            if ref.value is not None and in_memory(ref.value) is None:
+                stack.append(ref.value)
+    return sorted(found, key=_sequence)
+
+
+def _sequence(op: Operation) -> int:
+    return op.sequence
+
+
+def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation]]:
+    """Replay until `value` exists; holds what the decisions want retained on the way."""
+    decisions = request.tape.decisions
+    operations = closure(value)
+    readers = {value: 1}
+    for op in operations:
+        for ref in op.refs:
+            if ref.value is not None:
+                readers[ref.value] = readers.get(ref.value, 0) + 1
+    live: dict[Value, Tensor] = {}
+    with _compat.below_autograd():
+        for op in operations:
+            made = run(op, live, readers)
+            for ref in op.refs:
+                if ref.value is not None:
+                    _read(ref.value, live, readers)
+            for result, tensor in made:
+                if readers.get(result, 0):
+                    live[result] = tensor
+                if result.held is None and decisions.retained(result, request):
+                    result.held = tensor
+                    result.version = _compat.version_of(tensor)
+            made.clear()
+    return live[value], operations
+
+
+def _read(value: Value, live: dict[Value, Tensor], readers: dict[Value, int]) -> None:
+    left = readers[value] - 1
+    readers[value] = left
+    if not left:
+        live.pop(value, None)
+
+
+def run(
+    op: Operation, live: dict[Value, Tensor], readers: dict[Value, int]
+) -> list[tuple[Value, Tensor]]:
+    """Run one operation again; the values it makes that are still in use, with their tensors."""
+    bases: dict[Value | Ref, Tensor] = {}
+    for ref, _ in op.writes:
+        bases[ref.value or ref] = _private(ref, live, readers)
+
+    def tensor_of(ref: Ref) -> Tensor:
+        value = ref.value
+        if value is None:
+            base = bases.get(ref)
+            if base is None:
+                base = bases[ref] = _fresh(ref)
+        else:
+            base = bases[value] if value in bases else live.get(value)  # type: ignore[assignment]
+            if base is None:
+                base = in_memory(value)
+            if base is None:
+                raise _lost(value, ref)
+        return ref.of(base)
+
+    def given(argument: Any) -> Any:
+        if type(argument) is Ref:
+            return tensor_of(argument)
+        if type(argument) is list:
+            return [tensor_of(a) if type(a) is Ref else a for a in argument]
+        return argument
+
+    args = [given(a) for a in op.args]
+    kwargs = {name: given(a) for name, a in op.kwargs.items()} if op.kwargs else {}
+    flat = flatten(_call(op, args, kwargs))
+    made: list[tuple[Value, Tensor]] = []
+    for place, weak in op.outputs:
+        value = weak()
+        if value is not None:
+            made.append((value, flat[place]))
+    for ref, weak in op.writes:
+        value = weak()
+        if value is not None:
+            made.append((value, bases[ref.value or ref]))
+    return made
+
+
+def _call(op: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call the operator under the state that it was recorded under (rules 3 and 5)."""
+    if not op.draws and (op.ambient is None or op.ambient == _compat.ambient()):
+        if op.stream is None:
+            return op.facts.func(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        if op.ambient is not None and op.ambient != _compat.ambient():
+            stack.enter_context(_compat.restored_ambient(op.ambient))
+        if op.stream is not None:
+            stack.enter_context(_compat.on_stream(op.stream))
+        if op.draws:
+            before = generators.swap(op.draws)
+            stack.callback(generators.swap, before)
+        return op.facts.func(*args, **kwargs)
+
+
+def _private(ref: Ref, live: dict[Value, Tensor], readers: dict[Value, int]) -> Tensor:
+    """Memory that the operation may write: its own, with the content it is going to change."""
+    value = ref.value
+    if value is None:
+        return _fresh(ref)
+    base = live.get(value)
+    if base is not None and value.held is not base and readers[value] == 1:
+        return base  # a temporary of this replay, and nobody reads it after us
+    if base is None:
+        base = in_memory(value)
+    if base is None:
+        raise _lost(value, ref)
+    return copy_of(base)
+
+
+def _fresh(ref: Ref) -> Tensor:
+    storage = torch.UntypedStorage(ref.blank, device=ref.device)
+    empty = torch.empty(0, dtype=ref.dtype, device=ref.device)
+    return empty.set_(storage, ref.offset, ref.size, ref.stride)
+
+
+def _lost(value: Value, ref: Ref | None) -> ReplayError:
+    what = "a tensor"
+    if ref is not None:
+        what = f"a tensor of shape {tuple(ref.size)} and dtype {ref.dtype}"
+    held = value.held
+    if held is not None and held.untyped_storage().nbytes() < value.nbytes:
+        return ReplayError(
+            f"backward needs {what}, made outside the recorded region, whose memory has been "
+            f"freed since the forward: its storage has {held.untyped_storage().nbytes()} of "
+            f"{value.nbytes} bytes. FSDP2 does that when it reshards parameters: keep the modules "
+            "that share a recorded region inside one fully_shard group, or pass "
+            "reshard_after_forward=False."
+        )
+    if held is not None:
+        return ReplayError(
+            f"backward needs {what} that was modified by an in-place operation after the forward "
+            f"read it: it is at version {_compat.version_of(held)}, expected version "
+            f"{value.version}. Parameters and inputs must not change between forward and backward "
+            "(is optimizer.step() called before backward()?); clone the tensor before changing "
+            "it, or run the change inside the budget so that it is seen."
+        )
+    return ReplayError(
+        f"backward needs {what} that can neither be found in memory nor be made again. This is a "
+        "defect of lowtide: please report the model and the operators around it."
+    )

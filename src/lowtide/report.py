@@ -1,0 +1,96 @@
+"""What a budget tells: a report of a step, and the refusals.
+
+Problem: a user must see at a glance whether the limit held and what it cost. Invariant: reports
+are data that print well; figures come from the plan and from measurements, and one that was not
+measured is None, never a guess. Imports plan, limits, errors. Rejected: logging.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.decide import Signature
+from lowtide.errors import BudgetError
+from lowtide.limits import format_bytes
+from lowtide.plan import Graph, Simulator, Solution
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetReport:
+    """A budget after a step. Sizes in bytes, times in seconds; None: not known.
+
+    Attributes:
+        limit: the limit.
+        planned_peak: what the plan in force predicts.
+        measured_peak: of the last step that was measured (on the CPU not every step is).
+        plain_peak: what the same step would take with nothing recomputed.
+        kept_bytes: activations that the plan keeps.
+        recomputed_bytes: activations that autograd saves and the plan recomputes.
+        recorded_operations: operations of the last forward.
+        replayed_operations: of them, run again in its backward (each time counted).
+        replay_seconds: how long that took.
+        steps: forwards run under the budget.
+        planned: whether the last step followed a plan, not online eviction.
+    """
+
+    limit: int | None
+    planned_peak: int | None
+    measured_peak: int | None
+    plain_peak: int | None
+    kept_bytes: int
+    recomputed_bytes: int
+    recorded_operations: int
+    replayed_operations: int
+    replay_seconds: float
+    steps: int
+    planned: bool
+
+    def __str__(self) -> str:
+        rows = [
+            ("limit", format_bytes(self.limit)),
+            ("planned peak", format_bytes(self.planned_peak)),
+            ("measured peak", format_bytes(self.measured_peak)),
+            ("plain peak", format_bytes(self.plain_peak)),
+            ("activations kept", format_bytes(self.kept_bytes)),
+            ("activations recomputed", format_bytes(self.recomputed_bytes)),
+            (
+                "operations replayed",
+                f"{self.replayed_operations} of {self.recorded_operations} in "
+                f"{self.replay_seconds * 1e3:.1f} ms",
+            ),
+            ("steps", f"{self.steps}, the last one {'planned' if self.planned else 'unplanned'}"),
+        ]
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def too_small(limit: int, live: int, signature: Signature) -> BudgetError:
+    """Nothing is left to drop at an operation of a forward that is not planned yet."""
+    return BudgetError(
+        f"the step does not fit in {format_bytes(limit)}: at operation {signature[0]}, which makes "
+        f"{format_bytes(sum(signature[1]))}, {format_bytes(live)} are allocated and nothing more "
+        f"can be dropped. The smallest limit that gets past it is {live} bytes; the rest of the "
+        "step may need more. Use a smaller batch or a larger limit.",
+        limit=limit,
+        minimum=live,
+    )
+
+
+def refusal(graph: Graph, limit: int, least: Solution) -> BudgetError:
+    """A known step whose smallest reachable peak is above the limit."""
+    result = Simulator(graph).run(least.plan.retain)
+    phase, index = result.peak_at
+    if phase == "forward":
+        where = f"operation {index} ({graph.ops[index].name}) of the forward"
+    else:
+        maker = graph.ops[graph.values[graph.events[index].value].producer]
+        where = f"the backward that reads the output of {maker.name}"
+    return BudgetError(
+        f"the step does not fit in {format_bytes(limit)}. The smallest limit that would do is "
+        f"{least.peak} bytes ({format_bytes(least.peak)}): at that peak stands {where}, with "
+        f"{format_bytes(result.held_bytes_at_peak)} of activations and "
+        f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
+        "kernel workspace. Use a smaller batch or a larger limit.",
+        limit=limit,
+        minimum=least.peak,
+    )

@@ -1,0 +1,191 @@
+"""From what a user writes to the modules meant.
+
+Problem: the same wish is written as a type, a name, a list of either, a rule or "every other one",
+and a wish that matches nothing must not pass for one that does: the memory would silently stay.
+Invariant: every entry of a selection matches at least one module that is called, or a `UsageError`
+names what came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where
+`layers.*` also takes every module inside every layer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from lowtide.errors import UsageError
+
+Which: TypeAlias = "type[Any] | str | Callable[[str, nn.Module], bool] | Every | Sequence[Which]"
+Named = list[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Every `n`-th of the modules that `which` selects, from number `start` on.
+
+    The modules are counted in the order of `model.named_modules()`.
+    """
+
+    n: int
+    which: Which
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        for field, value, least in (("n", self.n, 1), ("start", self.start, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(
+                    f"every(n={self.n!r}, start={self.start!r}): `{field}` is a whole number, "
+                    f"{least} or more; every(2, 'layers.*') takes layers 0, 2, 4 and so on"
+                )
+
+
+def every(n: int, which: Which, start: int = 0) -> Every:
+    """Every `n`-th of the modules that `which` selects: `every(2, "layers.*")`."""
+    return Every(n, which, start)
+
+
+def select(model: nn.Module, which: Which) -> Named:
+    """The modules of `model` that `which` names, each once, in the model's order."""
+    everything = list(model.named_modules(remove_duplicate=False))
+    chosen: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in _matches(which, everything):
+        chosen.setdefault(id(module), (name, module))
+    order = {id(module): at for at, (_, module) in reversed(list(enumerate(everything)))}
+    return sorted(chosen.values(), key=lambda pair: order[id(pair[1])])
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether `module` has no forward of its own and so is never called."""
+    return "forward" not in module.__dict__ and type(module).forward is nn.Module.forward
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether a qualified name fits: `*`, `?` and `[...]` inside one part, `**` for any parts."""
+    return _parts_match(name.split("."), pattern.split("."))
+
+
+def _parts_match(parts: list[str], patterns: list[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_parts_match(parts[at:], patterns[1:]) for at in range(len(parts) + 1))
+    return (
+        bool(parts)
+        and fnmatch.fnmatchcase(parts[0], patterns[0])
+        and _parts_match(parts[1:], patterns[1:])
+    )
+
+
+def _matches(which: Which, everything: Named) -> Named:
+    if isinstance(which, Every):
+        return _every_nth(which, everything)
+    if isinstance(which, Sequence) and not isinstance(which, str):
+        if not which:
+            raise UsageError("the selection is empty: give a type, a name pattern or a predicate")
+        return [pair for entry in which for pair in _matches(entry, everything)]
+    if isinstance(which, str):
+        found = [(name, m) for name, m in everything if name and name_matches(name, which)]
+    elif isinstance(which, type):
+        found = [(name, module) for name, module in everything if isinstance(module, which)]
+    elif callable(which) and not isinstance(which, nn.Module):
+        found = [(name, module) for name, module in everything if which(name, module)]
+    else:
+        raise UsageError(
+            f"cannot select modules by {which!r} ({type(which).__name__}): give a type, a pattern "
+            "of qualified names such as 'encoder.layers.*', a predicate (name, module) -> bool, "
+            "every(n, ...) of these, or a list of these"
+        )
+    if not found:
+        raise UsageError(_nothing_matched(which, everything))
+    called = [(name, module) for name, module in found if not is_container(module)]
+    if not called:
+        raise UsageError(_only_containers(which, found))
+    return called
+
+
+def _every_nth(which: Every, everything: Named) -> Named:
+    among: dict[int, tuple[str, nn.Module]] = {}
+    for name, module in _matches(which.which, everything):
+        among.setdefault(id(module), (name, module))
+    taken = list(among.values())[which.start :: which.n]
+    if not taken:
+        raise UsageError(
+            f"every({which.n}, {_shown(which.which)}, start={which.start}) takes nothing: there "
+            f"are {len(among)} such modules, numbered from 0"
+        )
+    return taken
+
+
+def _nothing_matched(which: Any, everything: Named) -> str:
+    named = [(name, module) for name, module in everything if name]
+    count = f"{len(named)} modules" if len(named) != 1 else "1 module"
+    owner = type(everything[0][1]).__name__
+    if isinstance(which, str):
+        head = f"no module is named {which!r}: it matches none of the {count} of this {owner}."
+        return head + _near_names(which, named)
+    if isinstance(which, type):
+        head = f"no module is a {which.__name__}: none of the {count} of this {owner} is one."
+        return head + _near_types(which, everything)
+    return (
+        f"the predicate {_shown(which)} returned a false value for every one of the {count} of "
+        f"this {owner} and for the model itself; it is called as predicate(name, module)"
+    )
+
+
+def _near_names(pattern: str, named: Named) -> str:
+    if not named:
+        return " It has no modules inside: there is nothing to name."
+    if not pattern:
+        return " For the model itself use lowtide.ActivationCheckpointWrapper(model)."
+    candidates = dict.fromkeys(_starred(name) for name, _ in named)
+    for name, _ in named:
+        candidates.setdefault(name)
+    near = difflib.get_close_matches(pattern, candidates, n=5, cutoff=0.5)
+    text = f" Close: {', '.join(near)}." if near else ""
+    deeper = f"**.{pattern}"
+    inside = sum(name_matches(name, deeper) for name, _ in named)
+    if inside:
+        text += f" {deeper!r} would match {inside}."
+    if not text:
+        top = dict.fromkeys(name.split(".")[0] for name, _ in named)
+        text = f" Its top names are: {', '.join(list(top)[:10])}."
+    return f"{text} `*` stays inside one part of a name; `**` stands for any number of parts."
+
+
+def _near_types(which: type[Any], everything: Named) -> str:
+    counts = Counter(type(module) for _, module in everything)
+    for other in counts:
+        if other.__name__ == which.__name__:
+            return (
+                f" {counts[other]} are {other.__module__}.{other.__qualname__}, another class than "
+                f"{which.__module__}.{which.__qualname__}."
+            )
+    names = Counter(type(module).__name__ for _, module in everything)
+    near = difflib.get_close_matches(which.__name__, names, n=5, cutoff=0.5)
+    shown = [(name, names[name]) for name in near] or names.most_common(8)
+    head = "Close" if near else "It has"
+    return f" {head}: {', '.join(f'{name} ({count})' for name, count in shown)}."
+
+
+def _only_containers(which: Any, found: Named) -> str:
+    shown = ", ".join(f"{name or '(the model)'} ({type(m).__name__})" for name, m in found[:5])
+    name = found[0][0]
+    return (
+        f"{_shown(which)} matches only containers, which hold modules but are never called: "
+        f"{shown}. Name what they hold: {(name + '.*') if name else '*'!r}"
+    )
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _shown(which: Any) -> str:
+    if isinstance(which, str):
+        return repr(which)
+    return str(getattr(which, "__qualname__", repr(which)))

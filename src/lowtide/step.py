@@ -1,0 +1,108 @@
+"""Opening and closing a recording on this thread.
+
+Problem: a region, a budget and a fitted model all put the same recorder and the same hooks in
+place, may stand inside one another, and must leave nothing behind when the forward raises.
+Invariant: a thread has at most one open recorder; a region opened inside it only marks a part of
+its tape, so the insides of nested regions are planned and replayed together (rule 9). Imports
+tape and replay. Rejected: one tape for each region, whose externals would keep the insides of
+nested regions alive.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.errors import UnsupportedError
+from lowtide.replay import unpack
+from lowtide.tape.recorder import Recorder
+from lowtide.tape.tape import Decisions, Tape
+from lowtide.tape.values import Region
+
+
+class _Open(threading.local):
+    recorder: Recorder | None = None
+
+
+_open = _Open()
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder that is open on this thread."""
+    return _open.recorder
+
+
+class Recording:
+    """Context manager: record what runs inside onto a tape of its own."""
+
+    __slots__ = ("_recorder", "tape")
+
+    def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
+        self.tape = Tape(decisions, Region(None, policy), timed=timed)
+        self._recorder: Recorder | None = None
+
+    def __enter__(self) -> Tape:
+        if _compat.in_functorch():
+            raise UnsupportedError(
+                "lowtide cannot record inside a torch.func transform (grad, vmap, jvp, vjp, "
+                "jacrev, ...): torch does not offer saved-tensor hooks there. Call the transform "
+                "outside of the budget or region, or use torch.autograd.grad in its place."
+            )
+        recorder = Recorder(self.tape)
+        _compat.push_saved_tensor_hooks(recorder.pack, unpack)
+        try:
+            recorder.__enter__()
+        except BaseException:
+            _compat.pop_saved_tensor_hooks()
+            raise
+        self.tape.recorder = recorder
+        self._recorder = _open.recorder = recorder
+        return self.tape
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        recorder = self._recorder
+        assert recorder is not None
+        self._recorder = _open.recorder = self.tape.recorder = None
+        try:
+            recorder.__exit__(kind, error, trace)
+        finally:
+            _compat.pop_saved_tensor_hooks()
+            recorder.close()
+        if isinstance(error, RuntimeError) and "torch.func transforms" in str(error):
+            raise UnsupportedError(
+                "a torch.func transform (grad, vmap, jvp, vjp, jacrev, ...) ran inside a lowtide "
+                "budget or region: torch does not offer saved-tensor hooks there. Call the "
+                "transform outside of it, or use torch.autograd.grad in its place."
+            ) from error
+
+
+class Nested:
+    """Context manager: a region inside the recording that is open on this thread."""
+
+    __slots__ = ("_outer", "policy", "recorder")
+
+    def __init__(self, recorder: Recorder, policy: Any) -> None:
+        self.recorder = recorder
+        self.policy = policy
+
+    def __enter__(self) -> Tape:
+        self._outer = self.recorder.region
+        self.recorder.region = Region(self._outer, self.policy)
+        return self.recorder.tape
+
+    def __exit__(self, *exc: object) -> None:
+        self.recorder.region = self._outer
+
+
+def recordable() -> bool:
+    """Whether anything run now could be asked for in a backward (rule 12)."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

@@ -1,0 +1,58 @@
+"""Random state: which generator an operation drew from, and in what state (rule 3).
+
+Problem: a replayed dropout must draw the same mask and leave no trace in the user's generators.
+Invariant: reading a state never synchronises a device (CUDA states are a seed and an offset that
+live on the host). Imports torch. Rejected: saving every generator once a region, as wrappers that
+re-run Python do: it misses explicit generators and the draws between two operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+Draw = tuple[torch.Generator, torch.Tensor]
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator that operators on `device` draw from unless they are given one."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "meta":
+        return None
+    module = getattr(torch, device.type, None)
+    generators = getattr(module, "default_generators", ())
+    index = device.index
+    if index is None:
+        index = module.current_device() if module is not None else 0
+    return generators[index] if index < len(generators) else None
+
+
+def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw]:
+    """The states that an operation called with these arguments is about to draw from."""
+    explicit = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+    if explicit:
+        return [(generator, generator.get_state()) for generator in explicit]
+    generator = default_generator(_device_of(args, kwargs))
+    return [] if generator is None else [(generator, generator.get_state())]
+
+
+def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+        if isinstance(argument, list | tuple) and argument:
+            if isinstance(argument[0], torch.Tensor):
+                return argument[0].device
+    device = kwargs.get("device")
+    return torch.device(device) if device is not None else torch.get_default_device()
+
+
+def swap(draws: list[Draw]) -> list[Draw]:
+    """Put generators into the recorded states; returns the states they were in."""
+    before = [(generator, generator.get_state()) for generator, _ in draws]
+    for generator, state in draws:
+        generator.set_state(state)
+    return before

@@ -1,0 +1,174 @@
+"""What has to be known about one operator before it can be recorded and replayed.
+
+Problem: a recorder sees an operator overload and must know, at once, whether it makes memory,
+writes memory, draws random numbers, or does something that must not happen twice. Invariant:
+this is the only file that knows facts about particular operators; each exception has its reason,
+and a test. Facts are computed once per overload from its schema and tags. Imports torch only.
+Rejected: a hand-written table of all operators, which is wrong for the next release.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Namespaces whose operators are pure functions of their arguments, save for what the schema and
+# tags declare. Everything else (c10d, fsdp, user libraries, compiled kernels) may talk to other
+# processes or to state the tape cannot see: it is never replayed (rule 5).
+_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
+
+# Operators of those namespaces that must not be replayed all the same.
+_NEVER_REPLAYED = frozenset(
+    {
+        "aten::_cudnn_rnn",  # draws dropout from a state buffer of its own
+        "aten::miopen_rnn",  # the same
+        "aten::_cudnn_init_dropout_state",
+        "aten::_thnn_fused_lstm_cell",  # CUDA only; its workspace output is kept as it is
+        "aten::set_",  # change what storage a tensor has, not what is in it
+        "aten::set_data",
+        "aten::resize_",
+        "aten::resize_as_",
+        "aten::_resize_output_",
+        "aten::record_stream",
+        "aten::from_file",
+        "aten::_pin_memory",
+        "aten::pin_memory",
+        "aten::_nested_tensor_from_mask",
+    }
+)
+
+# Outputs hold whatever was in memory: somebody unseen may fill them (rule 5).
+_BLANK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+                    "empty_permuted", "empty_quantized", "_efficientzerotensor"})  # fmt: skip
+# Outputs are constants; memory that foreign kernels accumulate into is made with these.
+_CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like",
+                       "new_zeros", "new_ones", "new_full", "zero", "scalar_tensor"})  # fmt: skip
+# In-place operators that put values into places, as code that builds a tensor does.
+_PLACING = frozenset({"index_add_", "index_copy_", "index_fill_", "index_put_", "_index_put_impl_",
+                      "index_reduce_", "scatter_", "scatter_add_", "scatter_reduce_", "copy_",
+                      "masked_fill_", "masked_scatter_", "fill_", "zero_", "triu_", "tril_",
+                      "fill_diagonal_", "put_"})  # fmt: skip
+# In-place operators whose result does not depend on what was there.
+_OVERWRITING = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "exponential_",
+                          "geometric_", "cauchy_", "log_normal_", "fill_", "zero_", "copy_"})  # fmt: skip
+# Operators that fill an argument which autograd has saved *before* the call (position): the saved
+# tensor is meant to have the new content.
+_FILLS_SAVED = {"rrelu_with_noise": 1, "rrelu_with_noise_": 1}
+# `native_batch_norm` and its kin update running statistics that the schema does not declare.
+# Batch statistics do not depend on them in training: a replay gets scratch memory in their place
+# (positions of mean, variance and the training flag).
+_HIDDEN_STATISTICS = {
+    "aten::native_batch_norm": (3, 4, 5),
+    "aten::cudnn_batch_norm": (3, 4, 5),
+    "aten::miopen_batch_norm": (3, 4, 5),
+    "aten::_batch_norm_impl_index": (3, 4, 5),
+}
+# The same statistics where the schema does declare them.
+_DECLARED_STATISTICS = {
+    "aten::_native_batch_norm_legit": (3, 4, 5),
+    "aten::_batch_norm_with_update": (3, 4, 5),  # always trains, has no such flag
+}
+# Families that consult global switches (`_compat.ambient`): recorded with each such operation.
+_AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
+                  "bilinear", "index", "scatter", "gather", "cumsum", "upsample", "put", "sum",
+                  "pool", "mv", "dot", "einsum", "fft", "linalg", "embedding", "norm", "mean",
+                  "softmax", "prod", "sort", "median", "kthvalue", "histc", "bincount")  # fmt: skip
+
+
+class Facts:
+    """Facts about one operator overload.
+
+    Attributes:
+        name: qualified, e.g. ``aten::mm``.
+        view: only makes aliases; there is nothing to record.
+        opaque: run it, never replay it.
+        writes: positions (int) or keywords (str) of arguments that it writes.
+        random: draws from a generator.
+        blank, constant: a factory of uninitialised or of constant memory.
+        placing: an in-place write of the kind that builds a tensor, see the table above.
+        fills: arguments whose old content does not matter, being overwritten entirely.
+        fills_saved: such an argument that autograd saved before the call, or None.
+        statistics: positions (mean, var, training) of hidden running statistics, or None.
+        ambient: consults global switches, the default dtype among them.
+    """
+
+    __slots__ = (
+        "ambient",
+        "blank",
+        "constant",
+        "fills",
+        "fills_saved",
+        "func",
+        "name",
+        "opaque",
+        "placing",
+        "random",
+        "statistics",
+        "view",
+        "writes",
+    )
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # a higher-order operator: its body is Python, run as it is
+            self.name = str(func)
+            self.view = self.random = self.blank = self.constant = False
+            self.placing = self.ambient = False
+            self.fills: frozenset[int | str] = frozenset()
+            self.fills_saved: int | None = None
+            self.opaque = True
+            self.writes: tuple[int | str, ...] = ()
+            self.statistics: tuple[int, int, int] | None = None
+            return
+        self.name = schema.name
+        namespace, _, base = schema.name.partition("::")
+        self.writes = _written_arguments(schema)
+        self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
+        self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
+        makes = makes or base.startswith("new_")
+        self.blank = base in _BLANK
+        self.constant = base in _CONSTANT and makes
+        self.placing = base in _PLACING
+        fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
+        self.fills_saved = _FILLS_SAVED.get(base)
+        if base in _OVERWRITING:
+            fills.add(0)
+        if self.fills_saved is not None:
+            fills.add(self.fills_saved)
+        self.fills = frozenset(fills)
+        self.statistics = _HIDDEN_STATISTICS.get(schema.name) or _DECLARED_STATISTICS.get(
+            schema.name
+        )
+        if schema.overload_name == "no_stats":
+            self.statistics = None
+        factory = makes and any(a.name == "dtype" for a in schema.arguments)
+        self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)
+
+
+def _written_arguments(schema: Any) -> tuple[int | str, ...]:
+    found: list[int | str] = []
+    for position, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            found.append(argument.name if argument.kwarg_only else position)
+    return tuple(found)
+
+
+def _returns_only_aliases(schema: Any) -> bool:
+    returns = schema.returns
+    return bool(returns) and all(r.alias_info is not None for r in returns)
+
+
+_FACTS: dict[Any, Facts] = {}
+
+
+def facts_of(func: Any) -> Facts:
+    """The facts of an operator overload, computed at its first use."""
+    facts = _FACTS.get(func)
+    if facts is None:
+        facts = _FACTS[func] = Facts(func)
+    return facts

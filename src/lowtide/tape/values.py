@@ -1,0 +1,243 @@
+"""Values, operations and handles: the immutable-by-convention records of a tape.
+
+Problem: storage is the unit of memory, yet one storage holds different contents over time, and
+one content is seen through many views. Invariant: a `Value` is one version of one storage; links
+run handle -> value -> operation -> input values, never back, so reference counts alone decide how
+long anything lives: when autograd drops its last handle, what only that handle needed is freed
+(rule 8). Imports torch. Rejected: a list of all operations, which keeps everything until the step
+ends and leaks when a backward never comes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+
+class Region:
+    """A part of the forward that is rematerialized as one (rule 9).
+
+    Nested regions form a chain of parents. A value saved inside an inner region is retained by a
+    replay only if that replay was asked for from inside the same inner region.
+    """
+
+    __slots__ = ("depth", "parent", "policy")
+
+    def __init__(self, parent: Region | None, policy: Any) -> None:
+        self.parent = parent
+        self.policy = policy
+        self.depth = 0 if parent is None else parent.depth + 1
+
+    def contains(self, other: Region) -> bool:
+        """Whether `other` is this region or lies inside it."""
+        region: Region | None = other
+        while region is not None and region.depth > self.depth:
+            region = region.parent
+        return region is self
+
+
+def common_region(a: Region, b: Region) -> Region:
+    """The innermost region that contains both."""
+    while a is not b:
+        if a.depth >= b.depth and a.parent is not None:
+            a = a.parent
+        elif b.parent is not None:
+            b = b.parent
+        else:  # pragma: no cover - two roots never meet on one tape
+            break
+    return a
+
+
+class Value:
+    """One version of one storage.
+
+    Attributes:
+        op: the operation that makes it, or None: made where the tape could not see it.
+        nbytes: size of the storage in bytes.
+        held: a tensor over a storage with this content, or None while it is not in memory.
+        keep: hold it as soon as something needs it (decided when it was made).
+        version: the version counter of `held` when its content was this value.
+        read: some recorded operation reads it, so a replay may need it.
+        saves: weak references to the live handles.
+        region: where it was made; scope: the outermost region that needs it.
+        number: its place in the order of recording, -1 for externals.
+        retain_from: the plan's decision, see `lowtide.plan`.
+        name: what `lowtide.name` called it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "held",
+        "keep",
+        "name",
+        "nbytes",
+        "number",
+        "op",
+        "read",
+        "region",
+        "retain_from",
+        "saves",
+        "scope",
+        "version",
+    )
+
+    def __init__(self, op: Operation | None, nbytes: int, region: Region) -> None:
+        self.op = op
+        self.nbytes = nbytes
+        self.held: torch.Tensor | None = None
+        self.version = 0
+        self.keep = False
+        self.read = False
+        self.saves: list[weakref.ref[Handle]] = []
+        self.region = region
+        self.scope: Region | None = None
+        self.number = -1
+        self.retain_from = 0
+        self.name: str | None = None
+
+    def intact(self) -> bool:
+        """Whether `held` still has this content, as far as autograd's version counter tells.
+
+        A storage that shrank was freed behind our back (FSDP2 does that with parameters).
+        """
+        held = self.held
+        assert held is not None
+        version: int = held._version
+        return version == self.version and held.untyped_storage().nbytes() >= self.nbytes
+
+    def pending(self) -> bool:
+        """Whether autograd still holds a handle on this value."""
+        return any(ref() is not None for ref in self.saves)
+
+
+class Ref:
+    """A tensor as (value, dtype, size, stride, offset): a view costs nothing.
+
+    `value` None is memory that the operation overwrites entirely: `blank` bytes of it on `device`.
+    """
+
+    __slots__ = ("blank", "device", "dtype", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value | None, tensor: torch.Tensor) -> None:
+        self.value = value
+        self.dtype = tensor.dtype
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.blank = 0
+        self.device = tensor.device
+
+    def make_blank(self, nbytes: int) -> None:
+        """Forget the value: a replay gets fresh memory of `nbytes` here."""
+        self.value = None
+        self.blank = max(nbytes, 1)
+
+    def fits(self, base: torch.Tensor) -> bool:
+        """Whether `base`, of the same size and dtype, is this very view."""
+        return base.stride() == self.stride and base.storage_offset() == self.offset
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """This view of a tensor over the value's storage. Runs below autograd."""
+        if (
+            base.dtype == self.dtype
+            and base.shape == self.size
+            and base.stride() == self.stride
+            and base.storage_offset() == self.offset
+        ):
+            return base
+        if base.dtype == self.dtype:
+            return torch.as_strided(base, self.size, self.stride, self.offset)
+        fresh = torch.empty(0, dtype=self.dtype, device=base.device)
+        return fresh.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Operation:
+    """One operator call, as it can be run again.
+
+    Attributes:
+        facts: of the operator.
+        args, kwargs: its arguments, with a `Ref` in place of each tensor.
+        refs: the same `Ref`s in a flat tuple.
+        writes: (the ref written through, the value it becomes).
+        outputs: (place in the flattened result, the value made).
+        draws: (generator, the state it drew from) (rule 3).
+        ambient: the global switches that it ran under, or None (rule 5).
+        sequence: its place in the order of recording.
+        seconds: how long it took, 0.0 where not measured.
+        stream: the CUDA stream it ran on, or None.
+    """
+
+    __slots__ = (
+        "ambient",
+        "args",
+        "draws",
+        "facts",
+        "kwargs",
+        "outputs",
+        "refs",
+        "seconds",
+        "sequence",
+        "stream",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        facts: Any,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        refs: list[Ref],
+        sequence: int,
+    ) -> None:
+        self.facts = facts
+        self.args = args
+        self.kwargs = kwargs
+        self.refs = refs
+        self.sequence = sequence
+        self.writes: list[tuple[Ref, weakref.ref[Value]]] = []
+        self.outputs: list[tuple[int, weakref.ref[Value]]] = []
+        self.draws: list[tuple[torch.Generator, torch.Tensor]] = []
+        self.ambient: tuple[object, ...] | None = None
+        self.seconds = 0.0
+        self.stream: Any = None
+
+    def values(self) -> list[Value]:
+        """The values that a replay reads."""
+        return [ref.value for ref in self.refs if ref.value is not None]
+
+    def made(self) -> list[Value]:
+        """The values still in use that a replay makes."""
+        found = []
+        for _, weak in (*self.outputs, *self.writes):
+            value = weak()
+            if value is not None:
+                found.append(value)
+        return found
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "ref", "region", "sequence", "tape")
+
+    def __init__(self, ref: Ref, region: Region, tape: Any, sequence: int) -> None:
+        self.ref = ref
+        self.sequence = sequence
+        self.region = region
+        self.tape = tape
+
+
+def flatten(result: Any) -> list[Any]:
+    """The tensors (and what stands between them) of an operator's result, in a stable order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    flat: list[Any] = []
+    if isinstance(result, tuple | list):
+        for item in result:
+            if isinstance(item, tuple | list):
+                flat.extend(item)
+            else:
+                flat.append(item)
+    return flat

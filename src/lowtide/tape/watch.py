@@ -1,0 +1,79 @@
+"""Externals, and who is about to overwrite them.
+
+Problem: a replay reads parameters, buffers and inputs that the tape did not make, and the user may
+change them in place before backward: a GAN's discriminator runs twice and its spectral-norm
+vectors move in between. Invariant: a value's alias is copied before a write that any recorder sees
+reaches it, whichever tape it belongs to; a write that no recorder saw is told by the version
+counter when the value is used (rule 4). Imports values. Rejected: copying every buffer when it is
+first read, which pays always for what happens rarely.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.values import Value
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Storage key -> values that hold an alias of it. The alias keeps the storage, so a key cannot be
+# reused while an entry stands; entries go with their values.
+_watched: dict[int, list[weakref.ref[Value]]] = {}
+
+
+class _Watch(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key",)
+    key: int
+
+
+def _gone(reference: Any) -> None:
+    watches = _watched.get(reference.key)
+    if watches is not None:
+        if reference in watches:
+            watches.remove(reference)
+        if not watches:
+            _watched.pop(reference.key, None)
+
+
+def watch(key: int, value: Value) -> None:
+    """From now on `value` is told before a recorder lets a write into storage `key`."""
+    reference = _Watch(value, _gone)
+    reference.key = key
+    _watched.setdefault(key, []).append(reference)
+
+
+def overwriting(key: int) -> None:
+    """The content of storage `key` is about to change."""
+    for reference in _watched.pop(key, ()):
+        value = reference()
+        if value is None or value.held is None:
+            continue
+        if value.op is not None:
+            value.held = None  # it can be replayed
+        elif value.read and value.intact():
+            value.held = copy_of(value.held)
+            value.version = _compat.version_of(value.held)
+
+
+def hold(value: Value, tensor: torch.Tensor) -> None:
+    """Keep a value in memory through an alias that shares its version counter."""
+    value.held = alias_of(tensor)
+    value.version = _compat.version_of(value.held)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) in _PLAIN:
+        return tensor.detach()
+    with _compat.disable_torch_function_subclass():
+        return tensor.detach()
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry over a copy of the whole storage."""
+    storage = tensor.untyped_storage().clone()
+    with _compat.below_autograd():
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,359 @@
+"""Run one program under one method, record everything that semantics rule 1 and 2 name, compare.
+
+The problem: "the same bits" covers outputs, losses, gradients, buffers, inputs that were written,
+generators, how often Python ran, and what is alive afterwards; a comparison that forgets one
+passes when it should not.
+
+The invariant: a record is made of copies (bytes), so that recording keeps no tensor of the step
+alive, and the order of its entries depends on the program only. A program is a namespace with
+`state`, `data`, `forward`, `backward`, `OUTER` and `INSIDE` (see source.py); a pasted
+reproduction passes its own globals.
+
+It imports torch and functions.py; lowtide only where a method needs it, so that the harness can
+be checked against torch's own checkpoint alone.
+
+Rejected: torch.equal on live tensors. It holds both steps in memory, hides NaN and the sign of
+zero, and makes the check for leaks impossible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import threading
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# The first operation under any dispatch mode imports this; done here, or the frames of that
+# import would keep tensors of the first program alive and look like a leak.
+import torch._dynamo
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .functions import (
+    SaveInput,
+    SaveInside,
+    SaveOutput,
+    SetupContext,
+    TwoOutputs,
+    WriteInput,
+)
+
+# "both" is regions inside a budget, "policy" regions that keep about half of their operations.
+METHODS = ("plain", "torch", "checkpoint", "policy", "budget", "both")
+BUDGETED = ("budget", "both")
+FRACTIONS = (0.3, 0.5, 0.7, 0.85, 1.0)
+KINDS = {
+    "equal": "the same bits",
+    "raised": "plain raises, and so does the other",
+    "lenient": "only plain raises, because autograd saw a saved tensor change",
+    "unstable": "two plain runs differ: says nothing",
+    "different": "other bits than plain",
+    "refused": "plain runs, the other raises",
+    "accepted": "plain raises, the other does not",
+    "leaked": "something outlives the step that plain frees",
+}
+FAILURES = ("different", "refused", "accepted", "leaked")
+VERSION_CHECK = "modified by an inplace operation"
+
+Namespace = dict[str, Any]
+Bits = tuple[object, ...]
+
+
+class Stop(Exception):
+    """Raised inside a region by programs that test what an exception leaves behind."""
+
+
+@dataclass
+class Outcome:
+    """What one run did: its record up to the error, if there was one."""
+
+    record: list[tuple[str, Bits]] = field(default_factory=list)
+    error: BaseException | None = None
+    where: str = ""
+    leaked: list[int] = field(default_factory=list)
+    watched: int = 0
+    freed: int = 0
+    fraction: float = 1.0
+    finite: bool = True
+
+    @property
+    def message(self) -> str:
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`kind` is one of KINDS; `freed` counts watched storages gone after the forward."""
+
+    kind: str
+    detail: str = ""
+    watched: int = 0
+    freed: tuple[int, int] = (0, 0)
+
+    @property
+    def bad(self) -> bool:
+        return self.kind in FAILURES
+
+
+def bits(value: object) -> Bits:
+    """A tensor as (dtype, shape, requires_grad, bytes); anything else as it is."""
+    if not isinstance(value, Tensor):
+        return (value,)
+    plain = value.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    raw = plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (str(value.dtype), tuple(value.shape), value.requires_grad, raw)
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    """Run `function` on another thread and raise here what it raised there."""
+    caught: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            function()
+        except BaseException as error:  # handed to the caller below
+            caught.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if caught:
+        raise caught[0]
+
+
+def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def torch_region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def keep_some(operation: Any) -> bool:
+    """A policy without reason: plans are drawn up by chance, results must not notice."""
+    return zlib.crc32(f"{operation.name} {operation.nbytes}".encode()) % 2 == 0
+
+
+def region_of(method: str) -> Callable[..., Any]:
+    """The callable that stands for a region under `method`."""
+    if method == "torch":
+        return torch_region
+    if method in ("checkpoint", "both", "policy"):
+        region: Callable[..., Any] = importlib.import_module("lowtide").checkpoint
+        return functools.partial(region, policy=keep_some) if method == "policy" else region
+    return direct
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Collector off: what only the collector would free is a leak (semantics rule 8)."""
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once only, in whichever run is first
+            yield
+    finally:
+        gc.enable()
+
+
+class _Run:
+    """One run of a program: its tools for the program text, and the record it fills."""
+
+    def __init__(self, program: Namespace, method: str, fraction: float) -> None:
+        self.program, self.method = program, method
+        self.out = Outcome(fraction=fraction)
+        self.calls: list[Any] = []
+        self.stash: dict[str, Any] = {}
+        self.refs: list[StorageWeakRef] = []
+        self.budget: Any = None
+        if method in BUDGETED:
+            self.budget = importlib.import_module("lowtide").budget(fraction)
+        self.region = region_of(method)
+        program.update(
+            region=self.region,
+            calls=self.calls,
+            stash=self.stash,
+            watch=self.watch,
+            observe=self.observe,
+        )
+
+    def watch(self, *tensors: Tensor) -> None:
+        self.refs += [StorageWeakRef(t.untyped_storage()) for t in tensors]
+
+    def observe(self, value: Tensor) -> None:
+        self.calls.append(bits(value))
+
+    def note(self, label: str, value: object) -> None:
+        self.out.record.append((label, bits(value)))
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self.out.finite = self.out.finite and bool(torch.isfinite(value.detach()).all())
+
+    def note_forward(self, state: dict[str, Any], result: dict[str, list[Tensor]]) -> None:
+        known: dict[int, str] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                known.setdefault(value.untyped_storage()._cdata, name)
+        for kind, tensors in result.items():
+            for i, tensor in enumerate(tensors):
+                label = f"{kind}[{i}]"
+                self.note(label, tensor)
+                self.note(f"{label}.stride", tensor.stride())
+                shared = known.setdefault(tensor.untyped_storage()._cdata, label)
+                self.note(f"{label} shares its storage with", shared)
+        self.out.watched += len(self.refs)
+        self.out.freed += sum(ref.expired() for ref in self.refs)
+
+    def note_state(self, state: dict[str, Any], extra: list[Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, torch.Generator):
+                self.note(f"generator {name}", value.get_state())
+            else:
+                self.note(name, value)
+                if value.is_leaf:
+                    self.note(f"{name}.grad", value.grad)
+        for i, value in enumerate(extra):
+            self.note(f"extra[{i}]", value)
+        self.note("default generator", torch.get_rng_state())
+        self.note("calls", tuple(self.calls))
+
+    def step(self, index: int, state: dict[str, Any]) -> None:
+        program = self.program
+        context = contextlib.nullcontext() if self.budget is None else self.budget
+        extra: list[Any] = []
+        with context:
+            self.out.where = f"forward of step {index}"
+            enter = self.region if program["OUTER"] else direct
+            result = enter(program["forward"], state)
+            self.note_forward(state, result)
+            if program["INSIDE"]:
+                self.out.where = f"backward of step {index}"
+                extra = program["backward"](state, result)
+        if not program["INSIDE"]:
+            self.out.where = f"backward of step {index}"
+            extra = program["backward"](state, result)
+        self.out.where = ""
+        self.note_state(state, extra)
+
+    def descend(self, state: dict[str, Any]) -> None:
+        """A step of gradient descent, so that later steps read parameters that moved."""
+        with torch.no_grad():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.is_leaf and value.grad is not None:
+                    value.sub_(torch.nan_to_num(value.grad).clamp_(-1, 1), alpha=0.05)
+                    value.grad = None
+
+    def all_steps(self, steps: int) -> None:
+        torch.manual_seed(20)
+        state: dict[str, Any] = self.program["state"]()
+        for index in range(steps):
+            state.update(self.program["data"](index))
+            self.step(index, state)
+            self.calls.clear()
+            self.stash.clear()
+            if index + 1 < steps:
+                self.descend(state)
+
+
+def run(program: Namespace, method: str, *, steps: int = 1, fraction: float = 1.0) -> Outcome:
+    """Run `program` once under `method` and say what it did; errors are part of the outcome."""
+    with _quiet():
+        this = _Run(program, method, fraction)
+        try:
+            this.all_steps(steps)
+        except Exception as error:  # the comparison decides what an error means
+            this.out.error = error.with_traceback(None)
+            error.__context__ = None
+            this.calls.clear()
+            this.stash.clear()
+        else:
+            this.out.leaked = [i for i, ref in enumerate(this.refs) if not ref.expired()]
+        this.refs.clear()
+    return this.out
+
+
+def run_within_budget(program: Namespace, method: str, fraction: float, *, steps: int) -> Outcome:
+    """As `run`, trying larger fractions until one can be met; 1.0 must be (rule 13)."""
+    budget_error: type[Exception] = importlib.import_module("lowtide").BudgetError
+    for candidate in [f for f in FRACTIONS if f >= fraction]:
+        outcome = run(program, method, steps=steps, fraction=candidate)
+        if not isinstance(outcome.error, budget_error):
+            break
+    return outcome
+
+
+def judge(plain: Outcome, other: Outcome) -> Verdict:
+    """Compare a run under lowtide (or torch's checkpoint) with the plain run."""
+    if plain.error is not None:
+        if other.error is not None:
+            return Verdict("raised", plain.message)
+        if VERSION_CHECK in plain.message:
+            return Verdict("lenient", plain.message)
+        return Verdict("accepted", f"plain raised in {plain.where}: {plain.message}")
+    if other.error is not None:
+        return Verdict("refused", f"raised in {other.where}: {other.message}")
+    for (label, expected), (name, found) in zip(plain.record, other.record, strict=False):
+        if label != name or expected != found:
+            return Verdict("different", _difference(label, expected, name, found))
+    if len(plain.record) != len(other.record):
+        return Verdict("different", f"{len(plain.record)} against {len(other.record)} entries")
+    leaked = sorted(set(other.leaked) - set(plain.leaked))
+    if leaked:
+        return Verdict("leaked", f"watched storages {leaked} outlive the step")
+    return Verdict("equal")
+
+
+def _difference(label: str, expected: Bits, name: str, found: Bits) -> str:
+    if label != name:
+        return f"plain recorded {label}, the other run {name}"
+    return f"{label}: plain {_show(expected)}, got {_show(found)}"
+
+
+def _show(value: Bits) -> str:
+    if len(value) == 4 and isinstance(value[3], bytes):
+        dtype, shape, requires_grad, raw = value
+        known = getattr(torch, str(dtype).removeprefix("torch."))
+        buffer = torch.frombuffer(bytearray(raw), dtype=known) if raw else torch.empty(0)
+        head = ", ".join(f"{v:.9g}" for v in buffer[:6].double().tolist())
+        return f"{dtype}{list(map(int, shape))} requires_grad={requires_grad} [{head}...]"  # type: ignore[call-overload]
+    return str(value[0] if len(value) == 1 else value)[:300]
+
+
+def compare(program: Namespace, method: str, *, fraction: float = 0.5) -> Verdict:
+    """Run a program plain and under `method` and compare; also for pasted reproductions."""
+    steps = 3 if method in BUDGETED else 1
+    plain = run(program, "plain", steps=steps)
+    if method in BUDGETED:
+        other = run_within_budget(program, method, fraction, steps=steps)
+    else:
+        other = run(program, method, steps=steps)
+    verdict = judge(plain, other)
+    if verdict.bad and judge(plain, run(program, "plain", steps=steps)).bad:
+        verdict = Verdict("unstable", "two plain runs differ")
+    return dataclasses.replace(verdict, watched=plain.watched, freed=(plain.freed, other.freed))
+
+
+TOOLS: Namespace = {
+    "torch": torch,
+    "F": F,
+    "Stop": Stop,
+    "in_thread": in_thread,
+    "SaveInput": SaveInput,
+    "SaveOutput": SaveOutput,
+    "SaveInside": SaveInside,
+    "TwoOutputs": TwoOutputs,
+    "WriteInput": WriteInput,
+    "SetupContext": SetupContext,
+}

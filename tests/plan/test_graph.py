@@ -1,0 +1,145 @@
+"""Graphs and plans are checked when built, and survive being written down."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from graphs import NETWORKS, chain, random_graph
+
+from lowtide.errors import UsageError
+from lowtide.plan import NEVER, Event, Graph, OpNode, Plan, ValueNode, keep_all
+
+OP = OpNode("f", 1.0, (0,), (1,))
+VALUES = (ValueNode(8, -1), ValueNode(8, 0))
+
+
+def test_derived_facts() -> None:
+    graph = Graph(
+        (ValueNode(1, -1), ValueNode(2, 0), ValueNode(3, 1), ValueNode(4, 1)),
+        (OpNode("f", 1.0, (0,), (1,)), OpNode("g", 2.0, (1, 0, 1), (2, 3), replayable=False)),
+        (Event(1), Event(3), Event(1, releases=(1,)), Event(0, releases=(2,))),
+    )
+    assert graph.consumers == ((0, 1), (1,), (), ())
+    assert graph.last_use == (1, 1, 1, 1)
+    assert graph.first_event == (3, 0, -1, 1)
+    assert graph.last_event == (3, 2, -1, 1)
+    # Value 3 is never released: its handle lives to the end. Value 2 is saved, never unpacked.
+    assert graph.release == (3, 2, 3, 3)
+    assert graph.must_hold == {2, 3}
+    assert graph.seconds == 3.0
+
+
+def test_must_hold_needs_a_reader_that_can_replay() -> None:
+    values = (ValueNode(1, -1), ValueNode(1, 0), ValueNode(1, 1), ValueNode(1, 2))
+    first = OpNode("f", 0.0, (0,), (1,), replayable=False)
+    last = OpNode("h", 0.0, (2,), (3,))
+    blocked = OpNode("g", 0.0, (1,), (2,), replayable=False)
+    assert Graph(values, (first, blocked, last), ()).must_hold == {2}
+    open_ = OpNode("g", 0.0, (1,), (2,))
+    assert Graph(values, (first, open_, last), ()).must_hold == {1}
+
+
+@pytest.mark.parametrize(
+    ("values", "ops", "events", "text"),
+    [
+        (VALUES, (OpNode("f", 1.0, (7,), (1,)),), (), "names value 7; the graph has values 0 to 1"),
+        (VALUES, (OpNode("f", -1.0, (0,), (1,)),), (), "takes -1.0 seconds"),
+        (VALUES, (OpNode("f", float("nan"), (0,), (1,)),), (), "takes nan seconds"),
+        (VALUES, (OpNode("f", 1.0, (1,), (1,)),), (), "list operations in recorded order"),
+        (VALUES, (OpNode("f", 1.0, (), (0,)),), (), "a value has one producer"),
+        (VALUES, (OpNode("f", 1.0, (), (1, 1)),), (), "a value has one producer"),
+        (VALUES, (OpNode("f", 1.0, (), ()),), (), "names producer 0, which does not list it"),
+        ((ValueNode(-8, -1),), (), (), "value 0 has a size of -8 bytes"),
+        (VALUES, (OP,), (Event(2),), "event 0 names value 2"),
+        (VALUES, (OP,), (Event(1, releases=(1,)), Event(1)), "which event 0 released"),
+        (VALUES, (OP,), (Event(0, releases=(1, 1)),), "releases value 1 a second time"),
+        (VALUES, (OP,), (Event(0, other=-1),), "event 0 has a size of -1 bytes"),
+    ],
+)
+def test_contradictions_are_refused(
+    values: tuple[ValueNode, ...],
+    ops: tuple[OpNode, ...],
+    events: tuple[Event, ...],
+    text: str,
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        Graph(values, ops, events)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_graph_round_trip(name: str) -> None:
+    graph = NETWORKS[name]()
+    again = Graph.from_json(graph.to_json())
+    assert again == graph
+    assert again.fingerprint == graph.fingerprint
+
+
+def test_fingerprint_is_structure_only() -> None:
+    graph = chain(3)
+    ops = [OpNode("f", 9.0, o.inputs, o.outputs, 5, True, 1, 2) for o in graph.ops[:-1]]
+    slower = Graph(graph.values, (*ops, graph.ops[-1]), graph.events)
+    assert slower.fingerprint == graph.fingerprint
+    assert chain(4).fingerprint != graph.fingerprint
+    assert chain(3, nbytes=7).fingerprint != graph.fingerprint
+    # Written down, because plans are stored: a change here breaks every stored plan.
+    assert chain(1, nbytes=8).fingerprint == "3120f7bd7d9ff95cc201f987152b6cd9"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"format": "pickle"}, "its format is 'pickle'"),
+        ({"version": 2}, "has version 2; this release of lowtide reads version 1"),
+        ({"values": 3}, "'values' must be a list of rows of 3 fields"),
+        ({"values": [[1, 2]]}, "'values' must be a list of rows of 3 fields"),
+        ({"values": [["8", -1, False]]}, "'8' stands where a whole number belongs"),
+        ({"values": [[8, -1, 0]]}, "0 stands where true or false belongs"),
+        ({"values": [[True, -1, False]]}, "True stands where a whole number belongs"),
+        ({"events": [[0, 0, 0, {}]]}, "{} stands where a list of ids belongs"),
+        ({"ops": [[1, 0.0, [], [], 0, True, 0, 0]]}, "1 stands where text belongs"),
+        ({"ops": [["f", None, [], [], 0, True, 0, 0]]}, "None stands where a number belongs"),
+    ],
+)
+def test_damaged_graphs_are_refused(change: dict[str, object], text: str) -> None:
+    data = json.loads(chain(2).to_json()) | change
+    with pytest.raises(UsageError, match=text):
+        Graph.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "import os", "[" * 100_000])
+def test_text_that_is_not_json(text: str) -> None:
+    with pytest.raises(UsageError, match="the text is not JSON"):
+        Graph.from_json(text)
+
+
+def test_plan_round_trip() -> None:
+    plan = Plan((-1, 0, 7, NEVER), "abc")
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(UsageError, match="its format is 'lowtide.plan'"):
+        Graph.from_json(plan.to_json())
+
+
+def test_plan_refuses_what_means_nothing() -> None:
+    with pytest.raises(UsageError, match="cannot say -2 for value 1"):
+        Plan((0, -2), "abc")
+    with pytest.raises(UsageError, match="needs a 'retain' list"):
+        Plan.from_json('{"format": "lowtide.plan", "version": 1}')
+    text = '{"format": "lowtide.plan", "version": 1, "fingerprint": "a", "retain": ["0"]}'
+    with pytest.raises(UsageError, match="cannot say '0' for value 0"):
+        Plan.from_json(text)
+
+
+def test_plan_is_for_one_graph() -> None:
+    plan = keep_all(chain(3))
+    plan.check(chain(3))
+    with pytest.raises(UsageError, match="the step has changed"):
+        plan.check(chain(4))
+
+
+def test_keep_all_holds_what_cannot_be_replayed() -> None:
+    for seed in range(20):
+        graph = random_graph(seed, 8)
+        retain = keep_all(graph).retain
+        assert all(retain[v] == -1 for v in graph.must_hold)
+        assert all(retain[v] == -1 for v, r in enumerate(graph.release) if r >= 0)

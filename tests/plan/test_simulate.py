@@ -1,0 +1,161 @@
+"""The simulator against hand-computed steps and against the rules followed literally."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import chain, random_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive import peak_and_replays
+
+from lowtide.errors import UsageError
+from lowtide.plan import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
+from lowtide.plan.simulate import ABSENT, REPLAY_OVERHEAD
+
+
+def line(*, workspace: int = 0, pinned: bool = False) -> Graph:
+    """x0 (external) -> f0 -> v1 (10) -> f1 -> v2 (20) -> f2 -> v3 (30); v1, v2, v3 saved."""
+    values = (ValueNode(5, -1), ValueNode(10, 0, pinned), ValueNode(20, 1), ValueNode(30, 2))
+    ops = (
+        OpNode("f0", 1.0, (0,), (1,), 0, True, 10, 10),
+        OpNode("f1", 2.0, (1,), (2,), workspace, True, 30, 30 + workspace),
+        OpNode("f2", 4.0, (2,), (3,), 0, True, 50, 50),
+    )
+    events = (
+        Event(3, 3, 4, (3,)),
+        Event(2, 5, 6, (2,)),
+        Event(1, 7, 8, (1,)),
+    )
+    return Graph(values, ops, events)
+
+
+def seconds(*ops: float) -> float:
+    return pytest.approx(sum(ops) + REPLAY_OVERHEAD * len(ops))  # type: ignore[return-value]
+
+
+def test_everything_held() -> None:
+    found = simulate(line(), (HOLD,) * 4, trace=True)
+    # During f2: 50 of natural life (v2, v3) and v1, whose forward life ended at f1.
+    assert found.trace is not None
+    assert found.trace.forward == [10, 30, 60]
+    # At v3's unpack: all three held. Each release frees one.
+    assert found.trace.backward == [4 + 60, 6 + 30, 8 + 10]
+    assert (found.peak, found.peak_at, found.seconds) == (64, ("backward", 0), 0.0)
+    assert found.held_bytes_at_peak == 60
+
+
+def test_cached_once_recomputed() -> None:
+    found = simulate(line(workspace=7), (HOLD, HOLD, 0, 0), trace=True)
+    assert found.trace is not None
+    assert found.trace.forward == [10, 37, 60]
+    # Event 0: f1 makes v2 beside v1, with its workspace; f2 makes v3 beside both.
+    assert found.trace.replay == [3 + 10 + 20 + 30, 0, 0]
+    assert found.trace.backward == [4 + 60, 6 + 30, 8 + 10]
+    assert found.trace.replays == [0, 1, 1]
+    assert found.trace.start == [-1, -1, 0, 0]
+    assert found.seconds == seconds(2.0, 4.0)
+    assert found.replayed_ops == 2
+
+
+def test_retained_later_is_recomputed_again() -> None:
+    found = simulate(line(), (HOLD, HOLD, 1, 0), trace=True)
+    assert found.trace is not None
+    # v2 is a temporary at event 0, gone after f2; at event 1 it is made again and retained.
+    assert found.trace.replay == [3 + 10 + 20 + 30, 5 + 10 + 20, 0]
+    assert found.trace.backward == [63, 6 + 30, 8 + 10]
+    assert found.trace.replays == [0, 2, 1]
+    assert found.peak_at == ("replay", 0)
+    assert found.held_bytes_at_peak == 10
+    assert found.trace.peak_op == 2
+
+
+def test_nothing_held() -> None:
+    found = simulate(line(), (HOLD, NEVER, NEVER, NEVER), trace=True)
+    assert found.trace is not None
+    # Every event runs the chain from the external; a temporary dies after its last reader.
+    assert found.trace.replay == [3 + 50, 5 + 30, 7 + 10]
+    assert found.trace.backward == [53, 5 + 30, 8 + 10]
+    assert found.trace.replays == [3, 2, 1]
+    assert found.trace.start == [-1, ABSENT, ABSENT, ABSENT]
+
+
+def test_pinned_values_are_free() -> None:
+    found = simulate(line(pinned=True), (HOLD, NEVER, 0, 0), trace=True)
+    assert found.trace is not None
+    assert found.trace.forward == [10, 30, 50]
+    assert found.trace.replays == [0, 1, 1]
+    assert found.trace.backward == [4 + 50, 6 + 20, 8]
+
+
+def test_unsaved_value_held_for_a_replay_lives_as_long_as_its_reader() -> None:
+    values = (ValueNode(1, -1), ValueNode(100, 0), ValueNode(10, 1))
+    ops = (OpNode("a", 1.0, (0,), (1,)), OpNode("b", 1.0, (1,), (2,)))
+    events = (Event(0), Event(2, releases=(2,)), Event(0, releases=(0,)))
+    found = simulate(Graph(values, ops, events), (HOLD, HOLD, 0), trace=True)
+    assert found.trace is not None
+    assert found.trace.alive == [2, 1, 1]
+    assert found.trace.backward == [100, 110, 0]
+    # Once its reader is held, nobody refers to it any more.
+    cut = simulate(Graph(values, ops, events), (HOLD, HOLD, HOLD), trace=True)
+    assert cut.trace is not None
+    assert cut.trace.alive == [2, -1, 1]
+    assert cut.trace.backward == [10, 10, 0]
+
+
+def test_unwanted_outputs_count_while_the_operation_runs() -> None:
+    values = (ValueNode(1, -1), ValueNode(10, 0), ValueNode(100, 0), ValueNode(7, 1))
+    ops = (OpNode("split", 1.0, (0,), (1, 2)), OpNode("b", 1.0, (1,), (3,)))
+    graph = Graph(values, ops, (Event(3, releases=(3,)),))
+    found = simulate(graph, (HOLD, NEVER, NEVER, 0), trace=True)
+    assert found.trace is not None
+    assert found.trace.replay == [110]
+    assert found.trace.backward == [110]
+    assert found.trace.peak_op == 0
+
+
+def test_a_missing_value_that_cannot_be_replayed_is_an_error() -> None:
+    values = (ValueNode(1, -1), ValueNode(10, 0))
+    graph = Graph(
+        values, (OpNode("draw", 1.0, (0,), (1,), replayable=False),), (Event(1, releases=(1,)),)
+    )
+    with pytest.raises(UsageError, match=r"operation 0 \(draw\), which cannot be replayed"):
+        simulate(graph, (HOLD, 0))
+    assert simulate(graph, (HOLD, HOLD)).seconds == 0.0
+
+
+def test_wrong_length() -> None:
+    with pytest.raises(UsageError, match="2 decisions for a graph of 4 values"):
+        simulate(line(), (0, 0))
+
+
+def test_a_run_can_be_cut_short() -> None:
+    graph = chain(20)
+    retain = [-1] + [NEVER] * (len(graph.values) - 1)
+    sim = Simulator(graph)
+    assert sim.run(retain).complete
+    cut = sim.run(retain, seconds_limit=graph.seconds)
+    assert not cut.complete
+    assert cut.seconds > graph.seconds
+    assert sim.evaluations == 2
+
+
+def test_a_step_without_operations() -> None:
+    empty = simulate(Graph((), (), ()), ())
+    assert (empty.peak, empty.seconds, empty.replayed_ops) == (0, 0.0, 0)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 14), st.randoms(use_true_random=False))
+def test_against_the_rules_followed_literally(seed: int, ops: int, random: object) -> None:
+    graph = random_graph(seed, ops)
+    pick = random.choice  # type: ignore[attr-defined]
+    last = len(graph.events)
+    retain = [
+        HOLD if v in graph.must_hold else pick((HOLD, 0, 0, pick(range(last + 1)), NEVER))
+        for v in range(len(graph.values))
+    ]
+    found = simulate(graph, retain)
+    peak, replayed = peak_and_replays(graph, retain)
+    assert found.peak == peak
+    assert found.replayed_ops == len(replayed)
+    assert found.seconds == seconds(*(graph.ops[op].seconds for op in replayed))

@@ -1,0 +1,50 @@
+"""The catalogue of small models that every way of applying lowtide is held to.
+
+Problem: "the same bits for any model" needs many models, with every construct that has ever broken
+rematerialization, small enough to run on one core.
+
+Invariant: `CASES` maps unique names to cases; each one's plain step is deterministic, finite and
+has gradients, which `test_zoo.py` checks before anything is compared with it.
+
+May import: `zoo` and torch. Rejected: one file for all, which nobody would read.
+"""
+
+from __future__ import annotations
+
+from zoo import (
+    monai_networks,
+    monai_segmentation,
+    torch_layers,
+    traps_aliasing,
+    traps_autograd,
+    traps_random,
+    traps_state,
+    transformers_text,
+    transformers_vision,
+)
+from zoo.case import Case
+
+_FILES = (
+    torch_layers,
+    traps_random,
+    traps_state,
+    traps_aliasing,
+    traps_autograd,
+    monai_segmentation,
+    monai_networks,
+    transformers_text,
+    transformers_vision,
+)
+
+
+def _catalogue() -> dict[str, Case]:
+    cases: dict[str, Case] = {}
+    for file in _FILES:
+        for case in file.CASES:
+            if case.name in cases:
+                raise ValueError(f"two cases are called {case.name!r}; rename one in {file}")
+            cases[case.name] = case
+    return cases
+
+
+CASES: dict[str, Case] = _catalogue()
