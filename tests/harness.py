@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -119,7 +119,7 @@ def _train_step(
     loss = compute(batch)
     recorder.tensor("loss", loss)
     recorder.outputs()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     recorder.tensors("gradient", {k: p.grad for k, p in recorder.model.named_parameters()})
     inputs = {str(i): leaf.grad for i, leaf in enumerate(tensors_in(batch)) if leaf.requires_grad}
     recorder.tensors("gradient of input", inputs)
@@ -150,7 +150,7 @@ class _Recorder:
     def tensor(self, name: str, tensor: Tensor | None) -> None:
         self._add(name, None if tensor is None else _copy(tensor))
 
-    def tensors(self, kind: str, tensors: dict[str, Tensor | None] | dict[str, Tensor]) -> None:
+    def tensors(self, kind: str, tensors: Mapping[str, Tensor | None]) -> None:
         for name, tensor in tensors.items():
             self.tensor(f"{kind} {name}", tensor)
 

@@ -265,7 +265,7 @@ def test_a_recording_stopped_on_another_thread_is_void() -> None:
 
 def test_printing() -> None:
     measured = Measurement(3 * 2**20, -2048, 1.5, CPU)
-    assert str(measured) == "peak 3.00 MiB, left allocated -2.00 KiB, 1.500 s on cpu"
+    assert str(measured) == "peak 3.0 MiB, left allocated -2.0 KiB, 1.500 s on cpu"
 
 
 # --- the profiler belongs to whoever came first -----------------------------------------------

@@ -71,6 +71,17 @@ def version_of(tensor: torch.Tensor) -> int:
     return version
 
 
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that collects a gradient for `tensor`: itself, or the parameter it is a view of.
+
+    `Tensor._base` has no public name.
+    """
+    if tensor.is_leaf:
+        return tensor
+    base = tensor._base
+    return base if base is not None and base.is_leaf and base.requires_grad else None
+
+
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """How many owners a storage has, its Python wrapper included; 0 where torch cannot tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)

@@ -213,6 +213,10 @@ class Timeline:
         """The largest number of bytes held at any point of the recording."""
         return max(self.peaks)
 
+    def until(self, mark: int) -> Timeline:
+        """The recording as if it had ended at a mark other than the first."""
+        return Timeline(self.levels[:mark], self.peaks[:mark], self.levels[mark])
+
 
 class MemoryEvents:
     """Records what this thread, and autograd on its behalf, allocates on one device.

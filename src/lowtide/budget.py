@@ -24,7 +24,7 @@ from lowtide.plan.repair import Problem, shrink
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
-_MARGIN_MEASURED = 0.015  # of the limit, for what differs from step to step
+_MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
 _MARGIN_MODELLED = 0.06  # of the limit, while memory in backward is modelled and not measured
 _UNWATCHED = 0.6  # of the limit, for the forward of a changed step that nobody watches
 _LEARNING_STEPS = 2
@@ -153,19 +153,21 @@ class Budget:
 
     def _backward_ended(self, decisions: StepDecisions) -> None:
         decisions.begun = False
-        if decisions.pending <= 0:
-            self._finish(decisions)
+        decisions.ended = True
+        if decisions.observer is not None:
+            decisions.observer.mark_end()
 
     def _finish(self, decisions: StepDecisions) -> None:
-        """A step has ended, or another begins while its handles are still out."""
-        if decisions.pending <= 0 and decisions in self._active:
+        """Learn from a step whose backward has run; called outside of any backward.
+
+        A step that has not been so far is left to a later call, but its memory can no longer be
+        told from that of the forward that begins now.
+        """
+        if decisions.ended or decisions.pending <= 0:
             self._active.remove(decisions)
-        if decisions.finished:
-            return
-        if decisions.pending > 0:
+        if not decisions.ended:
             decisions.stop_measuring()
             return
-        decisions.finished = True
         self._last = decisions
         self._varied = self._varied or decisions.tally.diverged_at is not None
         observer = decisions.observer
@@ -185,7 +187,8 @@ class Budget:
         assert limit is not None
         measured = observer.timeline is not None
         share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        solution = solve(graph, limit, margin=int(share * limit))
+        margin = 0 if self._plain_peak <= limit else int(share * limit)
+        solution = solve(graph, limit, margin=margin)
         if solution.peak > limit:
             solution = minimum(graph)
             if solution.peak > limit and measured:
@@ -214,7 +217,7 @@ class Budget:
     def report(self) -> BudgetReport:
         """What the last finished step did; see `BudgetReport`."""
         for decisions in tuple(self._active):
-            if decisions.pending <= 0 and not self._entered:
+            if decisions.ended and not self._entered:
                 self._finish(decisions)
         last = self._last
         prepared = last.prepared if last is not None else None

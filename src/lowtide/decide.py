@@ -82,7 +82,7 @@ class StepDecisions:
         self.evictor: Evictor | None = None
         self.pending = 0  # handles that autograd holds
         self.begun = False
-        self.finished = False
+        self.ended = False  # a backward has run to its end
         self.seen: list[Signature] = []
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
@@ -95,7 +95,6 @@ class StepDecisions:
 
     def discard(self) -> None:
         """The step came to nothing."""
-        self.finished = True
         self.stop_measuring()
         self.observer = None
         self._handles.clear()

@@ -59,15 +59,20 @@ def refuse_active_checkpointing(model: nn.Module, caller: str) -> None:
     found = find_active_checkpointing(model)
     if not found:
         return
-    lines = [f"  {name or '(the model itself)'}: {what}" for name, what in found[:8]]
-    if len(found) > 8:
-        lines.append(f"  and {len(found) - 8} more")
+    by_what: dict[str, list[str]] = {}
+    for name, what in found:
+        by_what.setdefault(what, []).append(name or "(the model itself)")
+    lines = [f"  {what}: {_first(names)}" for what, names in by_what.items()]
     raise UsageError(
-        f"{caller}: {len(found)} module{'s' if len(found) > 1 else ''} of this "
-        f"{type(model).__name__} already checkpoint{'' if len(found) > 1 else 's'} by other means. "
-        "Two mechanisms on one module recompute twice and save nothing more. Switch the other off "
-        "first:\n" + "\n".join(lines)
+        f"{caller}: this {type(model).__name__} is already checkpointed by other means in "
+        f"{len(found)} of its modules. Two mechanisms on one module recompute twice and save "
+        "nothing more. Switch the other off first:\n" + "\n".join(lines)
     )
+
+
+def _first(names: list[str], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def _found_on(module: nn.Module) -> Iterator[str]:

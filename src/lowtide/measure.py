@@ -3,7 +3,7 @@
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
 where torch has no peak counter, as on CUDA, where it has one. Invariant: what is returned was
 counted allocation by allocation; where that is not possible there is an error, not an estimate.
-Imports torch, `_memory_events` and `errors`. Rejected: the resident size of the process, which
+Imports `_memory_events`, limits, errors. Rejected: the resident size of the process, which
 moves in pages, keeps freed memory and includes everything else that the process does.
 """
 
@@ -17,8 +17,7 @@ import torch
 
 from lowtide._memory_events import MemoryEvents
 from lowtide.errors import UsageError
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from lowtide.limits import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,8 @@ class Measurement:
     device: torch.device
 
     def __str__(self) -> str:
-        return (
-            f"peak {_text(self.peak_bytes)}, left allocated {_text(self.allocated_bytes)}, "
-            f"{self.seconds:.3f} s on {self.device}"
-        )
+        peak, left = format_bytes(self.peak_bytes), format_bytes(self.allocated_bytes)
+        return f"peak {peak}, left allocated {left}, {self.seconds:.3f} s on {self.device}"
 
 
 def measure(step: Callable[[], object], *, device: torch.device | str | None = None) -> Measurement:
@@ -119,12 +116,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     if where.type == "cuda" and where.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return where
-
-
-def _text(count: int) -> str:
-    """Bytes for people: three to four digits and a binary unit."""
-    size, unit = float(count), 0
-    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
-        size /= 1024
-        unit += 1
-    return f"{count} B" if unit == 0 else f"{size:.2f} {_UNITS[unit]}"

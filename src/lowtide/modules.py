@@ -102,9 +102,6 @@ class Handle:
     ) -> None:
         self.remove()
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def __repr__(self) -> str:
         shown = ", ".join(name or "(the model itself)" for name in self.names[:4])
         more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""
@@ -116,11 +113,18 @@ class Handle:
 def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) -> Handle:
     """Run the modules of `model` that `which` selects as checkpointed regions.
 
-    `which` is a type, a glob pattern of qualified names ("encoder.layers.*"; `*` stays inside one
-    part of a name, `**` spans parts), a predicate `(name, module) -> bool`, `every(n, ...)` of
-    these, or a list that mixes them. Every entry must match a module that is called, or
-    `UsageError` says what came close. A module chosen together with one inside it gives nested
-    regions. `policy` is that of `lowtide.checkpoint`.
+    Args:
+        model: any module; it stays the object it is.
+        which: a type; a glob pattern of qualified names ("encoder.layers.*"; `*` stays inside one
+            part of a name, `**` and a leading `*.` span parts); a predicate
+            `(name, module) -> bool`; `every(n, ...)` of these; or a list that mixes them. A module
+            chosen together with one inside it gives nested regions.
+        policy: what to keep inside the regions, as in `lowtide.checkpoint`.
+
+    Raises:
+        UsageError: an entry of `which` matches no module that is called (the text says what came
+            close), or a module cannot be taken: it is checkpointed already, by lowtide or by its
+            own flag, compiled, or TorchScript.
     """
     check_model(model, "checkpoint_modules")
     return switch_on(model, select(model, which), policy=policy, caller="checkpoint_modules")

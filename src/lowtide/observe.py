@@ -47,8 +47,9 @@ class Observer:
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
-        self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (first operation, gradient bytes)
+        self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.timeline: Timeline | None = None
+        self._end = 0
         self._handles: dict[int, int] = {}
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
@@ -72,8 +73,10 @@ class Observer:
                 continue
             nbytes = tensor.numel() * tensor.element_size()
             log.grads += nbytes
-            if tensor.is_leaf and tensor.grad is None:
-                self.parameters.setdefault(id(tensor), (len(self.ops), nbytes))
+            leaf = _compat.leaf_of(tensor)
+            if leaf is not None and leaf.grad is None:
+                # from its last reader in the forward on, a gradient stays to the end of backward
+                self.parameters[id(leaf)] = (len(self.ops), leaf.numel() * leaf.element_size())
         for value in op.values():
             if value.number >= 0 and log.grads:
                 self.carries_grad.add(value.number)
@@ -153,9 +156,13 @@ class Observer:
         if memory is not None:
             memory.stop(lambda timeline: None)
 
+    def mark_end(self) -> None:
+        """A backward is over; whatever comes after the last such mark is not the step's."""
+        if self.memory is not None:
+            self._end = self.memory.mark()
+
     def finish(self, then: Callable[[Observer], None]) -> None:
         """The step is over; `then` is called as soon as its measurement is there."""
-        self._refs.clear()
         self._values.clear()
         memory, self.memory = self.memory, None
         if memory is None:
@@ -163,7 +170,7 @@ class Observer:
             return
 
         def arrived(timeline: Timeline | None) -> None:
-            self.timeline = timeline
+            self.timeline = None if timeline is None else timeline.until(self._end)
             then(self)
 
         memory.stop(arrived)
@@ -280,8 +287,8 @@ class Observer:
                     gradient[index] += sizes[number]
                     gradient[last_use[number]] -= sizes[number]
         parameter = [0] * (count + 2)
-        for first, nbytes in self.parameters.values():
-            parameter[first] += nbytes
+        for reader, nbytes in self.parameters.values():
+            parameter[reader] += nbytes
         crossing = list(itertools.accumulate(gradient))
         done = list(itertools.accumulate(reversed(parameter)))[::-1]
         fixed = self._pinned_bytes(sizes)
@@ -293,12 +300,16 @@ class Observer:
                 freed.setdefault(max(index, last[number]), []).append(number)
         events = []
         for index, (number, operation) in enumerate(order):
-            at = min(operation, count - 1)
-            base = fixed + crossing[at] + done[at + 1]
-            log = self.ops[at]
-            events.append(
-                Event(number, base, base + log.temporaries, tuple(sorted(freed.get(index, ()))))
+            # Saved between two operations: by the one before as its result or by the one after
+            # as its input. Take what is more, and all operations down to the next event's.
+            after, before = min(operation, count - 1), max(min(operation, count) - 1, 0)
+            following = order[index + 1][1] if index + 1 < len(order) else 0
+            base = fixed + max(crossing[k] + done[k + 1] for k in (before, after))
+            peak = fixed + max(
+                crossing[k] + done[k + 1] + self.ops[k].temporaries
+                for k in range(min(before, following), after + 1)
             )
+            events.append(Event(number, base, peak, tuple(sorted(freed.get(index, ())))))
         return tuple(events)
 
     def _pinned_bytes(self, sizes: list[int]) -> int:

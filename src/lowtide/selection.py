@@ -1,7 +1,7 @@
 """From what a user writes to the modules meant.
 
 Problem: the same wish is written as a type, a name, a list of either, a rule or "every other one",
-and a wish that matches nothing must not pass for one that does: the memory would silently stay.
+and one that matches nothing must not pass for one that does: the memory would silently stay.
 Invariant: every entry of a selection matches at least one module that is called, or a `UsageError`
 names what came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where
 `layers.*` also takes every module inside every layer.
@@ -65,8 +65,15 @@ def is_container(module: nn.Module) -> bool:
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether a qualified name fits: `*`, `?` and `[...]` inside one part, `**` for any parts."""
-    return _parts_match(name.split("."), pattern.split("."))
+    """Whether a qualified name fits a pattern.
+
+    `*`, `?` and `[...]` stay inside one part of the name, `**` spans any number of parts, none
+    included. A first part that is just `*` spans one or more: "*.mlp" is any mlp, however deep.
+    """
+    patterns = pattern.split(".")
+    if patterns[0] == "*" and len(patterns) > 1:
+        patterns.insert(1, "**")
+    return _parts_match(name.split("."), patterns)
 
 
 def _parts_match(parts: list[str], patterns: list[str]) -> bool:

@@ -13,32 +13,59 @@ from typing import Any
 import torch
 
 
-def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Bytes that the forward kernel allocates and frees while it runs, at most.
+_CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+_SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
-    Convolutions on the CPU reorder input, weight and output for oneDNN, or unfold the input
-    (im2col): kernel volume times channels times output points (transposed: input points).
+
+def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Bytes that a kernel allocates and frees while it runs, at most; forward or backward.
+
+    `tensors` are those of the call, `args` its arguments, `made` the bytes of its outputs.
     """
     if "convolution" in name and len(tensors) >= 2:
-        source, weight = tensors[0], tensors[1]
-        reordered = _bytes(source) + _bytes(weight) + made
-        transposed = len(args) > 6 and bool(args[6])
-        if transposed and source.device.type == "cpu":
-            points = source.numel() // max(1, source.shape[0] * source.shape[1])
-            unfolded = weight[0].numel() * points * source.element_size()
-            return max(reordered, unfolded)
-        return reordered
+        return _convolution(tensors[0], tensors[1], args, made)
+    if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
+        return sum(map(_bytes, tensors[:1]))
     if "attention" in name and "flash" not in name:
         return made
     return 0
 
 
+def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:
+    """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies.
+
+    torch unfolds small 3D inputs of batch 1: kernel volume times channels times output points.
+    """
+    transposed = len(args) > 6 and bool(args[6])
+    kernel = weight[0, 0].numel()
+    channels_out = weight.shape[1] if transposed else weight.shape[0]
+    plain = (
+        source.device.type == "cpu"
+        and not transposed
+        and source.dim() == 5
+        and source.shape[0] == 1
+        and max(weight.shape[-2:]) <= 3
+        and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
+    )
+    if plain:
+        return source.shape[1] * kernel * made // max(1, channels_out)
+    blocked = _padded(_bytes(source), source.shape[1]) + _padded(made, channels_out)
+    return blocked + (made if transposed else 0) + 2 * _bytes(weight)
+
+
+def _padded(nbytes: int, channels: int) -> int:
+    blocks = -(-channels // _CHANNEL_BLOCK)
+    return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
+
+
 def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> int:
     """Bytes that the backward of an operation allocates, gradients of its inputs included."""
     if "convolution" in name:
-        return 2 * grads + made + workspace
-    if "attention" in name or "norm" in name or "softmax" in name:
-        return 2 * grads + made
+        return grads + workspace
+    if "norm" in name or "mm" in name:
+        return grads
+    if "attention" in name or "softmax" in name:
+        return grads + made
     return grads + made
 
 

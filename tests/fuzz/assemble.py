@@ -28,7 +28,16 @@ from . import driver
 from .source import Declaration, Line, Statement, Suite, _value
 
 T = TypeVar("T")
-SHAPES: tuple[tuple[int, ...], ...] = ((2, 3), (3, 3), (6,), (2, 3, 4), (3,), (1, 3), (4, 2), (2,))
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (2, 3),
+    (3, 3),
+    (6,),
+    (2, 3, 4),
+    (3,),
+    (1, 3),
+    (4, 2),
+    (1, 2, 3, 3),
+)
 LARGEST = 256
 
 
@@ -242,9 +251,7 @@ class Pick:
         t = self.a.tensor(name)
         found = self.where(lambda o: o.shape == t.shape and o.dtype == t.dtype)
         if found == name:
-            found = self.where(
-                lambda o: o is not t and o.shape == t.shape and o.dtype == t.dtype
-            )
+            found = self.where(lambda o: o is not t and o.shape == t.shape and o.dtype == t.dtype)
         return found
 
     def fitting(self, name: str) -> str:

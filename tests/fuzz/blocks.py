@@ -125,16 +125,16 @@ def loop(p: Pick) -> None:
 
 def mode(p: Pick) -> None:
     """autocast, no_grad, enable_grad, and saved-tensor hooks of the user's own."""
-    head, context = p.of(
+    head = p.of(
         (
-            ('torch.autocast("cpu", torch.bfloat16)', torch.autocast("cpu", torch.bfloat16)),
-            ("torch.no_grad()", torch.no_grad()),
-            ('torch.autocast("cpu", enabled=False)', torch.autocast("cpu", enabled=False)),
-            ("torch.enable_grad()", torch.enable_grad()),
-            ("torch.autograd.graph.save_on_cpu()", torch.autograd.graph.save_on_cpu()),
+            'torch.autocast("cpu", torch.bfloat16)',
+            "torch.no_grad()",
+            'torch.autocast("cpu", enabled=False)',
+            "torch.enable_grad()",
+            "torch.autograd.graph.save_on_cpu()",
         )
     )
-    block = p.a.block(p.raw.body, context)
+    block = p.a.block(p.raw.body, eval(head, p.a.namespace))
     if not block.statements:
         raise Rejected("an empty block")
     if "save_on_cpu" in head:
@@ -145,7 +145,7 @@ def mode(p: Pick) -> None:
 
 def default_dtype(p: Pick) -> None:
     """A default dtype that is set while some factory functions run, and reset."""
-    before, during = "torch.set_default_dtype(torch.float32)", "torch.set_default_dtype(torch.float64)"
+    before, during = (f"torch.set_default_dtype(torch.float{n})" for n in (32, 64))
     x = p.floating()
     y = p.a.fresh()
     text = f"{y} = torch.full({p.shape(x)}, 0.5) * torch.ones({p.shape(x)})"
@@ -160,14 +160,23 @@ def inner_gradient(p: Pick) -> None:
     """torch.autograd.grad inside the forward, part of the graph or not."""
     if not torch.is_grad_enabled():
         raise Rejected("no graph here")
-    h = p.where(lambda t: t.requires_grad and not t.is_leaf)
-    x = p.where(lambda t: t.requires_grad)
-    if x == h:
-        x = p.where(lambda t: t.requires_grad and t.is_leaf)
     create = "create_graph=True" if not p.chance(25) else "retain_graph=True"
     p.trait("inner gradient")
-    (g,) = p.define(f"torch.autograd.grad({h}.sum(), {x}, {create})[0]")
+    (g,) = _gradient(p, create)
     p.define(p.of((f"{g}.square().clamp(max=5)", f"({g} + 0.1).norm() - 1", f"{g}.detach() * 0.5")))
+
+
+def _gradient(p: Pick, create: str) -> list[str]:
+    """Most pairs of tensors do not depend on each other: try a few."""
+    for _ in range(4):
+        h = p.where(lambda t: t.requires_grad and not t.is_leaf)
+        x = p.where(lambda t: t.requires_grad)
+        try:
+            if x != h:
+                return p.define(f"torch.autograd.grad({h}.sum(), {x}, {create})[0]")
+        except Rejected:
+            continue
+    raise Rejected("no gradient to take")
 
 
 def penalty(p: Pick) -> None:
@@ -179,7 +188,8 @@ def penalty(p: Pick) -> None:
     (h,) = p.define(f"torch.tanh(F.linear({z}, {p.weight((3, p.shape(x)[-1]), x)}))")
     (g,) = p.define(f"torch.autograd.grad({h}.sum(), {z}, create_graph=True)[0]")
     p.trait("inner gradient")
-    p.define(f"({g}.flatten(1).norm(dim=-1) - 1).square()" if len(p.shape(x)) > 1 else f"{g}.norm()")
+    matrix = len(p.shape(x)) > 1
+    p.define(f"({g}.flatten(1).norm(dim=-1) - 1).square()" if matrix else f"{g}.norm()")
 
 
 def count(p: Pick) -> None:
@@ -190,10 +200,15 @@ def count(p: Pick) -> None:
 
 
 def hook(p: Pick) -> None:
-    """A gradient hook, which counts and changes what flows back."""
-    x = p.where(lambda t: t.requires_grad and not t.is_leaf)
+    """A gradient hook, which counts and changes what flows back.
+
+    On a fresh tensor: torch 2.13 crashes in register_hook on a view that requires grad only
+    because its base was written in place.
+    """
+    x = p.where(lambda t: t.requires_grad and t.is_floating_point())
     p.trait("side effect")
-    p.emit(f"{x}.register_hook(lambda grad: calls.append(2) or grad * 0.5)")
+    (fresh,) = p.define(f"{x} * 0.75")
+    p.emit(f"{fresh}.register_hook(lambda grad: calls.append(2) or grad * 0.5)")
 
 
 def smuggle(p: Pick) -> None:

@@ -105,7 +105,7 @@ def _touch(p: Pick) -> tuple[str, ...]:
     ]
     if not movable or not p.chance(20):
         return ()
-    p.trait("buffer")
+    p.trait("touch")
     return (f's["{p.of(movable)}"].add_(1)',)
 
 

@@ -228,7 +228,12 @@ def function(p: Pick) -> None:
 def join(p: Pick) -> None:
     x = p.floating(1)
     y = p.like(x)
-    forms = ("torch.cat([{x}, {y}], {d})", "torch.stack([{x}, {y}], {d})", "torch.hstack([{x}, {y}])")
+    forms = (
+        "torch.cat([{x}, {y}], {d})",
+        "torch.stack([{x}, {y}], {d})",
+        "torch.hstack([{x}, {y}])",
+        "torch.cat([{x}, {x} * 0.5, {y}], {d})",
+    )
     p.define(p.of(forms).format(x=x, y=y, d=p.dim(x)))
 
 
@@ -276,8 +281,14 @@ def convolution(p: Pick) -> None:
 def pool(p: Pick) -> None:
     x = p.floating(3, 4)
     r = len(p.shape(x)) - 2
-    forms = ("F.max_pool{r}d({x}, 2, 1)", "F.avg_pool{r}d({x}, 2)", "F.adaptive_avg_pool{r}d({x}, 1)")
-    p.define(p.of((*forms, "F.interpolate({x}, scale_factor=2)")).format(r=r, x=x))
+    forms = (
+        "F.max_pool{r}d({x}, 2, 1)",
+        "F.avg_pool{r}d({x}, 2)",
+        "F.adaptive_avg_pool{r}d({x}, 1)",
+        "F.interpolate({x}, scale_factor=2)",
+        "F.pad({x}, (1, 1), mode='reflect')",
+    )
+    p.define(p.of(forms).format(r=r, x=x))
 
 
 def norm(p: Pick) -> None:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -84,7 +85,7 @@ class Tally:
         self.lines += program.size
         self.watched += verdict.watched
         self.freed = [a + b for a, b in zip(self.freed, verdict.freed, strict=True)]
-        if verdict.kind in ("raised", "lenient"):
+        if verdict.kind in ("raised", "lenient", "stale", "unstable"):
             self.reasons[f"{verdict.kind}: {verdict.detail[:90]}"] += 1
 
     def line(self, wanted: int) -> str:
@@ -111,7 +112,9 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def batch(number: int, size: int, tally: Tally, methods: list[str], shrink: bool) -> None:
+def batch(
+    number: int, size: int, tally: Tally, methods: list[str], shrink: bool, trail: Path | None
+) -> None:
     """Draw `size` programs; what fails is shrunk and added to the tally's failures."""
     failed = False
 
@@ -128,6 +131,8 @@ def batch(number: int, size: int, tally: Tally, methods: list[str], shrink: bool
     @given(programs(), st.sampled_from(methods), st.sampled_from(FRACTIONS))
     def draw(program: Program, method: str, fraction: float) -> None:
         nonlocal failed
+        if trail is not None:
+            trail.write_text(paste(program, method, fraction))
         try:
             verdict = check(program, method, fraction)
         except AssertionError as error:
@@ -153,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--method", choices=[*METHODS[1:], "all"], default="all")
     parser.add_argument("--max-failures", type=int, default=5)
     parser.add_argument("--no-shrink", action="store_true", help="print failures as drawn")
+    parser.add_argument("--trail", type=Path, help="write each program here before it runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     all_methods = ["checkpoint", "policy", *BUDGETED]
@@ -162,7 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
         size = min(BATCH, options.examples - tally.total)
         drawn += size
         known = len(tally.failures)
-        batch(options.seed * 1_000_003 + number, size, tally, methods, not options.no_shrink)
+        start = options.seed * 1_000_003 + number
+        batch(start, size, tally, methods, not options.no_shrink, options.trail)
         number += 1
         for failure in tally.failures[known:]:
             say(f"\n---- failure {len(tally.failures)} ----\n{failure}")

@@ -13,7 +13,7 @@ and an executor; a line of Python is all three.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Program:
     ending: Ending
     outer: bool
     inside: bool
-    traits: frozenset[str] = field(default=frozenset(), compare=False)
+    traits: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str:
@@ -142,7 +142,10 @@ def render(program: Program) -> str:
     forward += [f"    return {{{', '.join(parts)}}}", ""]
     backward = ["def backward(s, out):", *(f"    {line}" for line in ending.lines), ""]
     flags = [f"OUTER = {program.outer}  # the whole forward is one region"]
-    flags += [f"INSIDE = {program.inside}  # backward runs before the budget is left", ""]
+    flags += [f"INSIDE = {program.inside}  # backward runs before the budget is left"]
+    written = bool(program.traits & {"write", "buffer"})
+    flags += [f"WRITES = {written}  # outside of the outermost region, if there is none"]
+    flags += [f"TOUCHES = {'touch' in program.traits}  # between forward and backward", ""]
     lines = _maker("def state():", "1", kept) + _maker("def data(step):", "step + 2", fresh)
     return "\n".join(lines + forward + backward + flags)
 

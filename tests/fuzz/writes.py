@@ -120,7 +120,8 @@ def data_write(p: Pick) -> None:
     """`.data` has a version counter of its own; the storage is what counts."""
     t = p.target()
     p.trait("write")
-    p.emit(p.of(("{t}.data.mul_(0.5)", "{t}.data[0] = 1", "{t}.data.copy_({t}.data.tanh())")).format(t=t))
+    forms = ("{t}.data.mul_(0.5)", "{t}.data[0] = 1", "{t}.data.copy_({t}.data.tanh())")
+    p.emit(p.of(forms).format(t=t))
 
 
 def out_argument(p: Pick) -> None:

@@ -126,9 +126,7 @@ def _norm_relu_conv(
         "norm", cheap * 2, [x], [n_in, 256, 256], save_inputs=True, save_outputs=[1, 2]
     )
     (active,) = tape.op("relu", cheap, [norm], [n_in], save_outputs=True)
-    (out,) = tape.op(
-        "conv", seconds, [active], [n_out], save_inputs=True, workspace=workspace
-    )
+    (out,) = tape.op("conv", seconds, [active], [n_out], save_inputs=True, workspace=workspace)
     return out
 
 
@@ -225,7 +223,7 @@ def transformer(layers: int = 84, unit: int = MIB) -> Graph:
 
 
 def random_graph(seed: int, ops: int) -> Graph:
-    """A small graph with branches, several outputs, workspaces and operations that cannot replay."""
+    """A small graph with branches, several outputs, workspaces, operations that cannot replay."""
     rng = random.Random(seed)
     tape = Tape()
     values = [tape.external(rng.randint(1, 9))]

@@ -187,11 +187,7 @@ def test_unsaved_outputs_are_held_where_a_concatenation_can_go() -> None:
     limit = int(simulate(graph, keep_all(graph).retain).peak * 0.6)
     plan = solve(graph, limit).plan
     unsaved = {
-        v
-        for op in graph.ops
-        if op.name == "conv"
-        for v in op.outputs
-        if graph.release[v] < 0
+        v for op in graph.ops if op.name == "conv" for v in op.outputs if graph.release[v] < 0
     }
     joined = {v for op in graph.ops if op.name == "cat" for v in op.outputs}
     assert any(plan.retain[v] == -1 for v in unsaved)
@@ -210,7 +206,8 @@ def test_a_free_cut_replays_nothing_and_a_dear_one_everything_it_can() -> None:
     sim = Simulator(graph)
     model = CutModel(sim, sim.nbytes)
     assert model.solve(0.0).seconds == pytest.approx(0.0)
-    assert model.solve(0.0).held == frozenset()  # Nothing has a price: nothing need be chosen.
+    saved = {v for v, release in enumerate(graph.release) if release >= 0 and not sim.free[v]}
+    assert model.solve(0.0).held == saved
     dear = model.solve(1.0)
     assert dear.held == frozenset()
     # The last operation and the loss make values that backward never asks for.
@@ -229,7 +226,7 @@ def test_same_plan_in_another_process() -> None:
     # Sets of ids must not let the hash seed of a process into a plan.
     code = (
         "from graphs import resnet; from lowtide.plan import solve, minimum;"
-        "g = resnet(6); print(solve(g, 30 << 20).plan.to_json(), minimum(g).plan.to_json())"
+        "g = resnet(3); print(solve(g, 24 << 20).plan.to_json(), minimum(g).plan.to_json())"
     )
     answers = {
         subprocess.run(

@@ -15,12 +15,12 @@ from zoo import (
     monai_networks,
     monai_segmentation,
     torch_layers,
+    transformers_text,
+    transformers_vision,
     traps_aliasing,
     traps_autograd,
     traps_random,
     traps_state,
-    transformers_text,
-    transformers_vision,
 )
 from zoo.case import Case
 

@@ -141,6 +141,14 @@ def made(path: str, /, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
     return lambda: cast(nn.Module, lookup(path)(*copy.deepcopy(args), **copy.deepcopy(kwargs)))
 
 
+def in_channels_last(model: nn.Module) -> nn.Module:
+    """The model with its four-dimensional weights laid out channels last."""
+    for parameter in model.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return model
+
+
 def quietly(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """The same builder without the warnings that the model's own library gives about itself."""
 

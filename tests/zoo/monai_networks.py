@@ -46,7 +46,8 @@ def _net(name: str, **settings: Any) -> Callable[[], nn.Module]:
 
 def _quantized(model: nn.Module, batch: Batch) -> Tensor:
     reconstruction, quantization_loss = model(*batch)
-    return smooth(reconstruction) + quantization_loss
+    loss: Tensor = smooth(reconstruction) + quantization_loss
+    return loss
 
 
 def _mil() -> nn.Module:

@@ -15,7 +15,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from zoo.case import Case, integers, keyword_loss, lookup, made, noise, quietly, SLOW
+from zoo.case import (
+    SLOW,
+    Case,
+    in_channels_last,
+    integers,
+    keyword_loss,
+    lookup,
+    made,
+    noise,
+    quietly,
+)
 
 NETS = "monai.networks.nets:"
 PYRAMID = {"channels": (4, 8, 8), "strides": (2, 2)}
@@ -286,9 +296,7 @@ CASES = [
     ),
     Case(
         "monai_quicknat",
-        _net(
-            "Quicknat", num_classes=2, num_filters=4, kernel_size=3, se_block="CSE", drop_out=0.1
-        ),
+        _net("Quicknat", num_classes=2, num_filters=4, kernel_size=3, se_block="CSE", drop_out=0.1),
         noise((1, 1, 32, 32)),
     ),
     Case(
@@ -303,9 +311,9 @@ CASES = [
     ),
     Case(
         "monai_unet_channels_last",
-        lambda: _net(
-            "UNet", spatial_dims=2, in_channels=2, out_channels=2, norm="BATCH", **PYRAMID
-        )().to(memory_format=torch.channels_last),
+        lambda: in_channels_last(
+            _net("UNet", spatial_dims=2, in_channels=2, out_channels=2, norm="BATCH", **PYRAMID)()
+        ),
         lambda: (torch.randn(2, 2, 16, 16).contiguous(memory_format=torch.channels_last),),
     ),
 ]

@@ -7,6 +7,7 @@ Invariant: dropout is on wherever the layer has it. May import: `zoo.case` and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,7 @@ def _multilayer_perceptron() -> nn.Module:
     )
 
 
-def _recurrent(kind: type[nn.RNNBase], **settings: Any) -> nn.Module:
+def _recurrent(kind: Callable[..., nn.Module], **settings: Any) -> nn.Module:
     return kind(5, 7, num_layers=2, dropout=0.2, batch_first=True, **settings)
 
 
@@ -101,7 +102,7 @@ def _convolutions() -> nn.Module:
 
 def _pools(self: Any, x: Tensor) -> object:
     pooled, indices = F.max_pool2d(self.conv(x), 2, return_indices=True)
-    unpooled = F.max_unpool2d(torch.sin(pooled), indices, 2)
+    unpooled = F.max_unpool2d(torch.sin(pooled), indices, (2, 2))
     fractional = F.fractional_max_pool2d(unpooled, 2, output_ratio=(0.6, 0.6))
     return F.lp_pool2d(fractional.abs() + 0.1, 2.0, 2), F.avg_pool2d(unpooled, 3, 1, 1)
 
@@ -137,11 +138,15 @@ def _spectral_convolution(self: Any, x: Tensor) -> object:
 def _short_time_fourier(self: Any, x: Tensor) -> object:
     window = torch.hann_window(8)
     spectrum = torch.stft(self.project(x), 8, 4, window=window, return_complex=True)
-    return torch.istft(spectrum * torch.polar(spectrum.abs(), spectrum.angle()), 8, 4, window=window)
+    return torch.istft(
+        spectrum * torch.polar(spectrum.abs(), spectrum.angle()), 8, 4, window=window
+    )
 
 
 def _sparse_product(self: Any, x: Tensor) -> object:
-    adjacency = torch.sparse_coo_tensor(self.edges, self.weights, (5, 5), check_invariants=True).coalesce()
+    adjacency = torch.sparse_coo_tensor(
+        self.edges, self.weights, (5, 5), check_invariants=True
+    ).coalesce()
     return torch.sparse.mm(adjacency, torch.relu(torch.sparse.mm(adjacency, self.project(x))))
 
 
@@ -153,7 +158,8 @@ def _embeddings(self: Any, tokens: Tensor, offsets: Tensor) -> object:
 def _ctc(model: nn.Module, batch: Batch) -> Tensor:
     scores, targets = batch
     log_probabilities = model(scores).log_softmax(-1).transpose(0, 1)
-    return F.ctc_loss(log_probabilities, targets, (8, 7), (3, 2), zero_infinity=True)
+    lengths = torch.tensor([8, 7]), torch.tensor([3, 2])
+    return F.ctc_loss(log_probabilities, targets, *lengths, zero_infinity=True)
 
 
 def _many_losses(model: nn.Module, batch: Batch) -> Tensor:
@@ -236,7 +242,9 @@ CASES = [
         noise((2, 5, 8)),
     ),
     Case(
-        "torch_sdpa_dropout", lambda: Apply(_causal_attention, project=nn.Linear(8, 24)), noise((2, 5, 8))
+        "torch_sdpa_dropout",
+        lambda: Apply(_causal_attention, project=nn.Linear(8, 24)),
+        noise((2, 5, 8)),
     ),
     Case("torch_normalizations", _normalizations, noise((2, 2, 8, 8))),
     Case("torch_convolutions", _convolutions, noise((2, 2, 8, 8))),

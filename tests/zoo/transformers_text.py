@@ -1,7 +1,7 @@
 """Text models of the transformers library, from small configurations, with every dropout on.
 
-Problem: they bring routing, state-space scans, caches, attention kernels chosen by name, and outputs
-that are dictionaries.
+Problem: they bring routing, state-space scans, caches, attention kernels chosen by name, and
+outputs that are dictionaries.
 Invariant: caches are off unless the case is about them; nothing is downloaded. May import:
 `zoo.case`; transformers only when built.
 """

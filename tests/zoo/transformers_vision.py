@@ -103,9 +103,7 @@ CASES = [
         decoder_num_hidden_layers=1,
         decoder_num_attention_heads=2,
     ),
-    _case(
-        "beit", "BeitForImageClassification", "BeitConfig", **{**PATCHES, "drop_path_rate": 0.2}
-    ),
+    _case("beit", "BeitForImageClassification", "BeitConfig", **{**PATCHES, "drop_path_rate": 0.2}),
     _case(
         "dinov2",
         "Dinov2ForImageClassification",
@@ -189,8 +187,29 @@ CASES = [
         _picture_and_boxes,
         **{**PATCHES, "image_size": [32, 32], "patch_size": 8},
         num_detection_tokens=4,
-        auxiliary_loss=True,
     ).but("hf_yolos", tags=DYNAMIC),
+    _case(
+        "detr",
+        "DetrForObjectDetection",
+        "DetrConfig",
+        _picture_and_boxes,
+        backbone_config={
+            "model_type": "resnet",
+            "embedding_size": 8,
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "out_features": ["stage2"],
+        },
+        d_model=16,
+        num_queries=5,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        auxiliary_loss=True,
+    ).but("hf_detr", tags=DYNAMIC),
     Case(
         "hf_clip",
         net(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zoo.case import DYNAMIC, Apply, Batch, Case, integers, noise, smooth
+from zoo.case import DYNAMIC, Apply, Batch, Case, in_channels_last, integers, noise, smooth
 
 
 def _net(function: Any, wide: int = 6) -> nn.Module:
@@ -141,7 +141,8 @@ class FlatParameters(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, bias, last = self.flat.split([48, 8, 24])
         hidden = F.linear(x, first.view(8, 6), bias).tanh()
-        return hidden @ last.view(8, 3)
+        output: Tensor = hidden @ last.view(8, 3)
+        return output
 
 
 def _sorting(self: Any, x: Tensor) -> object:
@@ -201,7 +202,12 @@ def _numbers(self: Any, x: Tensor) -> object:
     bad = torch.tensor([float("nan"), float("inf"), -0.0, 0.0]).repeat(2)
     strange = hidden.detach() * bad
     cleaned = torch.nan_to_num(strange, nan=0.0, posinf=1.0, neginf=-1.0)
-    return self.last(cleaned * hidden), strange, (hidden > 0) & (x.sum() > 0), hidden.round().to(torch.int8)
+    return (
+        self.last(cleaned * hidden),
+        strange,
+        (hidden > 0) & (x.sum() > 0),
+        hidden.round().to(torch.int8),
+    )
 
 
 def _half_net() -> nn.Module:
@@ -211,7 +217,7 @@ def _half_net() -> nn.Module:
 
 def _odd_weights() -> nn.Module:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Conv2d(4, 2, 3))
-    net = net.to(memory_format=torch.channels_last)
+    in_channels_last(net)
     net[0].weight = nn.Parameter(torch.randn(3, 3, 2, 4).permute(3, 2, 0, 1))
     return net
 

@@ -89,14 +89,14 @@ class Cube(Function):
         return cast(Tensor, 3 * x.square() * grad)
 
 
-class Reversible(Function):
-    """Frees its own activations and recomputes them from the output, as reversible nets do."""
+class RunsAgain(Function):
+    """Runs its module again in backward, as hand-written checkpoints and reversible nets do."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, module: nn.Module, *weights: Tensor) -> Tensor:
         ctx.module = module
         with torch.no_grad():
-            output = x + module(x.detach())
+            output: Tensor = x + module(x.detach())
         ctx.save_for_backward(x, *weights)
         return output
 
@@ -144,10 +144,10 @@ def _cube(self: Any, x: Tensor) -> object:
     return self.last(Cube.apply(self.first(x)))
 
 
-def _reversible(self: Any, x: Tensor) -> object:
+def _running_again(self: Any, x: Tensor) -> object:
     hidden = torch.tanh(self.first(x))
     for block in self.blocks:
-        hidden = Reversible.apply(hidden, block, *block.parameters())
+        hidden = RunsAgain.apply(hidden, block, *block.parameters())
     return hidden
 
 
@@ -295,9 +295,9 @@ CASES = [
     Case("autograd_unseen_write", lambda: _net(_written_in_place_unseen), ROWS),
     Case("autograd_twice_differentiable", lambda: _net(_cube), ROWS, gradient_penalty=True),
     Case(
-        "autograd_reversible",
+        "autograd_own_rematerialization",
         lambda: Apply(
-            _reversible,
+            _running_again,
             first=nn.Linear(6, 8),
             blocks=nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)),
         ),

@@ -52,7 +52,8 @@ def _adversarial_loss(model: Any, batch: Batch) -> Tensor:
     fake = model(z)
     on_real, on_fake = model.discriminator(real), model.discriminator(fake)
     again = model.discriminator(fake.detach())
-    return F.softplus(-on_real).mean() + F.softplus(on_fake).mean() + again.tanh().mean()
+    loss: Tensor = F.softplus(-on_real).mean() + F.softplus(on_fake).mean() + again.tanh().mean()
+    return loss
 
 
 def _old_spectral_norm() -> nn.Module:

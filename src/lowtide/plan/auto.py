@@ -35,12 +35,16 @@ from lowtide.plan.segments import Boundaries
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.solution import Solution
 
-WORK = 150_000
-"""Operations and events that one search may simulate: about a second of plain Python."""
+WORK = 250_000
+"""Operations and events that one search may simulate: one to two seconds of plain Python."""
+CUT_WORK = 2
+"""Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
 """A plan within this factor of the proved bound, and `SMALL`, ends the search."""
 SMALL = 2e-3
 """A share of the forward's time that is not worth searching for."""
+HOPELESS = 1.5
+"""A plan that takes this many times the best one's time will not overtake it by holding again."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 
 
@@ -152,13 +156,16 @@ def _cuts(search: _Search) -> None:
     room = room_at(sim, at, limit)
     model = CutModel(sim, weight)
     cuts = hull(model, sim, room)
+    search.stop -= CUT_WORK * len(cuts)
     search.bound = lower_bound(model, room, cuts)
     free = free_holds(sim, weight)
     if search.done():
         return
     for held in _interleave(search, cuts, weight, room):
         found = shrink(problem, problem.start(held | free), limit)
-        search.offer(grow(problem, found, limit), "cut")
+        if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
+            found = grow(problem, found, limit)
+        search.offer(found, "cut")
         if search.done():
             return
 
@@ -168,6 +175,7 @@ def _interleave(
 ) -> Iterable[frozenset[int]]:
     """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
     near = list(_near(cuts, room))
+    price = min(cuts, key=lambda price: (abs(cuts[price].nbytes - room), price)) / 2
     yield from (cut.held for cut in near[:4])
     sim = search.problem.sim
     bounds = Boundaries(sim)
@@ -177,9 +185,9 @@ def _interleave(
         if not anchors or taken > room:
             continue
         model = CutModel(sim, [0 if v in anchors else size for v, size in enumerate(weight)])
-        inner = hull(model, sim, room - taken, steps=8)
-        for cut in list(_near(inner, room - taken))[:2]:
-            yield cut.held | anchors
+        inner = hull(model, sim, room - taken, steps=5, first=price)
+        search.stop -= CUT_WORK * len(inner)
+        yield next(_near(inner, room - taken)).held | anchors
     yield from (cut.held for cut in near[4:])
 
 

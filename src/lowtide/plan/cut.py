@@ -59,16 +59,24 @@ class CutModel:
                 self.priced.append((value, network.arc(node, 2 + sim.producer[value], 0)))
                 if sim.release[value] >= 0:
                     network.arc(Network.SOURCE, node, INFINITE)
-        self.empty = network.snapshot()
+        self.solved = [(0.0, network.snapshot())]
 
     def solve(self, price: float) -> Cut:
-        """The cheapest choice when a byte costs `price` seconds."""
+        """The cheapest choice when a byte costs `price` seconds.
+
+        The flow of the nearest lower price still fits, so the search goes on from there. The cut
+        is the smallest one, which does not depend on the flow that proves it.
+        """
         network, weight = self.network, self.weight
-        network.restore(self.empty)
-        scaled = price * SCALE
+        while self.solved[-1][0] > price:
+            self.solved.pop()
+        below, snapshot = self.solved[-1]
+        network.restore(snapshot)
+        before, now = below * SCALE, price * SCALE
         for value, arc in self.priced:
-            network.room[arc] = int(scaled * weight[value])
+            network.room[arc] += int(now * weight[value]) - int(before * weight[value])
         network.maximise()
+        self.solved.append((price, network.snapshot()))
         side = network.source_side()
         producer = self.sim.producer
         held = frozenset(
@@ -120,10 +128,15 @@ def lower_bound(model: CutModel, room: int, cuts: dict[float, Cut]) -> float:
     )
 
 
-def hull(model: CutModel, sim: Simulator, room: int, steps: int = 14) -> dict[float, Cut]:
-    """Cuts by price, bisected around the price at which the held bytes meet the room."""
+def hull(
+    model: CutModel, sim: Simulator, room: int, *, steps: int = 14, first: float = 0.0
+) -> dict[float, Cut]:
+    """Cuts by price, bisected around the price at which the held bytes meet the room.
+
+    The search begins at the price `first`, or far below the mean price of a byte.
+    """
     total = sum(model.weight) or 1
-    low, high = 0.0, sum(sim.cost) / total * 1e-3
+    low, high = 0.0, first or sum(sim.cost) / total * 1e-2
     cuts: dict[float, Cut] = {}
     for _ in range(40):
         cuts[high] = model.solve(high)

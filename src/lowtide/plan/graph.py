@@ -241,7 +241,9 @@ def _check_ops(graph: Graph) -> None:
         _check_ids(where, (*op.inputs, *op.outputs), count)
         _check_sizes(where, op.workspace, op.other, op.peak_other)
         if not 0 <= op.seconds < float("inf"):
-            raise UsageError(f"{where} takes {op.seconds} seconds; a time is finite and not negative")
+            raise UsageError(
+                f"{where} takes {op.seconds} seconds; a time is finite and not negative"
+            )
         for value in op.inputs:
             if graph.values[value].producer >= index:
                 raise UsageError(
@@ -259,7 +261,9 @@ def _check_ops(graph: Graph) -> None:
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
         if node.producer != EXTERNAL and value not in made:
-            raise UsageError(f"value {value} names producer {node.producer}, which does not list it")
+            raise UsageError(
+                f"value {value} names producer {node.producer}, which does not list it"
+            )
 
 
 def _check_events(graph: Graph) -> None:

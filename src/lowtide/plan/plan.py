@@ -39,14 +39,16 @@ class Plan:
     def __post_init__(self) -> None:
         for value, choice in enumerate(self.retain):
             if type(choice) is not int or not (-1 <= choice <= NEVER):
-                raise UsageError(f"a plan cannot say {choice!r} for value {value}: it takes -1 to {NEVER}")
+                raise UsageError(
+                    f"a plan cannot say {choice!r} for value {value}: use -1 to {NEVER}"
+                )
 
     def check(self, graph: Graph) -> None:
         """Raise `UsageError` unless the plan was made for a graph of this structure."""
         if self.fingerprint != graph.fingerprint or len(self.retain) != len(graph.values):
             raise UsageError(
-                f"this plan is for graph {self.fingerprint} with {len(self.retain)} values, not for "
-                f"graph {graph.fingerprint} with {len(graph.values)}: the step has changed. "
+                f"this plan is for graph {self.fingerprint} with {len(self.retain)} values, not "
+                f"for graph {graph.fingerprint} with {len(graph.values)}: the step has changed. "
                 "Solve again for the new graph"
             )
 

@@ -200,8 +200,10 @@ def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) ->
                 for value, choice in moves[:take]:
                     retain[value] = choice
                 result = problem.run(retain)
-                if result.complete and (result.peak <= limit) and (
-                    result.seconds < best.result.seconds
+                if (
+                    result.complete
+                    and (result.peak <= limit)
+                    and (result.seconds < best.result.seconds)
                 ):
                     best = Candidate(retain, result)
                     break

@@ -33,7 +33,7 @@ from lowtide.plan.graph import Graph
 from lowtide.plan.plan import HOLD
 
 REPLAY_OVERHEAD = 20e-6
-"""Seconds added to each replayed operation: dispatch costs time even where the kernel takes none."""
+"""Seconds added to each replayed operation: dispatch costs time even where no kernel does."""
 
 ABSENT = 1 << 61
 """In `Trace.start`: the value is never held or retained."""
@@ -58,7 +58,7 @@ class Trace:
     peak_op: int
     """The operation being replayed at the peak, or -1."""
     missed: list[tuple[int, int]]
-    """(value, event): a value with a pending handle was reproduced and, as planned, not retained."""
+    """(value, event): a value with a pending handle was reproduced and, as planned, let go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,7 @@ class Simulator:
         self.reads = [tuple(x for x in ins if not self.free[x]) for ins in self.inputs]
         self.outputs = [op.outputs for op in graph.ops]
         self.made = [sum(self.nbytes[w] for w in outs) for outs in self.outputs]
-        self.work = [
-            made + op.workspace for made, op in zip(self.made, graph.ops, strict=True)
-        ]
+        self.work = [made + op.workspace for made, op in zip(self.made, graph.ops, strict=True)]
         self.cost = [op.seconds + REPLAY_OVERHEAD for op in graph.ops]
         self.replayable = [op.replayable for op in graph.ops]
         self.release = list(graph.release)
