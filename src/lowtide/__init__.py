@@ -9,9 +9,19 @@ from lowtide import policies
 from lowtide.budget import Budget, budget
 from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
 from lowtide.errors import BudgetError, LowtideError, ReplayError, UnsupportedError, UsageError
+from lowtide.fitting import fit
+from lowtide.levels import checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
+from lowtide.modules import (
+    ActivationCheckpointing,
+    ActivationCheckpointWrapper,
+    checkpoint_modules,
+)
+from lowtide.selection import every
 
 __all__ = [
+    "ActivationCheckpointWrapper",
+    "ActivationCheckpointing",
     "Budget",
     "BudgetError",
     "LowtideError",
@@ -21,7 +31,12 @@ __all__ = [
     "UsageError",
     "budget",
     "checkpoint",
+    "checkpoint_levels",
+    "checkpoint_modules",
     "checkpoint_sequential",
+    "every",
+    "find_levels",
+    "fit",
     "measure",
     "name",
     "policies",

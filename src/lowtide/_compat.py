@@ -136,6 +136,10 @@ def stream_of(refs: Any) -> Any:
     return None
 
 
+# `torch.set_grad_enabled` as a plain call, without making a context object.
+set_grad_mode = torch._C._set_grad_enabled
+
+
 @contextlib.contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
     """Run on a recorded stream, ordered after and before the current one."""

@@ -11,6 +11,7 @@ mode, which does not see the temporaries inside an operator.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import tempfile
@@ -215,6 +216,8 @@ class Timeline:
 
     def until(self, mark: int) -> Timeline:
         """The recording as if it had ended at a mark other than the first."""
+        if mark >= len(self.levels):
+            return self
         return Timeline(self.levels[:mark], self.peaks[:mark], self.levels[mark])
 
 
@@ -299,6 +302,16 @@ class MemoryEvents:
         if timeline is None:
             self.obstacle = "part of the recording is missing"
         return timeline
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """A profiler that is still on when the interpreter is taken down makes torch crash."""
+    active = _recording() if _recording is not None else None
+    if active is not None:
+        active.stop()
+    if _of_thread.token is not None:
+        _drop_memory_profiler()
 
 
 def recording_on_this_thread() -> MemoryEvents | None:

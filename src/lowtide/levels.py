@@ -124,7 +124,7 @@ def checkpoint_levels(
     chosen = [(region.name, modules[region.name]) for region in regions]
     text = "\n".join(
         [f"{levels.model_type}, level {level}: {len(regions)} modules checkpointed"]
-        + [_level_text(n, tuple(r for r in regions if r.level == n)) for n in LEVELS if n]
+        + [_level_text(n, tuple(r for r in regions if r.level == n)) for n in range(1, level + 1)]
     )
     return switch_on(model, chosen, policy=policy, caller="checkpoint_levels", description=text)
 

@@ -17,8 +17,8 @@ dictionaries of modules are looked through.
 5. encoder or decoder: a run of stages; or a run of blocks that is the only one of its kind or is
    called an encoder or decoder.
 
-The model itself, or a part that holds all of it, is chosen only if it is a single layer: a region around the whole step
-recomputes everything and lowers no peak.
+The model itself, or a part that holds all of it, is chosen only if it is a single layer: a region
+around the whole step recomputes everything and lowers no peak.
 """
 
 from __future__ import annotations

@@ -45,28 +45,39 @@ class OwnEvents:
 
 
 class SharedEvents:
-    """Marks in a recording that somebody around the step has started, as `measure` does."""
+    """Marks in a recording that somebody around the step has started, as `measure` does.
+
+    Its timeline is there when that somebody stops, before or after this measurement ends.
+    """
 
     def __init__(self, events: MemoryEvents) -> None:
         self._events = events
         self._base = events.mark()
+        self._over = False
+        self._timeline: Timeline | None = None
+        self._then: Arrived | None = None
+        events.when_stopped(self._arrived)
 
     def mark(self) -> int:
-        return self._events.mark() - self._base
+        return 0 if self._over else self._events.mark() - self._base
 
     def stop(self, then: Arrived) -> None:
-        base, end = self._base, self._events.mark()
+        if self._over:
+            then(self._timeline)
+        else:
+            self._then = then
 
-        def arrived(timeline: Timeline | None) -> None:
-            if timeline is None:
-                then(None)
-                return
-            zero = timeline.levels[base]
-            levels = [level - zero for level in timeline.levels[base:end]]
-            peaks = [peak - zero for peak in timeline.peaks[base:end]]
-            then(Timeline(levels, peaks, timeline.levels[end] - zero))
-
-        self._events.when_stopped(arrived)
+    def _arrived(self, timeline: Timeline | None) -> None:
+        self._over = True
+        if timeline is not None:
+            zero = timeline.levels[self._base]
+            self._timeline = Timeline(
+                [level - zero for level in timeline.levels[self._base :]],
+                [peak - zero for peak in timeline.peaks[self._base :]],
+                timeline.final - zero,
+            )
+        if self._then is not None:
+            self._then(self._timeline)
 
 
 class CudaCounters:

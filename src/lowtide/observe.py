@@ -213,7 +213,8 @@ class Observer:
                     held[start] += sizes[number]
                     held[end] -= sizes[number]
         for number, end in self.evicted.items():
-            if number not in self.held and end > last_use[number] + 1:
+            from_forward = self.held.get(number, (0, 0))[0] == -1
+            if not from_forward and end > last_use[number] + 1:
                 held[last_use[number] + 1] += sizes[number]
                 held[min(end, len(self.ops))] -= sizes[number]
         nodes = []

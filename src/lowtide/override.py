@@ -10,6 +10,7 @@ model in memory until the garbage collector runs.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 Call = Callable[..., Any]
 
 _ABSENT: Any = object()
+_OVERRIDE = "__lowtide_override__"  # on a function taken from an override: where it came from
 
 
 class InstanceEntry:
@@ -158,8 +160,19 @@ class _ForwardOverride(InstanceEntry):
         return self.module()
 
     @property
-    def __func__(self) -> Any:
-        return getattr(self.plain(), "__func__", type(self.module()).forward)
+    def __func__(self) -> Call:
+        # Accelerate wraps this in autocast and binds it again: the layers must stay around it.
+        override = self
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is override._module():
+                return override(*args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+
+        plain = getattr(self.plain(), "__func__", None)
+        functools.update_wrapper(forward, plain or type(self.module()).forward)
+        forward.__dict__[_OVERRIDE] = self
+        return forward
 
     @property
     def __signature__(self) -> Any:
@@ -255,7 +268,7 @@ def find_override(module: nn.Module) -> _ForwardOverride | None:
     for _ in range(32):  # a wrapper that names itself as what it wraps must not hang us
         if isinstance(forward, _ForwardOverride):
             return forward
-        forward = getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, _OVERRIDE, None) or getattr(forward, "__wrapped__", None)
         if forward is None:
             return None
     return None

@@ -102,8 +102,10 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
             if ref.value is not None:
                 readers[ref.value] = readers.get(ref.value, 0) + 1
     live: dict[Value, Tensor] = {}
-    with _compat.below_autograd():
+    with _compat.below_autograd(), torch.set_grad_enabled(True):
         for op in operations:
+            if op.grad_mode is not torch.is_grad_enabled():
+                _compat.set_grad_mode(op.grad_mode)
             made = run(op, live, readers)
             for ref in op.refs:
                 if ref.value is not None:

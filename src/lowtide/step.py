@@ -95,12 +95,16 @@ class Nested:
         self.policy = policy
 
     def __enter__(self) -> Tape:
+        # Our hooks again, on top: somebody's own between the two regions (torch's checkpoint,
+        # save_on_cpu) must see the same saves whether a recording stands around them or not.
+        _compat.push_saved_tensor_hooks(self.recorder.pack, unpack)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape
 
     def __exit__(self, *exc: object) -> None:
         self.recorder.region = self._outer
+        _compat.pop_saved_tensor_hooks()
 
 
 def recordable() -> bool:

@@ -103,6 +103,23 @@ class Assembler:
         except RuntimeError:
             return False
 
+    def sinks(self, names: Sequence[str]) -> list[str]:
+        """Those of `names` whose graph no later one of them contains, the latest first."""
+        seen: set[object] = set()
+        found = []
+        for name in names:
+            node = self.tensor(name).grad_fn if self._usable(name) else None
+            if node is None or node in seen:
+                continue
+            found.append(name)
+            pending = [node]
+            while pending:
+                node = pending.pop()
+                if node not in seen:
+                    seen.add(node)
+                    pending += [n for n, _ in node.next_functions if n is not None]
+        return found
+
     def declare(self, role: str, shape: Sequence[int], dtype: str, bound: int = 0) -> str:
         letters = {"parameter": "p", "buffer": "b", "mask": "m", "index": "i", "generator": "g"}
         name = self.fresh(letters.get(role, "x"))

@@ -18,14 +18,16 @@ from .assemble import Block, Pick, Rejected
 from .source import Line, Suite, render_body
 
 
-def _results(p: Pick, block: Block, inputs: list[str], count: int) -> list[str]:
-    """Which tensors a region returns: mostly what it made, now and then an input or a view."""
-    names = block.names[::-1]
+def _results(p: Pick, block: Block, inputs: list[str]) -> list[str]:
+    """What a region returns: mostly all that it made, now and then an input or a view."""
+    count = 1 + p.below(3)
+    names = p.a.sinks(block.names[::-1]) or block.names[::-1]
     if not names or p.chance(15):
         names = names + inputs
     if not names:
         raise Rejected("an empty region")
-    return [names[0] if i == 0 else p.of(names) for i in range(count)]
+    rest = [p.of(names) for _ in range(p.below(2))]
+    return [*names[:count], *rest]
 
 
 def watched(names: list[str]) -> tuple[Line, ...]:
@@ -62,7 +64,7 @@ def region(p: Pick) -> None:
     name = p.a.fresh("r")
     parameters, opening, call = _arguments(p, inputs, name)
     block = p.a.block(p.raw.body)
-    results = _results(p, block, inputs, 1 + p.below(3))
+    results = _results(p, block, inputs)
     whole = (*opening, *block.statements, *watched(block.names))
     if len(results) == 1 and p.chance(30):
         returned, outs = f"return [{results[0]}]", [p.a.fresh()]

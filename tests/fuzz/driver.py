@@ -64,8 +64,9 @@ KINDS = {
     "refused": "plain runs, the other raises",
     "accepted": "plain raises, the other does not",
     "leaked": "something outlives the step that plain frees",
+    "exceeded": "the measured peak is above the limit (rule 13)",
 }
-FAILURES = ("different", "refused", "accepted", "leaked")
+FAILURES = ("different", "refused", "accepted", "leaked", "exceeded")
 VERSION_CHECK = "modified by an inplace operation"
 
 Namespace = dict[str, Any]
@@ -88,6 +89,7 @@ class Outcome:
     freed: int = 0
     fraction: float = 1.0
     finite: bool = True
+    exceeded: str = ""
 
     @property
     def message(self) -> str:
@@ -227,8 +229,11 @@ class _Run:
                 self.note(f"{label}.stride", tensor.stride())
                 shared = known.setdefault(tensor.untyped_storage()._cdata, label)
                 self.note(f"{label} shares its storage with", shared)
-        self.out.watched += len(self.refs)
-        self.out.freed += len(self.refs) - len(self.alive())
+        # Counted are tensors that only autograd may still need.
+        held = [t.untyped_storage()._cdata for t in self.stash.values()]
+        inside = [i for i, ref in enumerate(self.refs) if ref.cdata not in {*known, *held}]
+        self.out.watched += len(inside)
+        self.out.freed += len(set(inside) - set(self.alive()))
 
     def note_state(self, state: dict[str, Any], extra: list[Any]) -> None:
         for name, value in state.items():
@@ -260,6 +265,15 @@ class _Run:
             extra = program["backward"](state, result)
         self.out.where = ""
         self.note_state(state, extra)
+        self.note_peak(index)
+
+    def note_peak(self, index: int) -> None:
+        if self.budget is None:
+            return
+        report = self.budget.report()
+        peak, limit = report.measured_peak, report.limit
+        if peak is not None and limit is not None and peak > limit and not self.out.exceeded:
+            self.out.exceeded = f"after step {index}: measured {peak} B, limit {limit} B"
 
     def descend(self, state: dict[str, Any]) -> None:
         """A step of gradient descent, so that later steps read parameters that moved."""
@@ -326,7 +340,7 @@ def judge(plain: Outcome, other: Outcome) -> Verdict:
     leaked = sorted(set(other.leaked) - set(plain.leaked))
     if leaked:
         return Verdict("leaked", f"watched storages {leaked} outlive the step")
-    return Verdict("equal")
+    return Verdict("exceeded", other.exceeded) if other.exceeded else Verdict("equal")
 
 
 def _difference(label: str, expected: Bits, name: str, found: Bits) -> str:

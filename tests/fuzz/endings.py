@@ -92,7 +92,8 @@ def _summands(p: Pick) -> list[str]:
     names = [n for n, t in tensors.items() if t.requires_grad and t.is_floating_point()]
     if not names:
         names = [d.name for d in p.a.declarations if d.role == "parameter"][:1]
-    chosen = names[:3] + [p.of(names) for _ in range(p.below(3))]
+    sinks = [n for n in p.a.sinks(names) if n in tensors]
+    chosen = (sinks[: 8 - p.below(6)] or names[:1]) + [p.of(names) for _ in range(p.below(2))]
     return list(dict.fromkeys(chosen))
 
 

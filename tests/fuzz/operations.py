@@ -13,7 +13,7 @@ counts, and their samples cannot be read in a printed program.
 
 from __future__ import annotations
 
-from .assemble import Pick, Rejected
+from .assemble import Pick
 
 UNARY = (
     "torch.tanh({x})",
@@ -324,6 +324,5 @@ def recurrent(p: Pick) -> None:
     h = p.declared("input", (1, p.shape(x)[0], 2), p.dtype(x))
     weights = [p.weight(s, x) for s in ((8, n), (8, 2), (8,), (8,))]
     rest = "True, 1, 0.0, True, False, True"
-    if n < 1:
-        raise Rejected("no features")
+    p.trait("lstm")
     p.define(f"torch.lstm({x}, ({h}, {h}), [{', '.join(weights)}], {rest})", 3)

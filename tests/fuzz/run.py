@@ -12,6 +12,7 @@ Rejected: raising at the first failure, as the tests do. A long run should retur
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections import Counter
@@ -45,11 +46,16 @@ class Leaked(AssertionError):
     """Something outlives the step."""
 
 
+class Exceeded(AssertionError):
+    """The budget was not kept."""
+
+
 ERRORS: dict[str, type[AssertionError]] = {
     "different": Different,
     "refused": Refused,
     "accepted": Accepted,
     "leaked": Leaked,
+    "exceeded": Exceeded,
 }
 
 
@@ -73,6 +79,7 @@ class Tally:
     watched: int = 0
     freed: list[int] = field(default_factory=lambda: [0, 0])
     failures: list[str] = field(default_factory=list)
+    causes: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -107,13 +114,21 @@ class Tally:
         return "\n".join(lines)
 
 
+def cause(error: AssertionError) -> str | None:
+    """What tells two refusals apart; other failures are told apart by looking at them."""
+    if not isinstance(error, Refused | Accepted):
+        return None
+    detail = str(error).split("\n")[1]
+    return type(error).__name__ + re.sub(r"[\d.]+", "", detail)[:60]
+
+
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def batch(
-    number: int, size: int, tally: Tally, methods: list[str], shrink: bool, trail: Path | None
+    number: int, size: int, tally: Tally, methods: list[str], options: argparse.Namespace
 ) -> None:
     """Draw `size` programs; what fails is shrunk and added to the tally's failures."""
     failed = False
@@ -124,20 +139,24 @@ def batch(
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+        phases=[Phase.generate, Phase.shrink] if not options.no_shrink else [Phase.generate],
         report_multiple_bugs=True,
         print_blob=False,
     )
     @given(programs(), st.sampled_from(methods), st.sampled_from(FRACTIONS))
     def draw(program: Program, method: str, fraction: float) -> None:
         nonlocal failed
-        if trail is not None:
-            trail.write_text(paste(program, method, fraction))
+        if program.traits & set(options.without):
+            return
+        if options.trail is not None:
+            options.trail.write_text(paste(program, method, fraction))
         try:
             verdict = check(program, method, fraction)
         except AssertionError as error:
             if not failed:
                 tally.kinds[next(k for k, e in ERRORS.items() if type(error) is e)] += 1
+            if cause(error) in tally.causes:
+                return
             failed = True  # from here on hypothesis repeats and shrinks
             raise
         if not failed:
@@ -146,9 +165,13 @@ def batch(
     try:
         draw()
     except BaseExceptionGroup as group:
-        tally.failures += [str(error) for error in group.exceptions]
+        found = [error for error in group.exceptions if isinstance(error, AssertionError)]
     except AssertionError as error:
-        tally.failures.append(str(error))
+        found = [error]
+    else:
+        found = []
+    tally.failures += [str(error) for error in found]
+    tally.causes |= {name for error in found if (name := cause(error)) is not None}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,6 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--method", choices=[*METHODS[1:], "all"], default="all")
     parser.add_argument("--max-failures", type=int, default=5)
     parser.add_argument("--no-shrink", action="store_true", help="print failures as drawn")
+    parser.add_argument("--without", action="append", default=[], metavar="TRAIT")
     parser.add_argument("--trail", type=Path, help="write each program here before it runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -169,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         drawn += size
         known = len(tally.failures)
         start = options.seed * 1_000_003 + number
-        batch(start, size, tally, methods, not options.no_shrink, options.trail)
+        batch(start, size, tally, methods, options)
         number += 1
         for failure in tally.failures[known:]:
             say(f"\n---- failure {len(tally.failures)} ----\n{failure}")

@@ -11,7 +11,7 @@ Rejected: writing only through fresh clones. It would keep all programs valid an
 
 from __future__ import annotations
 
-from .assemble import Pick
+from .assemble import Pick, Rejected
 
 SIMPLE = (
     "{t}.add_(1)",
@@ -117,8 +117,13 @@ def custom_write(p: Pick) -> None:
 
 
 def data_write(p: Pick) -> None:
-    """`.data` has a version counter of its own; the storage is what counts."""
+    """`.data` has a version counter of its own; the storage is what counts.
+
+    Never on what is saved: plain would use the changed value, and lowtide must not (rule 4).
+    """
     t = p.target()
+    if p.a.saved(t):
+        raise Rejected(f"{t} is saved")
     p.trait("write")
     forms = ("{t}.data.mul_(0.5)", "{t}.data[0] = 1", "{t}.data.copy_({t}.data.tanh())")
     p.emit(p.of(forms).format(t=t))

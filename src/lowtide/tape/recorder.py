@@ -110,6 +110,7 @@ class Recorder(TorchDispatchMode):
         if through is not None:
             op = Operation(facts, template, named, refs, self.sequence)
             self.sequence += 1
+            op.grad_mode = torch.is_grad_enabled()
             if facts.random:
                 op.draws = states_before(args, kwargs)
             if facts.ambient:

@@ -163,6 +163,8 @@ class Operation:
         writes: (the ref written through, the value it becomes).
         outputs: (place in the flattened result, the value made).
         draws: (generator, the state it drew from) (rule 3).
+        grad_mode: whether gradients were enabled; kernels ask, and leave out what only backward
+            needs.
         ambient: the global switches that it ran under, or None (rule 5).
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
@@ -174,6 +176,7 @@ class Operation:
         "args",
         "draws",
         "facts",
+        "grad_mode",
         "kwargs",
         "outputs",
         "refs",
@@ -200,6 +203,7 @@ class Operation:
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
         self.draws: list[tuple[torch.Generator, torch.Tensor]] = []
         self.ambient: tuple[object, ...] | None = None
+        self.grad_mode = True
         self.seconds = 0.0
         self.stream: Any = None
 

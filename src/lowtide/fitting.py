@@ -1,0 +1,93 @@
+"""`lowtide.fit`: a budget for every training forward of a model.
+
+Problem: people who train through a framework have no place to put a ``with``. Invariant: the model
+stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
+the plain one. Imports budget and override. Rejected: a wrapper module, which renames parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.budget import Budget
+from lowtide.errors import UsageError
+from lowtide.foreign import refuse_active_checkpointing
+from lowtide.modules import check_model
+from lowtide.override import Restore, has_override, override_forward
+from lowtide.step import current_recorder, recordable
+
+_KIND = "lowtide.fit"
+
+
+class FittedBudget(Budget):
+    """A budget that stands around a model's forward; `detach` takes it off."""
+
+    def __init__(self, limit: int | float | str, device: torch.device | str | None = None) -> None:
+        super().__init__(limit, device=device)
+        self._restore: Restore | None = None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        reference = weakref.ref(model)
+        make = functools.partial(_inside, self, reference)
+        self._restore = override_forward(model, make, kind=_KIND)
+
+    def detach(self) -> None:
+        """Give the model its plain forward back. Calling it again does nothing."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore.remove()
+
+
+def _inside(
+    budget: Budget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None or not model.training or not recordable():
+            return forward(*args, **kwargs)
+        if current_recorder() is not None or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)  # something around it decides already
+        with budget:
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def fit(
+    model: torch.nn.Module, limit: int | float | str, *, device: torch.device | str | None = None
+) -> FittedBudget:
+    """Keep every training step of `model` inside a limit, with no ``with``::
+
+        budget = lowtide.fit(model, "6 GiB")
+        ...  # train as before
+        budget.detach()
+
+    The window of the limit is that of `lowtide.budget`, entered where the model's forward begins:
+    what the loss stores after it is counted, and not recomputed. ``model`` stays the object it
+    was: its type, its parameter names, its ``state_dict``, its copies and pickles are those of
+    the plain model. In eval and with grad disabled the forward is the plain one.
+
+    Args:
+        model: any module.
+        limit, device: as for `lowtide.budget`.
+
+    Raises:
+        UsageError: an unreadable limit; not a module; a model that has a budget already, or that
+            checkpoints parts of itself by its own flag.
+        BudgetError: in a step, if the limit cannot be met.
+    """
+    check_model(model, "lowtide.fit")
+    if has_override(model, _KIND):
+        raise UsageError(
+            f"this {type(model).__name__} has a budget already: call detach() on the one that "
+            "lowtide.fit returned before giving it another."
+        )
+    refuse_active_checkpointing(model, "lowtide.fit")
+    budget = FittedBudget(limit, device)
+    budget.attach(model)
+    return budget

@@ -1,0 +1,45 @@
+"""The code in the guides on modules, levels and MONAI runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+GUIDES = Path(__file__).parents[1] / "docs" / "guides"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> Iterator[object]:
+    for name in ("densenet", "unet", "levels"):
+        text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
+        for number, code in enumerate(BLOCK.findall(text), 1):
+            yield pytest.param(code, id=f"{name}-{number}")
+
+
+@pytest.mark.parametrize("code", list(blocks()))
+def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "monai" in code:
+        pytest.importorskip("monai")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        exec(compile(code, "<guide>", "exec"), {"__name__": "guide"})
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    for line in re.findall(r"print\(.*?\)  # (.*)$", code, re.MULTILINE):
+        assert line.split("...")[0].strip() in printed
+
+
+def test_the_listing_in_the_levels_guide_is_what_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (GUIDES / "levels.md").read_text(encoding="utf-8")
+    exec(compile(BLOCK.findall(text)[0], "<guide>", "exec"), {"__name__": "guide"})
+    listing = re.search(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert listing is not None
+    assert listing.group(1) in capsys.readouterr().out

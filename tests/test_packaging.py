@@ -1,0 +1,251 @@
+"""What holds for the package as a whole: what it imports, which way, and how it installs."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "lowtide"
+# One integration a file; each imports its library, so that none is imported unless asked for.
+INTEGRATIONS = {"lowtide.accelerate", "lowtide.lightning", "lowtide.monai", "lowtide.transformers"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package and its file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def fresh(program: str, *flags: str) -> str:
+    """Run a program in a new interpreter that treats warnings as errors; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *flags, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+# --- importing --------------------------------------------------------------------------------
+
+
+def test_import_loads_torch_and_nothing_else_heavy() -> None:
+    printed = fresh(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import lowtide\n"
+        "print('\\n'.join(set(sys.modules) - before))\n"
+    ).split()
+    assert "lowtide" in printed
+    top = {name.partition(".")[0] for name in printed}
+    assert top - set(sys.stdlib_module_names) <= {"lowtide", "torch"}
+    heavy = {"torch._dynamo", "torch._inductor", "torch.onnx", "torch.testing"}
+    assert not heavy & set(printed)
+    assert not INTEGRATIONS & set(printed)
+
+
+def test_every_public_name_exists_and_explains_itself() -> None:
+    assert len(lowtide.__all__) == len(set(lowtide.__all__))
+    for name in lowtide.__all__:
+        assert (getattr(lowtide, name).__doc__ or "").strip(), name
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - INTEGRATIONS))
+def test_docstring_examples(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert results.failed == 0
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    for name, path in MODULES.items():
+        assert ast.get_docstring(ast.parse(path.read_text())), name
+
+
+# --- the direction of imports -----------------------------------------------------------------
+
+
+def imported(name: str) -> set[str]:
+    """Modules of the package that a module imports when it is used, not merely for its types."""
+    path = MODULES[name]
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+            up = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*up, *filter(None, [node.module])]) if node.level else node.module
+            inside = {f"{base}.{alias.name}" for alias in node.names}
+            found |= (inside & set(MODULES)) or {str(base)}
+    return {other for other in found if other in MODULES and other != name}
+
+
+IMPORTS = {name: imported(name) for name in MODULES}
+
+
+def test_the_check_sees_imports() -> None:
+    assert "lowtide.errors" in IMPORTS["lowtide.measure"]
+    assert "lowtide.measure" in IMPORTS["lowtide"]
+
+
+def test_imports_run_one_way() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, f"a circle of imports: {' -> '.join((*way, name))}"
+        if name not in done:
+            for other in sorted(IMPORTS[name]):
+                # A package's __init__ gathers its own modules; they may not lean on it.
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def under(prefix: str) -> set[str]:
+    return {name for name in MODULES if name == prefix or name.startswith(prefix + ".")}
+
+
+@pytest.mark.parametrize(
+    ("floor", "may_import"),
+    [
+        ("lowtide.errors", set()),
+        ("lowtide._compat", set()),
+        # A plan is a value: it never sees the tape and holds no tensor.
+        ("lowtide.plan", {"lowtide.errors"}),
+        # The tape records; it knows neither plans nor budgets.
+        ("lowtide.tape", {"lowtide._compat", "lowtide.errors", "lowtide.policies"}),
+    ],
+)
+def test_lower_floors_import_nothing_from_above(floor: str, may_import: set[str]) -> None:
+    for name in under(floor):
+        assert IMPORTS[name] <= under(floor) | may_import, name
+
+
+def test_the_planner_does_not_import_torch() -> None:
+    for name in under("lowtide.plan"):
+        assert not re.search(r"^\s*(import|from) torch\b", MODULES[name].read_text(), re.M), name
+
+
+def test_nothing_imports_an_integration() -> None:
+    for name, others in IMPORTS.items():
+        assert not others & INTEGRATIONS or name in INTEGRATIONS, name
+
+
+# --- private names of torch -------------------------------------------------------------------
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names under `torch` with a leading underscore that a file imports or reads."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)*\._[a-zA-Z]\w*", name):
+                yield name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                if re.search(r"\._(?!_)", name := f"{node.module}.{alias.name}"):
+                    yield name
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if re.match(r"torch\b.*\._(?!_)", a.name))
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    assert list(private_names(ast.parse(MODULES["lowtide._compat"].read_text())))
+    for name, path in MODULES.items():
+        if name != "lowtide._compat":
+            assert not list(private_names(ast.parse(path.read_text()))), name
+
+
+# --- installing -------------------------------------------------------------------------------
+
+
+def project() -> dict[str, object]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def requirements() -> Iterator[str]:
+    """The names of everything that development installs."""
+    data = project()
+    table, groups = data["project"], data["dependency-groups"]
+    assert isinstance(table, dict)
+    assert isinstance(groups, dict)
+    lists = [table["dependencies"], *table["optional-dependencies"].values(), *groups.values()]
+    for entry in (entry for entries in lists for entry in entries):
+        if isinstance(entry, str):
+            yield re.split(r"[<>=\[; ]", entry)[0].lower()
+
+
+def test_the_package_depends_on_torch_alone() -> None:
+    table = project()["project"]
+    assert isinstance(table, dict)
+    assert table["dependencies"] == ["torch>=2.10"]
+    assert table["requires-python"] == ">=3.11"
+
+
+def test_everything_that_development_installs_is_pinned() -> None:
+    missing = set(requirements()) - set(pins())
+    assert not missing
+    # A local version would be found on one index only.
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pins()["torch"])
+
+
+def test_types_and_licence_travel_with_the_package() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_ci_runs_the_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.search(r"^exec make test\b", script.read_text(), re.M)
+
+
+def test_an_old_python_is_refused_by_name(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = -V ] && echo "Python 3.9.1" && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert f"lowtide needs Python 3.11 or later; '{old}' is Python 3.9.1." in done.stderr
+    assert not (tmp_path / "venv").exists()

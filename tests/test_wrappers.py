@@ -1,0 +1,189 @@
+"""ActivationCheckpointWrapper and ActivationCheckpointing.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import Block, Flagged, counted_replays, net, same, step
+from lowtide.errors import UsageError
+from lowtide.modules import (
+    ActivationCheckpointing,
+    ActivationCheckpointWrapper,
+    is_checkpointed,
+)
+
+
+@pytest.fixture
+def replayed() -> Iterator[Callable[[], int]]:
+    with counted_replays() as count:
+        yield count
+
+
+# --- the wrapper ------------------------------------------------------------------------------
+
+
+def test_the_wrapper_gives_back_the_module_switched_on(replayed: Callable[[], int]) -> None:
+    model, plain = net(), net()
+    for at, layer in enumerate(model.layers):
+        model.layers[at] = ActivationCheckpointWrapper(layer)
+        assert model.layers[at] is layer
+    assert same(step(model), step(plain))
+    assert replayed() > 0
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model.layers[0], Block)
+    assert isinstance(model.layers[0], ActivationCheckpointWrapper)
+    assert not isinstance(plain.layers[0], ActivationCheckpointWrapper)
+    assert not isinstance(3, ActivationCheckpointWrapper)
+    assert issubclass(ActivationCheckpointWrapper, nn.Module)
+    assert all(layer.norm.num_batches_tracked == 1 for layer in model.layers)
+
+
+def test_the_wrapper_recomputes_nothing_in_eval(replayed: Callable[[], int]) -> None:
+    model = nn.Sequential(ActivationCheckpointWrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
+    model.eval()
+    step(model)
+    assert replayed() == 0
+
+
+def test_the_wrapper_twice_is_the_wrapper_once(replayed: Callable[[], int]) -> None:
+    block = Block()
+    assert ActivationCheckpointWrapper(ActivationCheckpointWrapper(block)) is block
+    ActivationCheckpointWrapper.remove(block)
+    assert not is_checkpointed(block)
+    assert set(vars(block)) == set(vars(Block()))
+    ActivationCheckpointWrapper.remove(block)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module.", "_checkpoint_wrapped_module."])
+def test_the_wrapper_loads_plain_and_wrapped_weights(prefix: str) -> None:
+    torch.manual_seed(0)
+    source = Block()
+    model = nn.Sequential(ActivationCheckpointWrapper(Block()))
+    weights = {f"0.{prefix}{key}": value for key, value in source.state_dict().items()}
+    assert not any(model.load_state_dict(weights))
+    assert torch.equal(model[0].first.weight, source.first.weight)
+    with pytest.raises(
+        RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"0.module.nothing\""
+    ):
+        model.load_state_dict({**weights, "0.module.nothing": torch.zeros(1)})
+
+
+def test_a_child_that_is_called_module_keeps_its_name() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.module(x)
+            return out
+
+    holder, source = ActivationCheckpointWrapper(Holder()), Holder()
+    holder.load_state_dict(source.state_dict())
+    assert torch.equal(holder.module.weight, source.module.weight)  # type: ignore[union-attr]
+
+
+def test_what_the_wrapper_refuses() -> None:
+    with pytest.raises(UsageError, match="ModuleList has no forward; wrap the modules it holds"):
+        ActivationCheckpointWrapper(nn.ModuleList())
+    with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not int"):
+        ActivationCheckpointWrapper(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="use_checkpoint is True"):
+        ActivationCheckpointWrapper(Flagged(use_checkpoint=True))
+    with pytest.raises(UsageError, match="cannot be subclassed"):
+        type("Mine", (ActivationCheckpointWrapper,), {})
+
+
+# --- levels of single calls -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", range(6))
+@pytest.mark.parametrize("training", range(6))
+def test_a_call_is_a_region_up_to_the_training_level(
+    own: int, training: int, replayed: Callable[[], int]
+) -> None:
+    call = ActivationCheckpointing(own, training)
+    weight = torch.ones(3, requires_grad=True)
+
+    def function(x: Tensor, *, power: int) -> Tensor:
+        return (weight * x).exp().pow(power)
+
+    call(function, torch.ones(3), power=2).sum().backward()
+    assert (replayed() > 0) is (own <= training)
+    assert call.perform_checkpointing is (own <= training)
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad, 2 * torch.ones(3).exp() ** 2)
+
+
+def test_the_calls_follow_their_model_into_eval(replayed: Callable[[], int]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.level2 = ActivationCheckpointing(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.level2(self.block, x, scale=2.0)
+            return out
+
+    model = Model()
+    assert list(model.state_dict()) == [f"block.{key}" for key in Block().state_dict()]
+    model.eval()
+    model(torch.randn(4, 8)).sum().backward()
+    assert replayed() == 0
+    model.train()
+    copy.deepcopy(model)(torch.randn(4, 8)).sum().backward()
+    assert replayed() > 0
+    model.level2.training_checkpoint_level = 1
+    assert not model.level2.perform_checkpointing
+    assert repr(model.level2) == "ActivationCheckpointing(2, 1)"
+
+
+def test_a_call_takes_torchs_keyword_and_the_functions_own() -> None:
+    call = ActivationCheckpointing(1, 1)
+    assert call(lambda x: x + 1, torch.zeros(1), use_reentrant=False) == 1
+    assert call(lambda fn, policy: fn + policy, fn=1, policy=2) == 3
+
+
+@pytest.mark.parametrize("level", [-1, 6, 100])
+def test_levels_out_of_range(level: int) -> None:
+    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 0 not"):
+        ActivationCheckpointing(level, 0)
+    call = ActivationCheckpointing(0, 0)
+    with pytest.raises(UsageError, match=rf"training_checkpoint_level is {level}, outside 0 to 5"):
+        call.training_checkpoint_level = level
+
+
+@pytest.mark.parametrize("level", [True, 1.0, "2", None, torch.tensor(2)])
+def test_levels_of_the_wrong_type(level: Any) -> None:
+    with pytest.raises(UsageError, match="is a whole number from 0 to 5, not"):
+        ActivationCheckpointing(1, level)
+    with pytest.raises(UsageError, match="fn_checkpoint_level is a whole number"):
+        ActivationCheckpointing(level, 1)
+
+
+def test_importing_modules_loads_no_integration() -> None:
+    code = (
+        "import sys, lowtide.modules, lowtide.levels; "
+        "print([m for m in ('monai', 'transformers', 'lightning', 'torch._dynamo') "
+        "if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == "[]"
