@@ -92,7 +92,8 @@ class Crops:
             scan, labels = scan.flip(1), labels.flip(1)
         scale, shift = torch.empty(2).uniform_(-0.1, 0.1, generator=self.generator)
         noise = torch.empty_like(scan).normal_(0, 0.05, generator=self.generator)
-        return (scan * (1 + scale) + shift + noise).unsqueeze(0), labels.unsqueeze(0)
+        image = scan * (1 + scale) + shift + noise
+        return image.contiguous().unsqueeze(0), labels.contiguous().unsqueeze(0)
 
 
 def build_net(seed: int) -> nn.Module:
@@ -233,7 +234,7 @@ def show_table(plain: Run, budgeted: Run, report: lowtide.BudgetReport) -> bool:
         ("budget", "none", mebibytes(report.limit)),
         ("seconds a step", f"{pace[0]:.2f}", f"{pace[1]:.2f}"),
         ("first step", f"{plain.seconds[0]:.2f}", f"{budgeted.seconds[0]:.2f}"),
-        ("replayed share of bytes", "0 %", f"{share:.0%}"),
+        ("replayed share of bytes", "0%", f"{share:.0%}"),
         ("operations replayed a step", "0", str(report.replayed_operations)),
         ("loss, last step", f"{plain.losses[-1]:.6f}", f"{budgeted.losses[-1]:.6f}"),
         *(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- dispatch ---------------------------------------------------------------------------------
 
@@ -43,8 +44,32 @@ class below_autograd:
             guard.__exit__(None, None, None)
 
 
+class Mode(TorchDispatchMode):
+    """A dispatch mode without the guard against Dynamo that torch puts around each call.
+
+    While a mode like ours is on the stack, Dynamo compiles nothing anyway, and the guard costs
+    more than recording an operation. Goes if the guard gets cheap.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 # An alias made without telling the modes on the stack; goes with a public equivalent.
 disable_dispatch = torch._C._DisableTorchDispatch
+
+def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` that shares the version counter, also when called below autograd.
+
+    Inside a dispatch mode the key that makes views share their counter is switched off, and an
+    alias made there would never show that its storage was written.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
 
 # A subclass that does not override dispatch carries this marker in place of a method.
 _DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -125,14 +150,20 @@ def is_compiled_module(module: object) -> bool:
 
 def cuda_in_use() -> bool:
     """Whether this process has touched CUDA; asking must not initialise it."""
-    return torch.cuda.is_initialized()
+    global _cuda_seen
+    _cuda_seen = _cuda_seen or torch.cuda.is_initialized()
+    return _cuda_seen
 
 
-def stream_of(refs: Any) -> Any:
-    """The CUDA stream that an operation on these tensors is about to run on, or None."""
-    for ref in refs:
-        if ref.device.type == "cuda":
-            return torch.cuda.current_stream(ref.device)
+def stream_of(args: Any) -> Any:
+    """The CUDA stream that an operation on these arguments is about to run on, or None."""
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and argument.is_cuda:
+            return torch.cuda.current_stream(argument.device)
+        if isinstance(argument, list | tuple) and argument and argument is not args:
+            stream = stream_of(argument)
+            if stream is not None:
+                return stream
     return None
 
 
@@ -173,19 +204,30 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
 # --- state that operators read without being given it -----------------------------------------
 
 
+_C = torch._C
+
+
 def ambient() -> tuple[object, ...]:
     """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
-    c = torch._C
     return (
-        c._get_mkldnn_enabled(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        c._get_cudnn_allow_tf32(),
-        c._get_deterministic_algorithms(),
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
+        _C._get_mkldnn_enabled(),
+        _C._get_deterministic_algorithms(),
+        _C._get_float32_matmul_precision(),
+        _C.get_num_threads(),
+        _C.get_default_dtype(),
+        _cuda_switches() if _cuda_seen else None,
+    )
+
+
+_cuda_seen = False
+
+
+def _cuda_switches() -> tuple[object, ...]:
+    return (
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+        _C._get_cudnn_allow_tf32(),
     )
 
 
@@ -201,20 +243,25 @@ def restored_ambient(state: tuple[object, ...]) -> Iterator[None]:
 
 
 def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    c = torch._C
     setters: tuple[Callable[[Any], object], ...] = (
-        c._set_mkldnn_enabled,
-        c._set_cudnn_enabled,
-        c._set_cudnn_benchmark,
-        c._set_cudnn_deterministic,
-        c._set_cudnn_allow_tf32,
-        lambda on: c._set_deterministic_algorithms(
-            on, warn_only=c._get_deterministic_algorithms_warn_only()
+        _C._set_mkldnn_enabled,
+        lambda on: _C._set_deterministic_algorithms(
+            on, warn_only=_C._get_deterministic_algorithms_warn_only()
         ),
         torch.set_float32_matmul_precision,
         torch.set_num_threads,
         torch.set_default_dtype,
     )
-    for setter, value, old in zip(setters, state, now, strict=True):
+    cuda: tuple[Callable[[Any], object], ...] = (
+        _C._set_cudnn_enabled,
+        _C._set_cudnn_benchmark,
+        _C._set_cudnn_deterministic,
+        _C._set_cudnn_allow_tf32,
+    )
+    for setter, value, old in zip(setters, state, now, strict=False):
         if value != old:
             setter(value)
+    if state[-1] is not None:
+        for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
+            if value != old:
+                setter(value)

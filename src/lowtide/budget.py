@@ -9,7 +9,6 @@ planning from the model's code, which does not say what autograd saves.
 
 from __future__ import annotations
 
-import functools
 from types import TracebackType
 
 import torch
@@ -79,8 +78,7 @@ class Budget:
         except BaseException:
             decisions.discard()
             raise
-        assert tape.recorder is not None
-        decisions.attach(tape.recorder.live)
+        decisions.attach(tape)
         self._entered = True
         self._steps += 1
         self._recording = recording
@@ -129,7 +127,9 @@ class Budget:
 
     def backward_begins(self, decisions: StepDecisions) -> None:
         """Called at the first request of a backward, before it is answered."""
-        decisions.watch_end(functools.partial(self._backward_ended, decisions))
+        decisions.watch_end(decisions.backward_ended)
+        if not decisions.begun:
+            return
         observer = decisions.observer
         if observer is None or observer.requests:
             return
@@ -144,18 +144,12 @@ class Budget:
             return
         problem = Problem(Simulator(graph))
         if self._plain_peak is None:
-            self._plain_peak = problem.run(problem.keep_all()).peak
+            self._plain_peak = problem.run(problem.keep_all()).peak - observer.draw_bytes
         limit = self.limit_bytes()
         assert limit is not None
         start = problem.start(observer.held_from_forward())
         chosen = shrink(problem, start, int(limit * (1 - _MARGIN_MODELLED)), rounds=80).retain
         decisions.settle(chosen)
-
-    def _backward_ended(self, decisions: StepDecisions) -> None:
-        decisions.begun = False
-        decisions.ended = True
-        if decisions.observer is not None:
-            decisions.observer.mark_end()
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.
@@ -182,12 +176,13 @@ class Budget:
         if not observer.requests:
             return
         graph = observer.graph()
-        self._plain_peak = Simulator(graph).run(keep_all(graph).retain).peak
+        plain = Simulator(graph).run(keep_all(graph).retain).peak
+        self._plain_peak = plain - observer.draw_bytes
         limit = self.limit_bytes()
         assert limit is not None
         measured = observer.timeline is not None
         share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        margin = 0 if self._plain_peak <= limit else int(share * limit)
+        margin = 0 if plain <= limit else int(share * limit)
         solution = solve(graph, limit, margin=margin)
         if solution.peak > limit:
             solution = minimum(graph)

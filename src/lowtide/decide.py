@@ -15,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtide import _compat
 from lowtide.observe import Observer
 from lowtide.online import Evictor
 from lowtide.plan import Graph, Plan
+from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
 
 if TYPE_CHECKING:
@@ -79,6 +82,7 @@ class StepDecisions:
         self.tally = Tally()
         self.event = -1
         self.live = [0]
+        self.tape: Tape | None = None
         self.evictor: Evictor | None = None
         self.pending = 0  # handles that autograd holds
         self.begun = False
@@ -87,11 +91,13 @@ class StepDecisions:
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
 
-    def attach(self, live: list[int]) -> None:
-        """The recorder's count of live bytes, known once it is open."""
-        self.live = live
+    def attach(self, tape: Tape) -> None:
+        """The tape, once its recorder is open; it counts the live bytes."""
+        assert tape.recorder is not None
+        self.tape = tape
+        self.live = tape.recorder.live
         if self.prepared is None:
-            self.evictor = Evictor(live)
+            self.evictor = Evictor(self.live)
 
     def discard(self) -> None:
         """The step came to nothing."""
@@ -171,8 +177,13 @@ class StepDecisions:
     # ------------------------------------------------------------------ backward
 
     def requested(self, handle: Handle) -> None:
+        recorder = handle.tape.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            return  # a differentiable backward inside the forward, such as a gradient penalty
         if not self.begun:
             self.begun = True
+            if recorder is not None:
+                recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
         value = handle.ref.value
         assert value is not None
@@ -180,6 +191,14 @@ class StepDecisions:
             self.event += 1
             if self.observer is not None:
                 self.observer.request(value, handle.sequence)
+
+    def backward_ended(self) -> None:
+        self.begun = False
+        self.ended = True
+        if self.observer is not None:
+            self.observer.mark_end()
+        if self.tape is not None and self.tape.recorder is not None:
+            self.tape.recorder.paused = False
 
     def settle(self, chosen: list[int]) -> None:
         """Follow `chosen` in this backward: one retention a value number, as in a `Plan`."""
@@ -209,12 +228,14 @@ class StepDecisions:
         self.tally.replay_seconds += seconds
 
     def answered(self, value: Value) -> None:
-        if self.observer is not None and value.number >= 0:
+        if self.observer is not None and self.begun and value.number >= 0:
             self.observer.answered()
 
     def watch_end(self, callback: Callable[[], None]) -> None:
         """Call back when the backward that runs now ends; not if there is none."""
         try:
             _compat.queue_after_backward(callback)
-        except RuntimeError:
-            self.begun = False  # unpacked outside a backward: wait for the real one
+        except RuntimeError:  # unpacked outside a backward: wait for the real one
+            self.begun = False
+            if self.tape is not None and self.tape.recorder is not None:
+                self.tape.recorder.paused = False

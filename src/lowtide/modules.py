@@ -2,9 +2,9 @@
 
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
-module is called in training with gradients on, and `remove()` leaves no trace. Imports torch,
-`override`, `selection`, `foreign`, `errors` and, when a region runs, `checkpoint`. Rejected:
-wrapper modules, which put their own name into every key below them.
+module is called in training with gradients on, and `remove()` leaves no trace. Imports checkpoint,
+override, selection, foreign and errors. Rejected: wrapper modules, which put their own name into
+every key below them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.foreign import find_active_checkpointing, refuse_active_checkpointing
 from lowtide.override import (
@@ -188,8 +189,6 @@ def _checkpoint_one(module: nn.Module, policy: Any) -> Restore:
 def _run_region(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Any
 ) -> Any:
-    from lowtide.checkpoint import checkpoint
-
     if not _CHECKPOINT_KEYWORDS.isdisjoint(kwargs):
         return checkpoint(functools.partial(function, **kwargs), *args, policy=policy)
     return checkpoint(function, *args, policy=policy, **kwargs)

@@ -57,7 +57,7 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
         return block
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         for name in self._regions:
             ActivationCheckpointWrapper(self.get_submodule(name))
 

@@ -49,6 +49,7 @@ class Observer:
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.timeline: Timeline | None = None
+        self.draw_bytes = 0  # of random states that the tape holds: the plain step has none
         self._end = 0
         self._handles: dict[int, int] = {}
         self._refs: list[Any] = []
@@ -64,6 +65,7 @@ class Observer:
         log.outputs = tuple(value.number for value in made)
         log.sizes = tuple(value.nbytes for value in made)
         log.live = live
+        self.draw_bytes += sum(state.numel() for _, state in op.draws)
         log.mark = self.memory.mark() if self.memory is not None else 0
         tensors = [t for a in (*args, *kwargs.values()) for t in flatten(a)
                    if isinstance(t, torch.Tensor)]  # fmt: skip

@@ -102,11 +102,12 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
             if ref.value is not None:
                 readers[ref.value] = readers.get(ref.value, 0) + 1
     live: dict[Value, Tensor] = {}
+    switches = _compat.ambient()
     with _compat.below_autograd(), torch.set_grad_enabled(True):
         for op in operations:
             if op.grad_mode is not torch.is_grad_enabled():
                 _compat.set_grad_mode(op.grad_mode)
-            made = run(op, live, readers)
+            made = run(op, live, readers, switches)
             for ref in op.refs:
                 if ref.value is not None:
                     _read(ref.value, live, readers)
@@ -128,37 +129,35 @@ def _read(value: Value, live: dict[Value, Tensor], readers: dict[Value, int]) ->
 
 
 def run(
-    op: Operation, live: dict[Value, Tensor], readers: dict[Value, int]
+    op: Operation,
+    live: dict[Value, Tensor],
+    readers: dict[Value, int],
+    switches: tuple[object, ...],
 ) -> list[tuple[Value, Tensor]]:
     """Run one operation again; the values it makes that are still in use, with their tensors."""
     bases: dict[Value | Ref, Tensor] = {}
     for ref, _ in op.writes:
         bases[ref.value or ref] = _private(ref, live, readers)
-
-    def tensor_of(ref: Ref) -> Tensor:
-        value = ref.value
-        if value is None:
-            base = bases.get(ref)
-            if base is None:
-                base = bases[ref] = _fresh(ref)
-        else:
-            base = bases[value] if value in bases else live.get(value)  # type: ignore[assignment]
-            if base is None:
-                base = in_memory(value)
-            if base is None:
-                raise _lost(value, ref)
-        return ref.of(base)
-
-    def given(argument: Any) -> Any:
+    args = op.args.copy()
+    for place, argument in enumerate(args):
         if type(argument) is Ref:
-            return tensor_of(argument)
-        if type(argument) is list:
-            return [tensor_of(a) if type(a) is Ref else a for a in argument]
-        return argument
-
-    args = [given(a) for a in op.args]
-    kwargs = {name: given(a) for name, a in op.kwargs.items()} if op.kwargs else {}
-    flat = flatten(_call(op, args, kwargs))
+            args[place] = _tensor(argument, bases, live)
+        elif type(argument) is list:
+            args[place] = _tensors(argument, bases, live)
+    kwargs = op.kwargs
+    if kwargs:
+        kwargs = {}
+        for name, argument in op.kwargs.items():
+            if type(argument) is Ref:
+                argument = _tensor(argument, bases, live)
+            elif type(argument) is list:
+                argument = _tensors(argument, bases, live)
+            kwargs[name] = argument
+    if op.draws or op.stream is not None or (op.ambient is not None and op.ambient != switches):
+        result = _under_recorded_state(op, args, kwargs, switches)
+    else:
+        result = op.facts.func(*args, **kwargs)
+    flat = flatten(result)
     made: list[tuple[Value, Tensor]] = []
     for place, weak in op.outputs:
         value = weak()
@@ -171,13 +170,36 @@ def run(
     return made
 
 
-def _call(op: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _tensor(ref: Ref, bases: dict[Value | Ref, Tensor], live: dict[Value, Tensor]) -> Tensor:
+    value = ref.value
+    if value is None:
+        base = bases.get(ref)
+        if base is None:
+            base = bases[ref] = _fresh(ref)
+    else:
+        found = bases.get(value) if bases else None
+        if found is None:
+            found = live.get(value)
+        if found is None:
+            found = in_memory(value)
+        if found is None:
+            raise _lost(value, ref)
+        base = found
+    return ref.of(base)
+
+
+def _tensors(
+    items: list[Any], bases: dict[Value | Ref, Tensor], live: dict[Value, Tensor]
+) -> list[Any]:
+    return [_tensor(item, bases, live) if type(item) is Ref else item for item in items]
+
+
+def _under_recorded_state(
+    op: Operation, args: list[Any], kwargs: dict[str, Any], switches: tuple[object, ...]
+) -> Any:
     """Call the operator under the state that it was recorded under (rules 3 and 5)."""
-    if not op.draws and (op.ambient is None or op.ambient == _compat.ambient()):
-        if op.stream is None:
-            return op.facts.func(*args, **kwargs)
     with contextlib.ExitStack() as stack:
-        if op.ambient is not None and op.ambient != _compat.ambient():
+        if op.ambient is not None and op.ambient != switches:
             stack.enter_context(_compat.restored_ambient(op.ambient))
         if op.stream is not None:
             stack.enter_context(_compat.on_stream(op.stream))
@@ -203,8 +225,10 @@ def _private(ref: Ref, live: dict[Value, Tensor], readers: dict[Value, int]) -> 
 
 
 def _fresh(ref: Ref) -> Tensor:
-    storage = torch.UntypedStorage(ref.blank, device=ref.device)
-    empty = torch.empty(0, dtype=ref.dtype, device=ref.device)
+    assert ref.blank is not None
+    nbytes, device = ref.blank
+    storage = torch.UntypedStorage(nbytes, device=device)
+    empty = torch.empty(0, dtype=ref.dtype, device=device)
     return empty.set_(storage, ref.offset, ref.size, ref.stride)
 
 

@@ -263,9 +263,10 @@ class _Run:
         if not program["INSIDE"]:
             self.out.where = f"backward of step {index}"
             extra = program["backward"](state, result)
-        self.out.where = ""
+        self.out.where = f"report of step {index}"
         self.note_state(state, extra)
         self.note_peak(index)
+        self.out.where = ""
 
     def note_peak(self, index: int) -> None:
         if self.budget is None:
@@ -362,8 +363,14 @@ def _show(value: Bits) -> str:
     return f"{dtype}{list(shape)} requires_grad={requires_grad} [{head}...]"
 
 
-def compare(program: Namespace, method: str, *, fraction: float = 0.5) -> Verdict:
-    """Run a program plain and under `method` and compare; also for pasted reproductions."""
+def compare(
+    program: Namespace, method: str, *, fraction: float = 0.5, peaks: bool = False
+) -> Verdict:
+    """Run a program plain and under `method` and compare; also for pasted reproductions.
+
+    With `peaks`, a budget must also have been kept. That is asked for apart from the bits: with
+    tensors of some bytes each, a generator's state (5 kB on the CPU) is most of a step.
+    """
     steps = 3 if method in BUDGETED else 1
     plain = run(program, "plain", steps=steps)
     if method in BUDGETED:
@@ -371,6 +378,8 @@ def compare(program: Namespace, method: str, *, fraction: float = 0.5) -> Verdic
     else:
         other = run(program, method, steps=steps)
     verdict = judge(plain, other)
+    if verdict.kind == "exceeded" and not peaks:
+        verdict = Verdict("equal")
     if verdict.kind == "refused" and _excused(program, method, other):
         verdict = Verdict("stale", verdict.detail)
     if verdict.bad and judge(plain, run(program, "plain", steps=steps)).bad:

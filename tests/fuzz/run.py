@@ -59,9 +59,9 @@ ERRORS: dict[str, type[AssertionError]] = {
 }
 
 
-def check(program: Program, method: str, fraction: float) -> Verdict:
+def check(program: Program, method: str, fraction: float, *, peaks: bool = False) -> Verdict:
     """Compare one program; raise, with its reproduction as the text, if the verdict is bad."""
-    verdict = compare(load(program), method, fraction=fraction)
+    verdict = compare(load(program), method, fraction=fraction, peaks=peaks)
     if verdict.bad:
         text = f"{verdict.kind} ({KINDS[verdict.kind]})\n{verdict.detail}\n\n"
         raise ERRORS[verdict.kind](text + paste(program, method, fraction))
@@ -151,7 +151,7 @@ def batch(
         if options.trail is not None:
             options.trail.write_text(paste(program, method, fraction))
         try:
-            verdict = check(program, method, fraction)
+            verdict = check(program, method, fraction, peaks=options.peaks)
         except AssertionError as error:
             if not failed:
                 tally.kinds[next(k for k, e in ERRORS.items() if type(error) is e)] += 1
@@ -182,6 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-failures", type=int, default=5)
     parser.add_argument("--no-shrink", action="store_true", help="print failures as drawn")
     parser.add_argument("--without", action="append", default=[], metavar="TRAIT")
+    parser.add_argument("--peaks", action="store_true", help="also hold budgets to their limit")
     parser.add_argument("--trail", type=Path, help="write each program here before it runs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

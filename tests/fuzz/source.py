@@ -154,5 +154,5 @@ def paste(program: Program, method: str, fraction: float) -> str:
     """The program as a script to be run from the repository root."""
     head = "# Paste into a file in the repository root and run it there.\n"
     head += "from tests.fuzz.driver import TOOLS, compare\n\nglobals().update(TOOLS)\n\n"
-    call = f"compare(globals(), {method!r}, fraction={fraction})"
+    call = f"compare(globals(), {method!r}, fraction={fraction}, peaks=True)"
     return f'{head}{program.source}\nif __name__ == "__main__":\n    print({call})\n'

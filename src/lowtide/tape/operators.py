@@ -90,6 +90,7 @@ class Facts:
         fills: arguments whose old content does not matter, being overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
         statistics: positions (mean, var, training) of hidden running statistics, or None.
+        lazy_bits: makes a tensor whose content is not just what is in its storage.
         ambient: consults global switches, the default dtype among them.
     """
 
@@ -100,6 +101,7 @@ class Facts:
         "fills",
         "fills_saved",
         "func",
+        "lazy_bits",
         "name",
         "opaque",
         "placing",
@@ -114,6 +116,7 @@ class Facts:
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator: its body is Python, run as it is
             self.name = str(func)
+            self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = False
             self.fills: frozenset[int | str] = frozenset()
@@ -123,6 +126,7 @@ class Facts:
             self.statistics: tuple[int, int, int] | None = None
             return
         self.name = schema.name
+        self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import _compat
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
-from lowtide.tape.operators import Facts, facts_of
+from lowtide.tape.operators import _FACTS, Facts, facts_of
 from lowtide.tape.values import Handle, Operation, Ref, Value, common_region, flatten
 from lowtide.tape.watch import hold, overwriting, watch
 
@@ -53,10 +52,8 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(_compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -65,6 +62,9 @@ class Recorder(TorchDispatchMode):
         self.sequence = 0
         self.numbers = 0
         self.decisions = tape.decisions
+        self._switches: tuple[object, ...] = ()
+        self.paused = False  # a backward runs inside the recording
+        self._lazy_bits = False  # some tensor is lazily conjugated or negated
         self.table: dict[int, Entry] = {}
         self.timed = tape.timed
         self.cuda = _compat.cuda_in_use()
@@ -82,10 +82,12 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = facts_of(func)
+        facts = _FACTS.get(func) or facts_of(func)
         if kwargs is None:
             kwargs = {}
-        if facts.view:
+        if facts.view or self.paused:
+            if facts.lazy_bits:
+                self._lazy_bits = True
             return func(*args, **kwargs)
         if facts.opaque or (types and any(map(_compat.has_own_dispatch, types))):
             return self._run_unrecorded(facts, func, args, kwargs)
@@ -114,9 +116,9 @@ class Recorder(TorchDispatchMode):
             if facts.random:
                 op.draws = states_before(args, kwargs)
             if facts.ambient:
-                op.ambient = _compat.ambient()
+                op.ambient = self._ambient()
             if self.cuda:
-                op.stream = _compat.stream_of(refs)
+                op.stream = _compat.stream_of(args)
         for entry, _ in written:
             overwriting(entry.key)
         if self.timed and op is not None:
@@ -135,6 +137,13 @@ class Recorder(TorchDispatchMode):
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)
         return result
+
+    def _ambient(self) -> tuple[object, ...]:
+        """The global switches; equal ones are one object, which a replay compares at no cost."""
+        state = _compat.ambient()
+        if state != self._switches:
+            self._switches = state
+        return self._switches
 
     def _run_unrecorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -181,9 +190,11 @@ class Recorder(TorchDispatchMode):
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
-        if entry is None or needs_care(tensor):
+        if entry is None or (self._lazy_bits and needs_care(tensor)):
             return None
-        value = self.value_in(entry)
+        value = entry.value
+        if value is None:
+            value = self.value_in(entry)
         value.read = True
         if value.held is None and (value.op is None or value.keep):
             self._hold(entry, value, tensor)
@@ -228,6 +239,7 @@ class Recorder(TorchDispatchMode):
             entry = self._enter(storage, None, version)
             self.live[0] -= entry.counted
             entry.counted = 0
+            self._lazy_bits = self._lazy_bits or needs_care(tensor)
         elif entry.version != version:
             if not (entry.loose and version == entry.version - 1):
                 # Written by something the dispatcher did not see: nobody can make it again.
@@ -285,7 +297,7 @@ class Recorder(TorchDispatchMode):
             if not found:
                 return None
             if place in facts.fills and len(found) == 1 and covers(found[0], entry.nbytes):
-                found[0].make_blank(entry.nbytes)
+                found[0].make_blank(entry.nbytes, self._device(entry))
             elif value.op is None or (_untouched_constant(value) and not facts.placing):
                 return None
             through[entry.key] = found[0]
@@ -333,6 +345,13 @@ class Recorder(TorchDispatchMode):
             made.append(value)
 
     @staticmethod
+    def _device(entry: Entry) -> torch.device:
+        storage = entry()
+        assert storage is not None
+        device: torch.device = storage.device
+        return device
+
+    @staticmethod
     def _rebind(old: Value, entry: Entry) -> None:
         """Handles that autograd made before the call mean the content after it."""
         new = entry.value
@@ -371,7 +390,7 @@ class Recorder(TorchDispatchMode):
     def _scratch(statistic: Tensor) -> Ref:
         """Memory in place of running statistics: a replay must not move the real ones."""
         ref = Ref(None, statistic)
-        ref.make_blank(statistic.untyped_storage().nbytes())
+        ref.make_blank(statistic.untyped_storage().nbytes(), statistic.device)
         return ref
 
     def name(self, tensor: Tensor, label: str) -> None:
@@ -388,6 +407,12 @@ class Recorder(TorchDispatchMode):
             if value.keep and value.held is None and value.saves:
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
+
+    def pause(self) -> None:
+        """A backward begins inside the recording. What is known is forgotten, for a table that
+        leads to the loss would keep every value that the loss was made from."""
+        self.paused = True
+        self.table.clear()
 
     def close(self) -> None:
         """Forget the table; values live on as long as handles need them.
@@ -410,7 +435,7 @@ class Recorder(TorchDispatchMode):
         """Saved-tensor hook: a handle in place of the tensor."""
         with _compat.disable_dispatch():
             entry = self.entry_of(tensor)
-            if entry is None or needs_care(tensor):
+            if entry is None or (self._lazy_bits and needs_care(tensor)):
                 return tensor.detach()
             value = self.value_in(entry)
             if value.op is not None:

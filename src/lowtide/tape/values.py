@@ -115,10 +115,10 @@ class Value:
 class Ref:
     """A tensor as (value, dtype, size, stride, offset): a view costs nothing.
 
-    `value` None is memory that the operation overwrites entirely: `blank` bytes of it on `device`.
+    `value` None: memory that the operation overwrites entirely, `blank` = (bytes, device) of it.
     """
 
-    __slots__ = ("blank", "device", "dtype", "offset", "size", "stride", "value")
+    __slots__ = ("blank", "dtype", "offset", "size", "stride", "value")
 
     def __init__(self, value: Value | None, tensor: torch.Tensor) -> None:
         self.value = value
@@ -126,13 +126,12 @@ class Ref:
         self.size = tensor.shape
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
-        self.blank = 0
-        self.device = tensor.device
+        self.blank: tuple[int, torch.device] | None = None
 
-    def make_blank(self, nbytes: int) -> None:
+    def make_blank(self, nbytes: int, device: torch.device) -> None:
         """Forget the value: a replay gets fresh memory of `nbytes` here."""
         self.value = None
-        self.blank = max(nbytes, 1)
+        self.blank = (nbytes, device)
 
     def fits(self, base: torch.Tensor) -> bool:
         """Whether `base`, of the same size and dtype, is this very view."""

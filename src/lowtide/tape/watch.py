@@ -66,9 +66,9 @@ def hold(value: Value, tensor: torch.Tensor) -> None:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) in _PLAIN:
-        return tensor.detach()
+        return _compat.detached_alias(tensor)
     with _compat.disable_torch_function_subclass():
-        return tensor.detach()
+        return _compat.detached_alias(tensor)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""Run a scenario plainly and in lowtide's ways, compare the bits, and count what was replayed.
+
+Problem: a rule's test must say in a few lines what happens, and fail when one bit or one replayed
+operation differs. Invariant: a scenario is a function of a way of calling; both runs start from one
+seed and return every tensor that matters, compared as bytes (NaN equals itself, 0.0 is not -0.0).
+Imports torch and lowtide; knows no test. Rejected: the catalogue's harness, made for whole models.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowtide
+from lowtide import replay
+
+Way = Callable[..., Any]
+Scenario = Callable[[Way], Iterable[Tensor | None]]
+
+
+def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The way that does nothing."""
+    return function(*args, **kwargs)
+
+
+def half_the_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A budget of its own for this one call, in which the first step drops what it can."""
+    with lowtide.budget(0.5):
+        return function(*args, **kwargs)
+
+
+WAYS = {"checkpoint": lowtide.checkpoint, "budget": half_the_peak}
+
+
+class Replayed:
+    """What was run again, one list of operations for each request of backward."""
+
+    def __init__(self) -> None:
+        self.requests: list[list[str]] = []
+        self.nbytes = 0
+
+    def names(self) -> Counter[str]:
+        return Counter(name for request in self.requests for name in request)
+
+    @property
+    def operations(self) -> int:
+        return sum(map(len, self.requests))
+
+    def __getitem__(self, name: str) -> int:
+        return self.names()[f"aten::{name}"]
+
+    def __call__(self, operations: list[Any]) -> None:
+        self.requests.append([op.facts.name for op in operations])
+        self.nbytes += sum(value.nbytes for op in operations for value in op.made())
+
+
+@contextmanager
+def counted() -> Iterator[Replayed]:
+    """Counts the operations replayed inside."""
+    replayed = Replayed()
+    replay.listeners.append(replayed)
+    try:
+        yield replayed
+    finally:
+        replay.listeners.remove(replayed)
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Names of the operations that a recorder sees inside, views left out."""
+    from lowtide.tape.recorder import Recorder
+
+    seen: list[str] = []
+    original = Recorder._run_recorded
+
+    def run(self: Any, facts: Any, *rest: Any) -> Any:
+        seen.append(facts.name)
+        return original(self, facts, *rest)
+
+    Recorder._run_recorded = run  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        Recorder._run_recorded = original  # type: ignore[method-assign]
+
+
+def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """Everything there is to compare about a tensor, as a value."""
+    if tensor is None:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.layout != torch.strided:
+        plain = plain.to_dense()
+    raw = plain.contiguous().reshape(-1).view(torch.uint8) if plain.numel() else plain
+    return (plain.dtype, tuple(plain.shape), tensor.requires_grad, bytes(raw.tolist()))
+
+
+def observe(scenario: Scenario, way: Way) -> list[Any]:
+    """The bits of what the scenario returns, and of the generator's state after it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = [bits(tensor) for tensor in scenario(way)]
+        return [*found, bits(torch.get_rng_state())]
+
+
+def check(scenario: Scenario, way: Way = lowtide.checkpoint) -> Replayed:
+    """Fail unless the way gives the bits of the plain run; what was replayed."""
+    expected = observe(scenario, plainly)
+    with counted() as replayed:
+        found = observe(scenario, way)
+    assert len(found) == len(expected)
+    for place, (one, two) in enumerate(zip(expected, found, strict=True)):
+        assert one == two, f"tensor {place} differs from the plain run"
+    return replayed
+
+
+def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
+    """The loss and the gradients that its backward leaves."""
+    loss.backward()
+    return [loss, *(leaf.grad for leaf in leaves)]
+
+
+def leaf(*shape: int, **options: Any) -> Tensor:
+    return torch.randn(*shape, **options).requires_grad_()

@@ -1,0 +1,220 @@
+"""Rule 4: externals are never written by a replay, and never read changed.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import WAYS, Way, bits, check, counted, gradients, leaf
+
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def trains_on() -> None:
+    """The process can take a right step after whatever happened before."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
+        x = leaf(3, 4)
+        return gradients(way(model, x).square().sum(), x, *model.parameters())
+
+    assert check(scenario).operations > 0
+
+
+def test_a_backward_writes_no_external() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+    x = torch.randn(6, 4)
+    shift = torch.randn(6, 4)
+    y = lowtide.checkpoint(lambda x: (model(x) + shift).sin().exp(), x)
+    state = {**model.state_dict(keep_vars=True), "x": x, "shift": shift}
+    before = {name: (bits(t), t._version) for name, t in state.items()}
+    with counted() as replayed:
+        y.sum().backward()
+    assert replayed["native_batch_norm"] == 2
+    assert {name: (bits(t), t._version) for name, t in state.items()} == before
+
+
+@pytest.mark.parametrize("way", [lowtide.checkpoint], ids=["checkpoint"])
+def test_an_optimizer_step_before_backward_is_an_error(way: Way) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = way(model, torch.randn(3, 4)).square().sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(lowtide.ReplayError) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert "modified by an in-place operation after the forward read it" in text
+    assert "shape (4, 4)" in text or "shape (4,)" in text
+    assert "is optimizer.step() called before backward()?" in text
+    trains_on()
+
+
+def test_an_optimizer_step_before_backward_is_an_error_under_a_budget() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.budget(0.5):
+        loss = model(torch.randn(64, 8)).square().sum()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(lowtide.ReplayError, match="expected version"):
+        loss.backward()
+    trains_on()
+
+
+@dataclass
+class Parcel:
+    extra: dict[str, Tensor]
+
+
+# Each reads `shift` in the region in some way that no argument list shows.
+READERS: dict[str, Callable[[Way, Tensor, Tensor], Tensor]] = {
+    "closure": lambda way, x, shift: way(lambda x: (x + shift).sin().exp(), x),
+    "kwarg": lambda way, x, shift: way(lambda x, *, by: (x + by).sin().exp(), x, by=shift),
+    "positional": lambda way, x, shift: way(lambda x, by: (x + by).sin().exp(), x, shift),
+    "dict": lambda way, x, shift: way(lambda x, d: (x + d["by"]).sin().exp(), x, {"by": shift}),
+    "dataclass": lambda way, x, shift: way(
+        lambda x, p: (x + p.extra["by"]).sin().exp(), x, Parcel({"by": shift})
+    ),
+    "view": lambda way, x, shift: way(lambda x: (x + shift.view(2, 4)[1, 2]).sin().exp(), x),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_an_external_changed_before_backward_is_an_error(
+    read: Callable[[Way, Tensor, Tensor], Tensor],
+) -> None:
+    x, shift = leaf(8), torch.randn(8)
+    y = read(lowtide.checkpoint, x, shift)
+    shift.mul_(2)
+    with pytest.raises(lowtide.ReplayError, match="modified by an in-place operation after"):
+        y.sum().backward()
+    trains_on()
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_an_external_left_alone_is_read(read: Callable[[Way, Tensor, Tensor], Tensor]) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, shift = leaf(8), torch.randn(8)
+        return gradients(read(way, x, shift).sum(), x)
+
+    assert check(scenario)["add"] == 1
+
+
+def test_an_external_changed_after_backward_is_no_matter() -> None:
+    x, shift = leaf(8), torch.randn(8)
+    y = lowtide.checkpoint(lambda x: (x + shift).sin().exp(), x)
+    y.sum().backward()
+    shift.mul_(2)
+
+
+def test_an_external_saved_as_it_is_and_changed_is_an_error_as_in_autograd() -> None:
+    """Hooks switch autograd's own check off: the handle makes it (rule 4)."""
+    x, other = leaf(8), torch.randn(8)
+    y = lowtide.checkpoint(lambda x: x * other, x)
+    other.add_(1)
+    with pytest.raises(lowtide.ReplayError, match="is at version 1, expected version 0"):
+        y.sum().backward()
+
+
+@every_way
+def test_a_rebound_name_is_not_a_change(way: Way) -> None:
+    """`closure = other` leaves the tensor alone, so the plain result must come out."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, shift = leaf(8), torch.randn(8)
+        extra = {"by": shift}
+
+        def region(x: Tensor) -> Tensor:
+            return (x + shift * extra["by"]).sin().exp()
+
+        y = way(region, x)
+        extra["by"] = torch.zeros(8)
+        shift = torch.zeros(8)
+        return gradients(y.sum(), x)
+
+    check(scenario, way)
+
+
+def test_an_output_changed_in_place_after_the_region() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        y = way(lambda x: x.sin() * 2, x)
+        y.mul_(3)
+        return gradients(way(lambda y: y.cos().exp(), y).sum(), x)
+
+    check(scenario)
+
+
+# Where plain PyTorch works, lowtide works: buffers that move between forward and backward.
+
+
+def discriminator(norm: bool) -> nn.Module:
+    wrap = (lambda m: m) if norm else nn.utils.parametrizations.spectral_norm
+    layers: list[nn.Module] = [wrap(nn.Linear(6, 8)), nn.LeakyReLU(0.2)]
+    layers += [nn.BatchNorm1d(8)] if norm else []
+    return nn.Sequential(*layers, wrap(nn.Linear(8, 1)))
+
+
+@every_way
+@pytest.mark.parametrize("norm", [False, True], ids=["spectral", "batch"])
+def test_a_gan_runs_its_discriminator_twice_before_one_backward(way: Way, norm: bool) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        model = discriminator(norm)
+        fake = leaf(5, 6)
+        on_real = way(model, torch.randn(5, 6))
+        on_fake = way(model, fake)
+        loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
+        return [*gradients(loss, fake, *model.parameters()), *model.buffers()]
+
+    check(scenario, way)
+
+
+def test_a_gan_whose_second_forward_is_not_in_a_region() -> None:
+    """The buffers move where no recorder looks: right or an error, never wrong."""
+    torch.manual_seed(0)
+    model = discriminator(norm=False)
+    loss = lowtide.checkpoint(model, torch.randn(5, 6)).sum()
+    loss = loss + model(torch.randn(5, 6)).sum()
+    with pytest.raises(lowtide.ReplayError, match="modified by an in-place operation"):
+        loss.backward()
+    trains_on()
+
+
+def test_a_frozen_norm_whose_statistics_move_between() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        norm = nn.BatchNorm1d(4)
+        x = leaf(6, 4)
+        norm.eval()
+        first = way(lambda x: norm(x).sin().exp(), x)
+        norm.train()
+        second = way(lambda x: norm(x).sin().exp(), x)
+        return [*gradients((first + second).sum(), x, *norm.parameters()), *norm.buffers()]
+
+    check(scenario)
+
+
+def test_a_parameter_changed_inside_the_region_is_seen() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        layer = nn.Linear(4, 4)
+        x = leaf(3, 4)
+
+        def region(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                layer.weight.clamp_(-0.2, 0.2)
+            return layer(x).sin().exp()
+
+        return gradients(way(region, x).sum(), x, *layer.parameters())
+
+    check(scenario)
