@@ -18,6 +18,8 @@ from torch import Tensor
 
 import lowtide
 from lowtide import replay
+from lowtide.tape.operators import facts_of
+from lowtide.tape.recorder import Recorder
 
 Way = Callable[..., Any]
 Scenario = Callable[[Way], Iterable[Tensor | None]]
@@ -73,20 +75,20 @@ def counted() -> Iterator[Replayed]:
 @contextmanager
 def recorded() -> Iterator[list[str]]:
     """Names of the operations that a recorder sees inside, views left out."""
-    from lowtide.tape.recorder import Recorder
-
     seen: list[str] = []
-    original = Recorder._run_recorded
+    original = Recorder.__torch_dispatch__
 
-    def run(self: Any, facts: Any, *rest: Any) -> Any:
-        seen.append(facts.name)
-        return original(self, facts, *rest)
+    def run(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = facts_of(func)
+        if not facts.view:
+            seen.append(facts.name)
+        return original(self, func, types, args, kwargs)
 
-    Recorder._run_recorded = run  # type: ignore[method-assign]
+    Recorder.__torch_dispatch__ = run  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Recorder._run_recorded = original  # type: ignore[method-assign]
+        Recorder.__torch_dispatch__ = original  # type: ignore[method-assign]
 
 
 def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:

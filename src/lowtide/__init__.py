@@ -17,6 +17,7 @@ from lowtide.modules import (
     ActivationCheckpointWrapper,
     checkpoint_modules,
 )
+from lowtide.report import BudgetReport
 from lowtide.selection import every
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Budget",
     "BudgetError",
+    "BudgetReport",
     "LowtideError",
     "Measurement",
     "ReplayError",

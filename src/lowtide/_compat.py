@@ -9,8 +9,9 @@ much of torch the library leans on.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,6 +72,66 @@ def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+class _EagerWhileRecording:
+    """Dynamo's stance: eager on a thread that records, the user's own on every other.
+
+    Left to itself, Dynamo finds our mode on the stack, skips the function *for good*, and raises
+    if it was compiled with ``fullgraph=True``; inside the mode's own frames, where the mode is off
+    the stack, it would compile the recorder. `torch.compiler.set_stance` would do, but for the
+    whole process. Goes when the tape can stand around compiled code.
+    """
+
+    def __init__(self, users: Any, recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+        self.users = users
+        self.recording = recording
+        self.lost = lost
+
+    @property
+    def stance(self) -> str:
+        return "force_eager" if self.recording() else str(self.users.stance)
+
+    @property
+    def skip_guard_eval_unsafe(self) -> bool:
+        # Read once a call of a compiled function, and not for a function that is exempt.
+        if self.recording() and self.users.stance != "force_eager":
+            self.lost()
+        return bool(self.users.skip_guard_eval_unsafe)
+
+    @property
+    def backend(self) -> Any:
+        return self.users.backend
+
+
+def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+    """From now on compiled functions run eagerly on a thread where `recording()` is true.
+
+    Each such call says so to `lost`. Does nothing while nobody has used torch.compile.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    users = getattr(dynamo, "_stance", None)
+    if users is not None and type(users) is not _EagerWhileRecording:
+        dynamo._stance = _EagerWhileRecording(users, recording, lost)  # type: ignore[union-attr]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_while_compiling(function: _F) -> _F:
+    """While Dynamo traces, `function` is called once, with constants, and its result is one.
+
+    As `torch.compiler.assume_constant_result`, which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo out of `function` and all that it calls, without importing Dynamo."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
 # A subclass that does not override dispatch carries this marker in place of a method.
 _DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
@@ -90,10 +151,9 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The autograd version counter. `Tensor._version` is documented but has no public name."""
-    version: int = tensor._version
-    return version
+# The autograd version counter. `Tensor._version` is documented but has no public name; raises
+# RuntimeError for inference tensors. The bare getter: it is read for every argument.
+version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:

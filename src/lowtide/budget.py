@@ -25,7 +25,6 @@ from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
 _MARGIN_MODELLED = 0.06  # of the limit, while memory in backward is modelled and not measured
-_UNWATCHED = 0.6  # of the limit, for the forward of a changed step that nobody watches
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
 _PLANS_KEPT = 16
@@ -72,7 +71,8 @@ class Budget:
         observer = self._observer()
         prepared = self._prepared[0] if self._prepared else None
         decisions = StepDecisions(prepared, observer, self)
-        recording = Recording(decisions, timed=observer is not None)
+        learning = self._varied or prepared is None or observer.memory is not None
+        recording = Recording(decisions, timed=learning)
         try:
             tape = recording.__enter__()
         except BaseException:
@@ -103,21 +103,18 @@ class Budget:
 
     # ------------------------------------------------------------------ a step's life
 
-    def _observer(self) -> Observer | None:
-        """Watch this step if there is something to learn from it."""
+    def _observer(self) -> Observer:
+        """Watch this step; measure it as well if there is something to learn from that."""
         due = self._steps % _MEASURE_EVERY == 0
         settled = self._prepared and self._learned >= _LEARNING_STEPS
-        if settled and not due and not self._varied:
-            return None
-        return Observer(start_marks(self.device))
+        return Observer(None if settled and not due else start_marks(self.device))
 
-    def target(self, live: int, dropped: int, observed: bool) -> int:
+    def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already."""
         limit = self.limit_bytes()
         if limit is None:
             return int(self.limit * (live + dropped))
-        # Without an observer nothing can be planned before backward, so leave it more room.
-        return int(limit * ((1 - _MARGIN_MODELLED) if observed else _UNWATCHED))
+        return int(limit * (1 - _MARGIN_MODELLED))
 
     def limit_bytes(self) -> int | None:
         """The limit in bytes; None for a fraction while the plain peak is not known."""
@@ -131,11 +128,10 @@ class Budget:
         if not decisions.begun:
             return
         observer = decisions.observer
-        if observer is None or observer.requests:
-            return
-        observer.begin_backward()
-        if decisions.prepared is None:
-            self._settle(decisions, observer)
+        if observer is not None and not observer.requests:
+            observer.begin_backward()
+            if decisions.prepared is None or decisions.switched:
+                self._settle(decisions, observer)
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
         """An unplanned forward is over: plan its backward from what is still held."""
@@ -166,7 +162,9 @@ class Budget:
         self._varied = self._varied or decisions.tally.diverged_at is not None
         observer = decisions.observer
         if observer is not None:
-            observer.finish(self._learn)
+            changed = decisions.prepared is None or decisions.switched
+            learn = changed or observer.memory is not None
+            observer.finish(self._learn if learn else _nothing)
 
     def _learn(self, observer: Observer) -> None:
         """Plan the next step from one that was watched."""
@@ -231,6 +229,10 @@ class Budget:
             steps=self._steps,
             planned=prepared is not None,
         )
+
+
+def _nothing(observer: Observer) -> None:
+    """A step that went as planned teaches nothing."""
 
 
 def budget(limit: int | float | str, *, device: torch.device | str | None = None) -> Budget:

@@ -8,6 +8,7 @@ two modes (`use_reentrant`); there is one behaviour and it needs no such choice.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -33,6 +34,7 @@ class RegionDecisions:
     """Decisions of a recording that is one user-made region: its policy, and nothing else."""
 
     __slots__ = ()
+    asks = False
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
@@ -162,7 +164,7 @@ def _traced(
     kwargs["use_reentrant"] = False
     if policy is not None:
         context_fn = functools.partial(
-            torch_checkpoint.create_selective_checkpoint_contexts, _as_torch_policy(policy)
+            torch_checkpoint.create_selective_checkpoint_contexts, _TorchPolicy(policy)
         )
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
@@ -170,14 +172,17 @@ def _traced(
     return result
 
 
-def _as_torch_policy(policy: Policy) -> Callable[..., Any]:
-    from torch.utils.checkpoint import CheckpointPolicy
+@dataclasses.dataclass(frozen=True)
+class _TorchPolicy:
+    """A policy as torch's selective checkpoint asks for it: a constant to Dynamo, no closure."""
 
-    def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = policy(OperationInfo(func._schema.name, func, 0))
+    policy: Policy
+
+    def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        keep = self.policy(OperationInfo(func._schema.name, func, 0))
         return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return decide
 
 
 def _policy_of(context_fn: Any, policy: Policy | None) -> Any:

@@ -75,6 +75,8 @@ class Tally:
 class StepDecisions:
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
+    asks = True
+
     def __init__(self, prepared: Prepared | None, observer: Observer | None, owner: Budget) -> None:
         self.prepared = prepared
         self.observer = observer
@@ -86,6 +88,7 @@ class StepDecisions:
         self.evictor: Evictor | None = None
         self.pending = 0  # handles that autograd holds
         self.begun = False
+        self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
         self.seen: list[Signature] = []
         self._settled: list[int] | None = None  # retention chosen at the start of backward
@@ -138,7 +141,11 @@ class StepDecisions:
             self._make_room()
 
     def _diverged(self, index: int, made: list[Value]) -> None:
-        """Not the step that was planned: another plan that fits so far, or none."""
+        """Not the step that was planned: another plan that fits so far, or none.
+
+        What was decided up to here stays; backward is planned anew when it begins (`switched`).
+        """
+        self.switched = True
         self.prepared = self.owner.matching(self.seen)
         if self.prepared is not None:
             retain = self.prepared.plan.retain
@@ -148,12 +155,14 @@ class StepDecisions:
             return
         self.tally.diverged_at = index
         self.evictor = Evictor(self.live)
+        if self.observer is not None:
+            self.evictor.add(list(self.observer.alive()))
 
     def _make_room(self) -> None:
         evictor = self.evictor
         assert evictor is not None
         live = self.live[0]
-        target = self.owner.target(live, evictor.dropped_bytes, self.observer is not None)
+        target = self.owner.target(live, evictor.dropped_bytes)
         if live > target and not evictor.shrink(target, self._evicted):
             self.owner.cannot_fit(self.live[0], self.seen[-1])
 

@@ -38,3 +38,7 @@ class UsageError(LowtideError, ValueError):
 
 class UnsupportedError(LowtideError, RuntimeError):
     """A feature of torch that cannot run under lowtide, named with the way out."""
+
+
+class CompiledWarning(UserWarning):
+    """A compiled function runs without its compilation, or a compiled model without its budget."""

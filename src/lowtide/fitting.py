@@ -8,14 +8,16 @@ the plain one. Imports budget and override. Rejected: a wrapper module, which re
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.errors import UsageError
+from lowtide.errors import CompiledWarning, UsageError
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import check_model
 from lowtide.override import Restore, has_override, override_forward
@@ -47,15 +49,30 @@ def _inside(
     budget: Budget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _budget_lost()
+            return forward(*args, **kwargs)
         model = reference()
         if model is None or not model.training or not recordable():
             return forward(*args, **kwargs)
-        if current_recorder() is not None or torch.compiler.is_compiling():
+        if current_recorder() is not None:
             return forward(*args, **kwargs)  # something around it decides already
         with budget:
             return forward(*args, **kwargs)
 
     return run
+
+
+@_compat.constant_while_compiling
+def _budget_lost() -> None:
+    """Called once for each time that torch.compile traces a fitted forward."""
+    warnings.warn(
+        "a model that lowtide.fit gave a budget is being compiled with torch.compile: compiled "
+        "code is not recorded yet, so the model runs as if it had no budget. Do not compile it, "
+        "or use lowtide.checkpoint in its blocks, which torch.compile understands.",
+        CompiledWarning,
+        stacklevel=2,
+    )
 
 
 def fit(
@@ -86,6 +103,12 @@ def fit(
         raise UsageError(
             f"this {type(model).__name__} has a budget already: call detach() on the one that "
             "lowtide.fit returned before giving it another."
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise UsageError(
+            f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(); "
+            "its compiled call would run past the budget. Leave that call out, or use "
+            "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
     budget = FittedBudget(limit, device)

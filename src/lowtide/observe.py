@@ -25,6 +25,7 @@ from lowtide.tape.values import Handle, Operation, Value, flatten
 from lowtide.workspace import backward_temporaries, workspace_of
 
 _FOREVER = 1 << 60
+_JOINING = frozenset({"aten::cat", "aten::stack"})
 
 
 class _OpLog:
@@ -284,10 +285,13 @@ class Observer:
         """Gradients from sizes: that of a value lives from its last reader to its producer."""
         count = len(self.ops)
         gradient = [0] * (count + 2)
+        producers = {n: index for index, log in enumerate(self.ops) for n in log.outputs}
         for index, log in enumerate(self.ops):
+            # The gradients of what was joined are views of one buffer: it lives as long as any.
+            joined = [producers[n] for n in log.inputs] if log.name in _JOINING else []
             for number in log.outputs:
                 if number in self.carries_grad and last_use[number] > index:
-                    gradient[index] += sizes[number]
+                    gradient[min([index, *joined])] += sizes[number]
                     gradient[last_use[number]] -= sizes[number]
         parameter = [0] * (count + 2)
         for reader, nbytes in self.parameters.values():

@@ -73,18 +73,18 @@ def in_memory(value: Value) -> Tensor | None:
 def closure(value: Value) -> list[Operation]:
     """The operations that must run to make `value` from what is in memory, in recorded order."""
     found: set[Operation] = set()
-    stack = [value]
+    stack: list[tuple[Value, Ref | None]] = [(value, None)]
     while stack:
-        wanted = stack.pop()
+        wanted, read_as = stack.pop()
         op = wanted.op
         if op is None:
-            raise _lost(wanted, None)
+            raise _lost(wanted, read_as)
         if op in found:
             continue
         found.add(op)
         for ref in op.refs:
             if ref.value is not None and in_memory(ref.value) is None:
-                stack.append(ref.value)
+                stack.append((ref.value, ref))
     return sorted(found, key=_sequence)
 
 

@@ -11,13 +11,14 @@ nested regions alive.
 from __future__ import annotations
 
 import threading
+import warnings
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from lowtide import _compat
-from lowtide.errors import UnsupportedError
+from lowtide.errors import CompiledWarning, UnsupportedError
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Decisions, Tape
@@ -36,6 +37,33 @@ def current_recorder() -> Recorder | None:
     return _open.recorder
 
 
+def _recording() -> bool:
+    return _open.recorder is not None
+
+
+_warned = False
+
+
+def _compilation_lost() -> None:
+    """A compiled function was called where the tape records: say so, once a process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "a function compiled with torch.compile was called inside a lowtide budget or region: "
+            "it runs eagerly there, with the right result but without its compilation, because "
+            "the operations inside compiled code cannot be recorded yet. Call it outside, or do "
+            "not compile it.",
+            CompiledWarning,
+            stacklevel=5,
+        )
+
+
+# Dynamo must not look into these when they are called under a compiled function.
+for _function in (Recorder.__torch_dispatch__, Recorder.pack, unpack):
+    _compat.never_compiled(_function)
+
+
 class Recording:
     """Context manager: record what runs inside onto a tape of its own."""
 
@@ -52,6 +80,7 @@ class Recording:
                 "jacrev, ...): torch does not offer saved-tensor hooks there. Call the transform "
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
+        _compat.run_compiled_eagerly(_recording, _compilation_lost)
         recorder = Recorder(self.tape)
         _compat.push_saved_tensor_hooks(recorder.pack, unpack)
         try:
@@ -108,5 +137,10 @@ class Nested:
 
 
 def recordable() -> bool:
-    """Whether anything run now could be asked for in a backward (rule 12)."""
+    """Whether anything run now could be asked for in a backward (rule 12).
+
+    Nothing that torch.compile traces: its code is not recorded.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

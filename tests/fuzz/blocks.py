@@ -133,13 +133,13 @@ def mode(p: Pick) -> None:
             "torch.no_grad()",
             'torch.autocast("cpu", enabled=False)',
             "torch.enable_grad()",
-            "torch.autograd.graph.save_on_cpu()",
+            "copied_saves()",
         )
     )
     block = p.a.block(p.raw.body, eval(head, p.a.namespace))
     if not block.statements:
         raise Rejected("an empty block")
-    if "save_on_cpu" in head:
+    if "copied_saves" in head:
         p.trait("hooks")
     p.a.suite(f"with {head}:", block)
     p.a.scope += block.names

@@ -145,6 +145,15 @@ def in_thread(function: Callable[[], object]) -> None:
         raise caught[0]
 
 
+def copied_saves() -> torch.autograd.graph.saved_tensors_hooks:
+    """Saved-tensor hooks of the user's own.
+
+    They copy: torch's save_on_cpu hands CPU tensors through, and as hooks switch autograd's
+    version check off, plain would then use what a later write in place left there.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
+
+
 def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
@@ -252,6 +261,7 @@ class _Run:
         program = self.program
         context = contextlib.nullcontext() if self.budget is None else self.budget
         extra: list[Any] = []
+        self.out.where = f"entering step {index}"
         with context:
             self.out.where = f"forward of step {index}"
             enter = self.region if program["OUTER"] else direct
@@ -400,6 +410,7 @@ TOOLS: Namespace = {
     "F": F,
     "Stop": Stop,
     "in_thread": in_thread,
+    "copied_saves": copied_saves,
     "SaveInput": SaveInput,
     "SaveOutput": SaveOutput,
     "SaveInside": SaveInside,

@@ -86,6 +86,7 @@ class Facts:
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
         blank, constant: a factory of uninitialised or of constant memory.
+        simple: neither writes, draws, nor needs any care.
         placing: an in-place write of the kind that builds a tensor, see the table above.
         fills: arguments whose old content does not matter, being overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
@@ -106,6 +107,7 @@ class Facts:
         "opaque",
         "placing",
         "random",
+        "simple",
         "statistics",
         "view",
         "writes",
@@ -118,7 +120,7 @@ class Facts:
             self.name = str(func)
             self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
-            self.placing = self.ambient = False
+            self.placing = self.ambient = self.simple = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = True
@@ -149,6 +151,9 @@ class Facts:
         )
         if schema.overload_name == "no_stats":
             self.statistics = None
+        self.simple = not (
+            self.writes or self.opaque or self.random or self.blank or self.constant
+        ) and self.statistics is None
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)
 

@@ -22,16 +22,19 @@ from lowtide import _compat
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
 from lowtide.tape.operators import _FACTS, Facts, facts_of
-from lowtide.tape.values import Handle, Operation, Ref, Value, common_region, flatten
+from lowtide.tape.values import Handle, Operation, RareOperation, Ref, Value, common_region, flatten
 from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
 
 Tensor = torch.Tensor
+_STRIDED = torch.strided
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # mypy cannot see that calling `weakref.ref` on a slotted class is typed
 _weak_value: Callable[[Value], weakref.ref[Value]] = weakref.ref
+
+_weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
 class Entry(weakref.ref):  # type: ignore[type-arg]
@@ -68,6 +71,8 @@ class Recorder(_compat.Mode):
         self.table: dict[int, Entry] = {}
         self.timed = tape.timed
         self.cuda = _compat.cuda_in_use()
+        self._careful = self.timed or self.cuda
+        self._asks = tape.decisions.asks
         self.live = [0]
         table, live = self.table, self.live
 
@@ -93,7 +98,63 @@ class Recorder(_compat.Mode):
             return self._run_unrecorded(facts, func, args, kwargs)
         if torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
+        if facts.simple and not self._careful:
+            return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
+
+    def _run_simple(
+        self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As `_run_recorded`, for operators that only read and make tensors: most calls."""
+        refs: list[Ref] = []
+        template = list(args)
+        table, region = self.table, self.region
+        known = True
+        place = 0
+        for argument in args:
+            kind = type(argument)
+            if kind is Tensor and argument.layout is _STRIDED:
+                entry = table.get(argument.untyped_storage()._cdata)
+                value = entry.value if entry is not None else None
+                ref: Ref | None
+                if (
+                    entry is not None
+                    and value is not None
+                    and value.op is not None
+                    and not value.keep
+                    and value.region is region
+                    and entry.version == _compat.version_of(argument)
+                    and not self._lazy_bits
+                ):
+                    ref = Ref(value, argument)
+                else:
+                    ref = self._reference(argument)
+                if ref is None:
+                    known = False
+                else:
+                    template[place] = ref
+                    refs.append(ref)
+            elif kind is list or isinstance(argument, Tensor):
+                known = self._encode(template, (place,), refs, ()) and known
+            place += 1
+        if kwargs:
+            named = dict(kwargs)
+            known = self._encode(named, list(named), refs, ()) and known
+        else:
+            named = kwargs
+        if not known:
+            result = func(*args, **kwargs)
+            self._register(None, result, [])
+            return result
+        op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
+                       self._ambient() if facts.ambient else None)  # fmt: skip
+        self.sequence += 1
+        result = func(*args, **kwargs)
+        made: list[Value] = []
+        self._register(op, result, made)
+        if self._asks or region.policy is not None:
+            self.decisions.produced(op, made, region, args, kwargs)
+        return result
 
     def _run_recorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -102,21 +163,22 @@ class Recorder(_compat.Mode):
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
         template = list(args)
+        if facts.statistics is not None and not statistics:
+            self._freeze(template, facts.statistics[:2], refs)
         known = self._encode(template, range(len(template)), refs, statistics)
         named = kwargs
         if kwargs:
             named = dict(kwargs)
             known = self._encode(named, list(named), refs, ()) and known
         through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
-        op: Operation | None = None
+        op: RareOperation | None = None
         if through is not None:
-            op = Operation(facts, template, named, refs, self.sequence)
+            op = RareOperation(facts, template, named, refs, self.sequence,
+                               torch.is_grad_enabled(),
+                               self._ambient() if facts.ambient else None)  # fmt: skip
             self.sequence += 1
-            op.grad_mode = torch.is_grad_enabled()
             if facts.random:
                 op.draws = states_before(args, kwargs)
-            if facts.ambient:
-                op.ambient = self._ambient()
             if self.cuda:
                 op.stream = _compat.stream_of(args)
         for entry, _ in written:
@@ -188,6 +250,19 @@ class Recorder(_compat.Mode):
                 into[place] = items
         return known
 
+    def _freeze(self, into: list[Any], places: tuple[int, ...], refs: list[Ref]) -> None:
+        """Read running statistics from a copy: they move without a change of version (rule 4).
+
+        What autograd itself saves of them stays the live buffer, as in the plain step.
+        """
+        for place in places:
+            if isinstance(into[place], Tensor) and self.entry_of(into[place]) is not None:
+                copied = into[place].clone()
+                value = Value(None, copied.untyped_storage().nbytes(), self.region)
+                value.held, value.version = copied, _compat.version_of(copied)
+                into[place] = Ref(value, copied)
+                refs.append(into[place])
+
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
         if entry is None or (self._lazy_bits and needs_care(tensor)):
@@ -195,10 +270,14 @@ class Recorder(_compat.Mode):
         value = entry.value
         if value is None:
             value = self.value_in(entry)
-        value.read = True
-        if value.held is None and (value.op is None or value.keep):
+        if value.op is None:
+            value.read = True
+            if value.held is None:
+                self._hold(entry, value, tensor)
+            return Ref(value, tensor)
+        if value.keep and value.held is None:
             self._hold(entry, value, tensor)
-        if value.op is not None and value.region is not self.region:
+        if value.region is not self.region:
             self._crossing(value)
         return Ref(value, tensor)
 
@@ -307,22 +386,24 @@ class Recorder(_compat.Mode):
 
     def _register(self, op: Operation | None, result: Any, made: list[Value]) -> None:
         flat = (result,) if isinstance(result, Tensor) else flatten(result)
-        for place, tensor in enumerate(flat):
-            if not isinstance(tensor, Tensor):
-                continue
-            if type(tensor) not in _PLAIN and _compat.has_own_dispatch(type(tensor)):
-                continue
-            try:
-                storage = tensor.untyped_storage()
-                version = _compat.version_of(tensor)
-            except (NotImplementedError, RuntimeError):
-                continue  # no storage, or an inference tensor: an external if it is ever read
-            if storage._cdata in self.table:
-                continue  # an alias of something known: its geometry is all there is to it
-            value = self._value_of(self._enter(storage, op, version))
-            if op is not None:
-                op.outputs.append((place, _weak_value(value)))
-                made.append(value)
+        table = self.table
+        place = 0
+        for tensor in flat:
+            plain = type(tensor) is Tensor
+            if plain or (isinstance(tensor, Tensor) and not _compat.has_own_dispatch(type(tensor))):
+                try:
+                    storage = tensor.untyped_storage()
+                    version = _compat.version_of(tensor)
+                except (NotImplementedError, RuntimeError):
+                    place += 1
+                    continue  # no storage, or an inference tensor: an external if it is ever read
+                # What is in the table is an alias of something known: all there is is its geometry.
+                if storage._cdata not in table:
+                    value = self._enter(storage, op, version).value
+                    if op is not None and value is not None:
+                        op.outputs.append((place, _weak_value(value)))
+                        made.append(value)
+            place += 1
 
     def _rewritten(
         self, op: Operation | None, through: Ref | None, entry: Entry, made: list[Value]
@@ -356,7 +437,8 @@ class Recorder(_compat.Mode):
         """Handles that autograd made before the call mean the content after it."""
         new = entry.value
         assert new is not None
-        for weak in old.saves:
+        new.saves = new.saves or []
+        for weak in old.saves or ():
             handle = weak()
             if handle is not None:
                 handle.ref.value = new
@@ -382,11 +464,6 @@ class Recorder(_compat.Mode):
         return entry
 
     @staticmethod
-    def _value_of(entry: Entry) -> Value:
-        assert entry.value is not None
-        return entry.value
-
-    @staticmethod
     def _scratch(statistic: Tensor) -> Ref:
         """Memory in place of running statistics: a replay must not move the real ones."""
         ref = Ref(None, statistic)
@@ -399,7 +476,6 @@ class Recorder(_compat.Mode):
         if entry is None:
             return
         value = self.value_in(entry)
-        value.name = label
         policy = self.region.policy
         if isinstance(policy, Policy) and value.op is not None and not value.keep:
             facts = value.op.facts
@@ -433,24 +509,32 @@ class Recorder(_compat.Mode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Saved-tensor hook: a handle in place of the tensor."""
-        with _compat.disable_dispatch():
-            entry = self.entry_of(tensor)
-            if entry is None or (self._lazy_bits and needs_care(tensor)):
+        entry = self.entry_of(tensor)
+        if entry is None or (self._lazy_bits and needs_care(tensor)):
+            with _compat.disable_dispatch():
                 return tensor.detach()
+        value = entry.value
+        if value is None:
             value = self.value_in(entry)
-            if value.op is not None:
-                if _untouched_constant(value):
-                    value.op = None  # a foreign kernel may have filled it
-                elif value.scope is None or self.region.depth < value.scope.depth:
-                    value.scope = self.region
-            if value.held is None and (
-                value.op is None or value.keep or self.decisions.saved(value, self.region)
-            ):
+        region = self.region
+        if value.op is not None:
+            if value.op.facts.constant:
+                value.op = None  # a foreign kernel may have filled it
+            elif value.scope is None or region.depth < value.scope.depth:
+                value.scope = region
+        if value.held is None and (
+            value.op is None or value.keep or (self._asks and self.decisions.saved(value, region))
+        ):
+            with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
-            handle = Handle(Ref(value, tensor), self.region, self.tape, self.sequence)
-            value.saves.append(weakref.ref(handle))
+        handle = Handle(Ref(value, tensor), region, self.tape, self.sequence)
+        if value.saves is None:
+            value.saves = [_weak_handle(handle)]
+        else:
+            value.saves.append(_weak_handle(handle))
+        if self._asks:
             self.decisions.packed(handle, value)
-            return handle
+        return handle
 
 
 def needs_care(tensor: Tensor) -> bool:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class Decisions(Protocol):
     """What a plan or a policy answers. Implementations hold no tensors."""
 
+    asks: bool
+    """Whether it wants to be told of operations and saves where no region has a policy."""
+
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:

@@ -58,20 +58,18 @@ class Value:
         nbytes: size of the storage in bytes.
         held: a tensor over a storage with this content, or None while it is not in memory.
         keep: hold it as soon as something needs it (decided when it was made).
-        version: the version counter of `held` when its content was this value.
-        read: some recorded operation reads it, so a replay may need it.
-        saves: weak references to the live handles.
+        version: the version counter of `held` when its content was this value; set with `held`.
+        read: an external that a recorded operation reads, so that a replay may need it.
+        saves: weak references to handles, once autograd has saved it.
         region: where it was made; scope: the outermost region that needs it.
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.plan`.
-        name: what `lowtide.name` called it.
     """
 
     __slots__ = (
         "__weakref__",
         "held",
         "keep",
-        "name",
         "nbytes",
         "number",
         "op",
@@ -87,15 +85,13 @@ class Value:
         self.op = op
         self.nbytes = nbytes
         self.held: torch.Tensor | None = None
-        self.version = 0
         self.keep = False
         self.read = False
-        self.saves: list[weakref.ref[Handle]] = []
+        self.saves: list[weakref.ref[Handle]] | None = None
         self.region = region
         self.scope: Region | None = None
         self.number = -1
         self.retain_from = 0
-        self.name: str | None = None
 
     def intact(self) -> bool:
         """Whether `held` still has this content, as far as autograd's version counter tells.
@@ -109,7 +105,12 @@ class Value:
 
     def pending(self) -> bool:
         """Whether autograd still holds a handle on this value."""
-        return any(ref() is not None for ref in self.saves)
+        saves = self.saves
+        if saves is None:
+            return False
+        if len(saves) == 1:
+            return saves[0]() is not None
+        return any([ref() is not None for ref in saves])
 
 
 class Ref:
@@ -173,17 +174,19 @@ class Operation:
     __slots__ = (
         "ambient",
         "args",
-        "draws",
         "facts",
         "grad_mode",
         "kwargs",
         "outputs",
         "refs",
-        "seconds",
         "sequence",
-        "stream",
-        "writes",
     )
+
+    # What most operations do without; `RareOperation` has room for it.
+    writes: Any = ()
+    draws: Any = ()
+    stream: Any = None
+    seconds: float = 0.0
 
     def __init__(
         self,
@@ -192,19 +195,17 @@ class Operation:
         kwargs: dict[str, Any],
         refs: list[Ref],
         sequence: int,
+        grad_mode: bool,
+        ambient: tuple[object, ...] | None,
     ) -> None:
         self.facts = facts
         self.args = args
         self.kwargs = kwargs
         self.refs = refs
         self.sequence = sequence
-        self.writes: list[tuple[Ref, weakref.ref[Value]]] = []
+        self.grad_mode = grad_mode
+        self.ambient = ambient
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
-        self.draws: list[tuple[torch.Generator, torch.Tensor]] = []
-        self.ambient: tuple[object, ...] | None = None
-        self.grad_mode = True
-        self.seconds = 0.0
-        self.stream: Any = None
 
     def values(self) -> list[Value]:
         """The values that a replay reads."""
@@ -218,6 +219,24 @@ class Operation:
             if value is not None:
                 found.append(value)
         return found
+
+
+class RareOperation(Operation):
+    """An operation that writes or draws, runs on a stream, or was timed."""
+
+    __slots__ = ("draws", "seconds", "stream", "writes")
+
+    writes: list[tuple[Ref, weakref.ref[Value]]]
+    draws: list[tuple[torch.Generator, torch.Tensor]]
+    stream: Any
+    seconds: float
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        self.writes = []
+        self.draws = []
+        self.stream = None
+        self.seconds = 0.0
 
 
 class Handle:

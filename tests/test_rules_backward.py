@@ -1,0 +1,286 @@
+"""Rule 8: backward in any order, as often as one likes, on any thread, or never.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import WAYS, Way, check, counted, gradients, leaf
+from lowtide.tape.values import Handle, Operation, Value
+
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def two_heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    stem = x.sin().exp()
+    return stem.cos().tanh(), stem.sigmoid().sqrt(), stem
+
+
+def alive(*types: type) -> int:
+    gc.collect()
+    return sum(type(o) in types for o in gc.get_objects())
+
+
+def tape_objects() -> int:
+    """Live records of any tape; slotted ones are tracked by the collector as well."""
+    return alive(Value, Operation, Handle)
+
+
+@every_way
+def test_partial_backwards_in_either_order(way: Way) -> None:
+    for order in ((0, 1), (1, 0), (1,)):
+
+        def scenario(way: Way, order: tuple[int, ...] = order) -> list[Tensor | None]:
+            x = leaf(6)
+            heads = way(two_heads, x)
+            found: list[Tensor | None] = []
+            for place in order:
+                heads[place].sum().backward(retain_graph=True)
+                assert x.grad is not None
+                found.append(x.grad.clone())
+            return found
+
+        check(scenario, way)
+
+
+@every_way
+def test_inputs_chosen(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w, unused = leaf(4, 4), leaf(4, 4), leaf(4)
+        y = way(lambda x: (x.tanh() @ w).sin().exp() + unused, x)
+        y.sum().backward(inputs=[w], retain_graph=True)
+        assert x.grad is None
+        only = torch.autograd.grad(y.sum(), [x, w], retain_graph=True, allow_unused=True)
+        return [w.grad, *only, *gradients(y.sum(), x, w, unused)]
+
+    check(scenario, way)
+
+
+def test_a_partial_backward_replays_its_own_part() -> None:
+    x = leaf(6)
+    one, two, _ = lowtide.checkpoint(two_heads, x)
+    with counted() as first:
+        one.sum().backward(retain_graph=True)
+    assert first["cos"] == 1
+    assert first["sigmoid"] == first["sqrt"] == 0
+    with counted() as second:
+        two.sum().backward()
+    assert second["sqrt"] == 1
+    assert second["cos"] == 0
+
+
+@every_way
+def test_several_losses_through_one_region(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(6), leaf(6)
+        a, b, stem = way(two_heads, x * w)
+        found: list[Tensor | None] = []
+        for loss in (a.sum(), b.square().sum(), (stem * a).sum(), (a * b).exp().sum()):
+            found.extend(torch.autograd.grad(loss, (x, w), retain_graph=True))
+        return found
+
+    check(scenario, way)
+
+
+@every_way
+def test_retain_graph_and_the_error_without_it(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+        y = way(two_heads, x)[0].sum()
+        for _ in range(3):
+            y.backward(retain_graph=True)
+        y.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward()
+        return [x.grad]
+
+    check(scenario, way)
+
+
+def test_a_backward_that_never_comes_frees_everything() -> None:
+    before = tape_objects()
+    x = leaf(64)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    outputs = [lowtide.checkpoint(net, x) for _ in range(5)]
+    inside = weakref.ref(net[0])
+    assert tape_objects() > before + 20
+    del outputs, net
+    assert inside() is None
+    assert tape_objects() == before
+
+
+def test_reference_counts_alone_free_a_graph() -> None:
+    """No cycle keeps activations until the garbage collector happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        x = leaf(64)
+        big = torch.randn(64)
+        y = lowtide.checkpoint(lambda x: (x.sin() * big).exp(), x)
+        external = weakref.ref(big)
+        storage = weakref.ref(big.untyped_storage())
+        del big
+        assert storage() is not None or external() is None
+        with counted() as replayed:
+            y.sum().backward()
+        assert replayed.operations > 0
+        del y
+        assert sum(type(o) in (Value, Operation, Handle) for o in gc.get_objects()) == 0
+    finally:
+        gc.enable()
+
+
+def test_a_saved_tensor_unpacked_by_hand() -> None:
+    x = leaf(6)
+    y = lowtide.checkpoint(lambda x: x.sin().cos(), x)
+    node: Any = y.grad_fn
+    expected = x.detach().sin()
+    with counted() as replayed:
+        assert torch.equal(node._saved_self, expected)
+        assert torch.equal(node._saved_self, expected)
+    assert replayed.operations <= 2
+    y.sum().backward()
+    (gradient,) = torch.autograd.grad(x.sin().cos().sum(), x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, gradient)
+    with pytest.raises(RuntimeError, match="saved tensors after they have already been freed"):
+        _ = node._saved_self
+
+
+@every_way
+def test_backward_on_another_thread(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+        y = way(two_heads, x)[0].sum()
+        failures: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                y.backward()
+            except BaseException as error:  # pragma: no cover - only if the test fails
+                failures.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not failures
+        return [x.grad]
+
+    check(scenario, way)
+
+
+def test_two_backwards_at_once_on_two_threads() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(40), leaf(40)
+
+        def region(x: Tensor) -> tuple[Tensor, Tensor]:
+            for _ in range(10):
+                x = (x * w).sin()
+            return x.cos().exp(), x.exp().cos()
+
+        heads = way(region, x)
+        found: list[Any] = [None, None]
+
+        def run(place: int) -> None:
+            loss = heads[place].sum()
+            found[place] = torch.autograd.grad(loss, (x, w), retain_graph=True)
+
+        threads = [threading.Thread(target=run, args=(place,)) for place in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [*found[0], *found[1]]
+
+    check(scenario)
+
+
+@every_way
+def test_a_gradient_penalty_inside_the_region(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = leaf(5, 4)
+
+        def region(x: Tensor) -> Tensor:
+            out = net(x)
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return out.mean() + (slope.norm(dim=1) - 1).square().mean()
+
+        return gradients(way(region, x), x, *net.parameters())
+
+    check(scenario, way)
+
+
+@every_way
+def test_a_gradient_penalty_around_the_region(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 1))
+        x = leaf(5, 4)
+        out = way(net, x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return gradients(out.mean() + slope.square().sum(), x, *net.parameters())
+
+    check(scenario, way)
+
+
+@every_way
+def test_gradients_of_intermediates(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+        inside: list[Tensor] = []
+        seen: list[Tensor] = []
+
+        def region(x: Tensor) -> Tensor:
+            a = x.sin()
+            b = a.exp()
+            a.retain_grad()
+            b.register_hook(lambda g: seen.append(g.clone()))
+            a.register_hook(lambda g: g * 2)
+            inside.append(a)
+            return b.cos()
+
+        loss = way(region, x).sum()
+        (direct,) = torch.autograd.grad(loss, inside[0], retain_graph=True)
+        return [direct, *gradients(loss, x), inside[0].grad, *seen]
+
+    check(scenario, way)
+
+
+def test_backward_inside_the_region() -> None:
+    """A whole inner optimisation runs while the outer forward is recorded."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(6), torch.randn(6)
+
+        def region(x: Tensor) -> Tensor:
+            inner = w.clone().requires_grad_()
+            for _ in range(3):
+                (slope,) = torch.autograd.grad((inner * x.detach()).sin().sum(), inner)
+                with torch.no_grad():
+                    inner -= 0.1 * slope
+            return (x * inner.detach()).sin().exp()
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario)
+
+
+def test_a_graph_spanning_two_regions_backwards_from_the_middle() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+        a, b, stem = way(two_heads, x)
+        c, _, _ = way(two_heads, a + b)
+        (middle,) = torch.autograd.grad(c.sum(), stem, retain_graph=True, allow_unused=True)
+        return [middle, *gradients(c.sum() + stem.sum(), x)]
+
+    check(scenario)

@@ -1,0 +1,353 @@
+"""Rules 10, 12 and 14: what goes wrong leaves nothing behind; off is off; threads are apart.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import lowtide
+from against_plain import WAYS, Way, check, counted, gradients, leaf, recorded
+from lowtide.step import current_recorder
+from lowtide.tape.values import Operation
+
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+class Boom(Exception):
+    pass
+
+
+def surroundings() -> tuple[Any, ...]:
+    return (
+        len(_get_current_dispatch_mode_stack()),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch._C._get_mkldnn_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_num_threads(),
+        current_recorder(),
+        torch._C._autograd._top_saved_tensors_default_hooks(False),
+        torch._C._dispatch_tls_local_exclude_set().raw_repr(),
+        torch._C._dispatch_tls_local_include_set().raw_repr(),
+    )
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Whatever happens inside, the surroundings are as before and the next step is right."""
+    before = surroundings()
+    yield
+    assert surroundings() == before
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
+        x = leaf(3, 4)
+        found = gradients(way(net, x).square().sum(), x, *net.parameters())
+        return [*found, *net.buffers()]
+
+    assert check(scenario).operations > 0
+    check(scenario, WAYS["budget"])
+
+
+ERRORS = [Boom, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit]
+
+
+@every_way
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_forward(error: type[BaseException], way: Way) -> None:
+    x = leaf(6)
+
+    def region(x: Tensor) -> Tensor:
+        x.sin().exp()
+        raise error("in forward")
+
+    with nothing_left_behind(), pytest.raises(error, match="in forward"):
+        way(region, x)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_in_a_nested_forward_that_is_caught_outside(error: type[BaseException]) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+
+        def inner(x: Tensor) -> Tensor:
+            x.cos().exp()
+            raise error
+
+        def outer(x: Tensor) -> Tensor:
+            y = x.sin()
+            try:
+                way(inner, y)
+            except error:
+                y = y.tanh()
+            return way(lambda y: y.exp().cos(), y)
+
+        return gradients(way(outer, x).sum(), x)
+
+    with nothing_left_behind():
+        check(scenario)
+
+
+def test_an_error_of_torch_inside() -> None:
+    with nothing_left_behind(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        lowtide.checkpoint(lambda x: x.sin() @ torch.ones(3, 3), leaf(2, 2))
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_while_replaying(error: type[BaseException]) -> None:
+    """The replay listener stands for anything that fails between request and answer."""
+    x = leaf(6)
+    y = lowtide.checkpoint(lambda x: F.dropout(x.sin(), 0.5).exp().cos(), x)
+    calls: list[int] = []
+
+    def failing(operations: list[Any]) -> None:
+        calls.append(len(operations))
+        raise error("in replay")
+
+    with nothing_left_behind():
+        state = torch.get_rng_state()
+        lowtide.replay.listeners.append(failing)
+        try:
+            with pytest.raises(error, match="in replay"):
+                y.sum().backward(retain_graph=True)
+        finally:
+            lowtide.replay.listeners.remove(failing)
+        assert calls
+        assert torch.equal(state, torch.get_rng_state())
+        y.sum().backward()  # the same graph can be asked again
+        assert x.grad is not None
+
+
+def test_an_error_in_the_middle_of_a_replay() -> None:
+    """An operator that fails on its second run, with random state and dtype swapped around it."""
+    x = leaf(6)
+
+    def region(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            noise = torch.rand(6)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return (x * noise).sin().exp().cos()
+
+    y = lowtide.checkpoint(region, x)
+    # the one draw on a live tape
+    (rand,) = [o for o in gc.get_objects() if type(o) is Operation and o.facts.name == "aten::rand"]
+
+    class Failing:
+        name = "aten::rand"
+
+        @staticmethod
+        def func(*args: Any, **kwargs: Any) -> Any:
+            assert torch.get_default_dtype() == torch.float64
+            torch.rand(3)
+            raise MemoryError("no room")
+
+    with nothing_left_behind():
+        state = torch.get_rng_state()
+        rand.facts = Failing
+        with pytest.raises(MemoryError, match="no room"):
+            y.sum().backward()
+        assert torch.equal(state, torch.get_rng_state())
+
+
+@every_way
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+def test_an_error_in_a_backward_hook(error: type[BaseException], way: Way) -> None:
+    x = leaf(6)
+
+    def region(x: Tensor) -> Tensor:
+        y = x.sin()
+
+        def hook(gradient: Tensor) -> None:
+            raise error("in backward")
+
+        y.register_hook(hook)
+        return y.exp().cos()
+
+    with nothing_left_behind():
+        y = way(region, x)
+        with pytest.raises(error, match="in backward"):
+            y.sum().backward()
+
+
+def test_a_budget_serves_on_after_an_error() -> None:
+    limit = lowtide.budget(0.5)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+    batch = torch.randn(64, 16)
+
+    def step() -> list[Tensor]:
+        net.zero_grad()
+        with limit:
+            loss = net(batch).square().mean()
+        loss.backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    expected = step()
+    for error in (Boom, KeyboardInterrupt):
+        with nothing_left_behind(), pytest.raises(error), limit:
+            net(batch)
+            raise error
+        for _ in range(3):
+            assert all(map(torch.equal, step(), expected))
+
+
+def test_exceptions_swallowed_inside_the_region() -> None:
+    """`except Exception` in user code sees no error of ours in a healthy forward."""
+    caught: list[Exception] = []
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6)
+
+        def region(x: Tensor) -> Tensor:
+            try:
+                return x.sin().exp()
+            except Exception as error:  # pragma: no cover - only if the test fails
+                caught.append(error)
+                raise
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario)
+    assert not caught
+
+
+# Rule 12: off means off.
+
+
+OFF: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+}
+
+
+@every_way
+@pytest.mark.parametrize("off", OFF.values(), ids=OFF)
+def test_without_grad_nothing_is_recorded(
+    off: Callable[[], AbstractContextManager[Any]], way: Way
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    x = torch.randn(3, 4)
+    with recorded() as seen:
+        with off():
+            way(net, x)
+        assert seen == []
+        way(net, x)
+        assert len(seen) > 3
+
+
+def test_a_fitted_model_in_eval_records_nothing() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fitted = lowtide.fit(net, "1 GiB")
+    x = torch.randn(3, 4)
+    with recorded() as seen:
+        net.eval()
+        net(x).sum().backward()
+        assert seen == []
+        net.train()
+        net(x).sum().backward()
+        assert seen
+        seen.clear()
+        fitted.detach()
+        net(x).sum().backward()
+        assert seen == []
+
+
+def test_grad_switched_off_inside_a_region() -> None:
+    x = leaf(4)
+
+    def region(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            lowtide.checkpoint(lambda x: x.exp(), x)
+        return x.sin()
+
+    with counted() as replayed:
+        lowtide.checkpoint(region, x).sum().backward()
+    assert replayed.operations == 0
+
+
+# Rule 14: threads do not see each other.
+
+
+def test_two_threads_with_two_budgets() -> None:
+    def train(seed: int, limit: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        weights = [torch.randn(16, 16, generator=generator).requires_grad_() for _ in range(4)]
+        x = torch.randn(32, 16, generator=generator)
+        for _ in range(5):
+            with limit:
+                y = x
+                for w in weights:
+                    y = (y @ w).tanh()
+                loss = y.square().mean()
+            loss.backward()
+        return [w.grad for w in weights if w.grad is not None]
+
+    expected = [train(seed, nullcontext()) for seed in (1, 2)]
+    found: dict[int, list[Tensor]] = {}
+    budgets = {1: lowtide.budget(0.6), 2: lowtide.budget(0.9)}
+    barrier = threading.Barrier(2)
+
+    def run(seed: int) -> None:
+        barrier.wait()
+        found[seed] = train(seed, budgets[seed])
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, two in zip(expected, (found[1], found[2]), strict=True):
+        assert len(one) == len(two) == 4
+        assert all(map(torch.equal, one, two))
+    assert budgets[1].report().steps == budgets[2].report().steps == 5
+
+
+def test_a_recorder_is_open_on_its_own_thread_only() -> None:
+    seen: list[Any] = []
+
+    def region(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: seen.append(current_recorder()))
+        thread.start()
+        thread.join()
+        seen.append(current_recorder())
+        return x.sin()
+
+    lowtide.checkpoint(region, leaf(3))
+    assert seen[0] is None
+    assert seen[1] is not None
+    assert current_recorder() is None
+
+
+def test_replays_run_in_recorded_order() -> None:
+    """All ranks of a process group replay alike: by sequence, not by request."""
+    x = leaf(6)
+    order: list[list[int]] = []
+
+    def listener(operations: list[Any]) -> None:
+        order.append([op.sequence for op in operations])
+
+    lowtide.replay.listeners.append(listener)
+    try:
+        y = lowtide.checkpoint(
+            lambda x: (x.sin() * x.cos() + x.tanh().sigmoid() * x.exp()).cos().exp(), x
+        )
+        y.sum().backward()
+    finally:
+        lowtide.replay.listeners.remove(listener)
+    assert order
+    assert all(numbers == sorted(numbers) for numbers in order)
+    assert max(map(len, order)) > 5

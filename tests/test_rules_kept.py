@@ -1,0 +1,357 @@
+"""Rule 5: what cannot be replayed is kept; and the state that operations read unasked.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import WAYS, Way, check, gradients, leaf
+
+every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+# Memory that somebody unseen fills.
+
+
+class ThroughNumpy(torch.autograd.Function):
+    """Fills an empty tensor from numpy, and keeps things on `ctx` in every way there is."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ThroughNumpy.calls += 1
+        out = torch.empty_like(x)
+        np.multiply(x.detach().numpy(), factor, out=out.numpy())
+        table = torch.zeros(x.shape)
+        table.numpy()[:] = np.cos(x.detach().numpy())
+        ctx.save_for_backward(out, table)
+        ctx.factor = factor
+        ctx.attribute = x.detach().sin()  # a tensor that autograd does not know of
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        out, table = ctx.saved_tensors
+        return gradient * ctx.factor * table + out * 0.1 + ctx.attribute, None
+
+
+class ThroughPointers(torch.autograd.Function):
+    """Writes by address, as kernels bound with ctypes do; the version counter sees nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        source = x.detach().contiguous()
+        out = x.new_empty(x.shape)
+        ctypes.memmove(out.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (out,) = ctx.saved_tensors
+        return gradient * out
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "numpy": lambda x: ThroughNumpy.apply(x.tanh(), 1.5).sin().exp(),
+    "pointers": lambda x: ThroughPointers.apply(x.tanh()).sin().exp(),
+    "numpy_outside_autograd": lambda x: (x * torch.from_numpy(x.detach().numpy() ** 2)).sin().exp(),
+    "item": lambda x: (x * x.detach().max().item()).sin().exp(),
+    "tolist": lambda x: (x * torch.tensor(x.detach().tolist())).sin().exp(),
+    "memory_written_through_data": lambda x: ((x * 2).sin() * _filled(x)).exp(),
+    "seen_by_pointer_only": lambda x: (x * _copied(x)).sin().exp(),
+}
+
+
+def _filled(x: Tensor) -> Tensor:
+    out = torch.empty(x.shape)
+    out.data.copy_(x.detach() + 1)
+    return out
+
+
+def _copied(x: Tensor) -> Tensor:
+    out = torch.zeros(x.shape)
+    ctypes.memmove(out.data_ptr(), x.detach().data_ptr(), x.numel() * x.element_size())
+    return out
+
+
+@every_way
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_memory_that_somebody_unseen_fills(
+    function: Callable[[Tensor], Tensor], way: Way
+) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        return gradients(way(function, x).sum(), x)
+
+    replayed = check(scenario, way)
+    assert replayed["empty"] == replayed["empty_like"] == replayed["new_empty"] == 0
+
+
+def test_a_custom_function_runs_once() -> None:
+    ThroughNumpy.calls = 0
+    lowtide.checkpoint(FUNCTIONS["numpy"], leaf(8)).sum().backward()
+    assert ThroughNumpy.calls == 1
+
+
+# Operators that belong to somebody else.
+
+
+def test_a_custom_operator_is_kept() -> None:
+    calls: list[int] = []
+
+    @torch.library.custom_op("lowtide_tests::noisy", mutates_args=())
+    def noisy(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * len(calls)
+
+    noisy.register_autograd(lambda ctx, g: g * 2)
+    x = leaf(8)
+    y = lowtide.checkpoint(lambda x: noisy(x.sin()).cos().exp(), x)
+    y.sum().backward()
+    assert calls == [1]
+    assert x.grad is not None
+
+
+def test_a_collective_runs_once(tmp_path: Any) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+
+        def scenario(way: Way) -> list[Tensor | None]:
+            x = leaf(8)
+
+            def region(x: Tensor) -> Tensor:
+                y = x.sin()
+                mean = y.detach().clone()
+                dist.all_reduce(mean)
+                gathered = [torch.empty(8)]
+                dist.all_gather(gathered, mean.exp())
+                return ((y - mean) * gathered[0]).cos().exp()
+
+            return gradients(way(region, x).sum(), x)
+
+        replayed = check(scenario)
+        assert replayed.operations > 0
+        assert not [name for name in replayed.names() if name.startswith("c10d")]
+    finally:
+        dist.destroy_process_group()
+
+
+# State that is read without being an argument.
+
+
+def _with_default_dtype(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    try:
+        ramp = torch.linspace(0, 1, 8) + torch.zeros(8).add_(0.1) + torch.arange(8.0)
+        return (x * ramp.sqrt()).sin().exp()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _without_onednn(x: Tensor) -> Tensor:
+    weight = torch.linspace(-1, 1, 36).reshape(4, 1, 3, 3)
+    image = x.reshape(1, 1, 2, 4).sin().repeat(2, 1, 4, 2)
+    with torch.backends.mkldnn.flags(enabled=False):
+        return F.conv2d(F.conv2d(image, weight).exp().transpose(0, 1), weight[:, :, :2, :2]
+                        .repeat(1, 2, 1, 1)).cos().exp()  # fmt: skip
+
+
+def _math_attention(x: Tensor) -> Tensor:
+    q = x.reshape(1, 1, 2, 4).sin()
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        attended = F.scaled_dot_product_attention(q, q, q * 2, is_causal=True)
+    return attended.cos().exp()
+
+
+def _deterministic(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True)
+        try:
+            y = x.sin().index_put((torch.tensor([0, 0, 1]),), x[:3].cos(), accumulate=True)
+            return torch.cumsum(y, 0).exp().cos()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    weight = nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = F.linear(x.reshape(2, 4).sin(), weight)
+        again = F.linear(first.tanh(), weight)  # the cast weight is shared, as by tied layers
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(again.float(), weight).exp() + first.exp().sum()
+
+
+class _SineForTanh(torch.overrides.TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
+
+
+def _function_mode(x: Tensor) -> Tensor:
+    with _SineForTanh():
+        return torch.tanh(x * 2).exp().cos()
+
+
+def _device_context(x: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return (x * torch.ones(8)).sin().exp()
+
+
+STATES = [
+    _with_default_dtype, _without_onednn, _math_attention, _deterministic, _autocast,
+    _function_mode, _device_context,
+]  # fmt: skip
+
+
+@every_way
+@pytest.mark.parametrize("region", STATES, ids=lambda f: f.__name__.strip("_"))
+def test_state_that_stands_only_in_the_forward(
+    region: Callable[[Tensor], Tensor], way: Way
+) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        return gradients(way(region, x).sum(), x)
+
+    replayed = check(scenario, way)
+    if way is lowtide.checkpoint:
+        assert replayed.operations > 0
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.backends.mkldnn.enabled
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@every_way
+def test_state_that_stands_only_in_the_backward(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        y = way(_without_onednn, x).sum() + way(lambda x: (x * torch.ones(8)).sin().exp(), x).sum()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                y.backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return [y, x.grad]
+
+    check(scenario, way)
+
+
+# Tensors that are not plain memory.
+
+
+def test_complex_with_lazy_conjugation_and_negation() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(4, 4, dtype=torch.complex64)
+
+        def region(x: Tensor) -> Tensor:
+            y = x.exp().conj()
+            z = y.imag * 2  # a lazily negated view
+            w = (y @ x.mH).sin() * torch.view_as_real(x.resolve_conj()).sum()
+            return w.abs() + z.exp() * y.real
+
+        return gradients(way(region, x).sum(), x)
+
+    assert check(scenario).operations > 0
+
+
+@every_way
+def test_sparse(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(4, 4), leaf(4, 3)
+
+        def region(x: Tensor) -> Tensor:
+            y = x.relu().to_sparse()
+            z = torch.sparse.mm(y, w.sin())
+            fixed = torch.eye(4).to_sparse_csr() @ z.exp()
+            return (fixed * z).cos().exp()
+
+        return gradients(way(region, x).sum(), x, w)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(scenario, way)
+
+
+@every_way
+def test_a_sparse_gradient_of_an_embedding(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        table = nn.Embedding(10, 4, sparse=True)
+        y = way(lambda i: table(i).sin().exp(), torch.tensor([1, 3, 3]))
+        y.sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        return [table.weight.grad.to_dense()]
+
+    check(scenario, way)
+
+
+@every_way
+def test_quantized(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+
+        def region(x: Tensor) -> Tensor:
+            y = x.sin()
+            q = torch.quantize_per_tensor(y.detach(), 0.02, 3, torch.qint8)
+            fake = torch.fake_quantize_per_tensor_affine(y, 0.02, 3, -128, 127)
+            return (fake * q.dequantize()).exp().cos()
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario, way)
+
+
+def test_meta_tensors() -> None:
+    x = torch.randn(3, 4, device="meta", requires_grad=True)
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Tanh()).to("meta")
+    lowtide.checkpoint(net, x).exp().sum().backward()
+    assert x.grad is not None
+    assert x.grad.device.type == "meta"
+    assert x.grad.shape == (3, 4)
+
+
+def test_opaque_tensors_of_onednn_in_a_recurrent_net() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        net = nn.LSTM(4, 5, num_layers=2, dropout=0.3, bidirectional=True)
+        x = leaf(3, 2, 4)
+        out, (h, c) = way(net, x)
+        return gradients(out.exp().sum() + h.sin().sum() + c.sum(), x, *net.parameters())
+
+    check(scenario)
+
+
+class Tagged(Tensor):
+    """A subclass that only adds Python: its memory is plain."""
+
+
+def test_a_plain_subclass() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6).as_subclass(Tagged)
+        base = leaf(6)
+        y = way(lambda x: (x * base).sin().exp(), x)
+        assert isinstance(y, Tagged)
+        y.as_subclass(Tensor).sum().backward()
+        return [base.grad]
+
+    assert check(scenario).operations > 0
