@@ -8,7 +8,6 @@ two modes (`use_reentrant`); there is one behaviour and it needs no such choice.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from lowtide import _compat
-from lowtide.errors import UsageError
+from lowtide.errors import UnsupportedError, UsageError
 from lowtide.policies import OperationInfo, Policy
 from lowtide.step import Nested, Recording, current_recorder, recordable
 
@@ -163,26 +162,46 @@ def _traced(
 
     kwargs["use_reentrant"] = False
     if policy is not None:
-        context_fn = functools.partial(
-            torch_checkpoint.create_selective_checkpoint_contexts, _TorchPolicy(policy)
-        )
+        context_fn = functools.partial(_torch_contexts, _number_of(policy))
     if context_fn is not None:
         kwargs["context_fn"] = context_fn
     result: R = torch_checkpoint.checkpoint(function, *args, **kwargs)
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class _TorchPolicy:
-    """A policy as torch's selective checkpoint asks for it: a constant to Dynamo, no closure."""
+_traced_policies: list[Policy] = []
 
-    policy: Policy
 
-    def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        from torch.utils.checkpoint import CheckpointPolicy
+@_compat.constant_while_compiling
+def _number_of(policy: Policy) -> int:
+    """A number for a policy: torch's checkpoint takes constants only while it is traced."""
+    if not _is_whole(policy):
+        raise UnsupportedError(
+            f"a {type(policy).__name__} policy was made inside a function that torch.compile "
+            "traces, where its fields are not known yet: make it once outside, and pass it in."
+        )
+    if policy not in _traced_policies:
+        _traced_policies.append(policy)
+    return _traced_policies.index(policy)
 
-        keep = self.policy(OperationInfo(func._schema.name, func, 0))
+
+def _is_whole(policy: Any) -> bool:
+    fields = getattr(policy, "__dataclass_fields__", {})
+    if not all(name in vars(policy) for name in fields):
+        return False
+    return all(_is_whole(v) for v in vars(policy).values() if isinstance(v, Policy))
+
+
+def _torch_contexts(number: int) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    policy = _traced_policies[number]
+
+    def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        keep = policy(OperationInfo(func._schema.name, func, 0))
         return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
 
 
 def _policy_of(context_fn: Any, policy: Policy | None) -> Any:

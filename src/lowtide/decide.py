@@ -21,11 +21,15 @@ from lowtide import _compat
 from lowtide.observe import Observer
 from lowtide.online import Evictor
 from lowtide.plan import Graph, Plan
+from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
+from lowtide.workspace import room_for
 
 if TYPE_CHECKING:
     from lowtide.budget import Budget
+
+_PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
 
 # What an operation looks like to a plan: its name and the bytes it makes.
 Signature = tuple[str, tuple[int, ...]]
@@ -100,7 +104,12 @@ class StepDecisions:
         self.tape = tape
         self.live = tape.recorder.live
         if self.prepared is None:
-            self.evictor = Evictor(self.live)
+            self._watch_room()
+
+    def _watch_room(self) -> None:
+        self.evictor = Evictor(self.live)
+        assert self.tape is not None and self.tape.recorder is not None
+        self.tape.recorder.before = self._before
 
     def discard(self) -> None:
         """The step came to nothing."""
@@ -154,9 +163,20 @@ class StepDecisions:
                 value.retain_from = max(0, retain[value.number])
             return
         self.tally.diverged_at = index
-        self.evictor = Evictor(self.live)
-        if self.observer is not None:
+        self._watch_room()
+        if self.observer is not None and self.evictor is not None:
             self.evictor.add(list(self.observer.alive()))
+
+    def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation of an unplanned forward is about to allocate."""
+        evictor = self.evictor
+        assert evictor is not None
+        live = self.live[0]
+        if live + _PLENTY * evictor.largest <= self.owner.target(live, evictor.dropped_bytes):
+            return
+        need = room_for(facts.name, func, args, kwargs)
+        target = self.owner.target(live + need, evictor.dropped_bytes)
+        evictor.shrink(max(0, target - need), self._evicted)
 
     def _make_room(self) -> None:
         evictor = self.evictor

@@ -28,8 +28,12 @@ class Evictor:
         self._known: list[weakref.ref[Value]] = []
         self._chain: dict[int, float] = {}  # seconds to make a dropped value again, by number
         self.dropped_bytes = 0
+        self.largest = 0  # bytes of the largest value so far
 
     def add(self, values: list[Value]) -> None:
+        for value in values:
+            if value.nbytes > self.largest:
+                self.largest = value.nbytes
         self._known.extend(map(_weak, values))
 
     def shrink(self, target: int, evicted: Callable[[Value], None]) -> bool:

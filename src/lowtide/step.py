@@ -106,7 +106,8 @@ class Recording:
         finally:
             _compat.pop_saved_tensor_hooks()
             recorder.close()
-        if isinstance(error, RuntimeError) and "torch.func transforms" in str(error):
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        if "torch.func" in text and "saved tensor hooks" in text:  # torch's own refusal
             raise UnsupportedError(
                 "a torch.func transform (grad, vmap, jvp, vjp, jacrev, ...) ran inside a lowtide "
                 "budget or region: torch does not offer saved-tensor hooks there. Call the "

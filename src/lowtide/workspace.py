@@ -58,6 +58,40 @@ def _padded(nbytes: int, channels: int) -> int:
     return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
 
 
+def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
+
+    The operator runs on the meta device; where it has no such kernel (its output depends on data)
+    the largest input stands for the output.
+    """
+    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    try:
+        result = func(*[_meta(a) for a in args], **{k: _meta(a) for k, a in kwargs.items()})
+        given = {id(t) for t in tensors}
+        made = sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
+    except Exception:  # any operator may refuse meta tensors, each in its own way
+        made = max(map(_bytes, tensors), default=0)
+    return made + workspace_of(name, tensors, args, made)
+
+
+def _meta(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+        )
+    if isinstance(argument, list | tuple):
+        return [_meta(item) for item in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [t for item in argument for t in _tensors(item)]
+    return []
+
+
 def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> int:
     """Bytes that the backward of an operation allocates, gradients of its inputs included."""
     if "convolution" in name:

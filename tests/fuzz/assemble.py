@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import driver
-from .source import Declaration, Line, Statement, Suite, _value
+from .source import Declaration, Line, Statement, Suite, render_body, value_text
 
 T = TypeVar("T")
 SHAPES: tuple[tuple[int, ...], ...] = (
@@ -126,7 +126,7 @@ class Assembler:
         declaration = Declaration(name, role, tuple(shape), dtype, bound)
         self.declarations.append(declaration)
         g = torch.Generator().manual_seed(len(self.declarations))
-        self.namespace[name] = eval(_value(declaration), {"torch": torch, "g": g})
+        self.namespace[name] = eval(value_text(declaration), {"torch": torch, "g": g})
         return name
 
     def saved(self, name: str) -> bool:
@@ -225,8 +225,6 @@ class Assembler:
 
     def finish(self, *texts: str) -> tuple[tuple[Declaration, ...], tuple[Statement, ...]]:
         """The declarations that the program (or `texts`) names, and its body."""
-        from .source import render_body
-
         body = tuple(self._lists[0])
         used = set(re.findall(r"\w+", "\n".join((render_body(body), *texts))))
         return tuple(d for d in self.declarations if d.name in used), body

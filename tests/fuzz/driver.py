@@ -27,7 +27,6 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,81 +48,17 @@ from .functions import (
     TwoOutputs,
     WriteInput,
 )
+from .verdict import Outcome, Verdict, array, bits, judge
 
 # "both" is regions inside a budget, "policy" regions that keep about half of their operations.
 METHODS = ("plain", "torch", "checkpoint", "policy", "budget", "both")
 BUDGETED = ("budget", "both")
 FRACTIONS = (0.3, 0.5, 0.7, 0.85, 1.0)
-KINDS = {
-    "equal": "the same bits",
-    "raised": "plain raises, and so does the other",
-    "lenient": "only plain raises, because autograd saw a saved tensor change",
-    "stale": "refused, because something was written where no recorder could see it (rule 4)",
-    "unstable": "two plain runs differ: says nothing",
-    "different": "other bits than plain",
-    "refused": "plain runs, the other raises",
-    "accepted": "plain raises, the other does not",
-    "leaked": "something outlives the step that plain frees",
-    "exceeded": "the measured peak is above the limit (rule 13)",
-}
-FAILURES = ("different", "refused", "accepted", "leaked", "exceeded")
-VERSION_CHECK = "modified by an inplace operation"
-
 Namespace = dict[str, Any]
-Bits = tuple[object, ...]
 
 
 class Stop(Exception):
     """Raised inside a region by programs that test what an exception leaves behind."""
-
-
-@dataclass
-class Outcome:
-    """What one run did: its record up to the error, if there was one."""
-
-    record: list[tuple[str, Bits]] = field(default_factory=list)
-    error: BaseException | None = None
-    where: str = ""
-    leaked: list[int] = field(default_factory=list)
-    watched: int = 0
-    freed: int = 0
-    fraction: float = 1.0
-    finite: bool = True
-    exceeded: str = ""
-
-    @property
-    def message(self) -> str:
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """`kind` is one of KINDS; `freed` counts watched storages gone after the forward."""
-
-    kind: str
-    detail: str = ""
-    watched: int = 0
-    freed: tuple[int, int] = (0, 0)
-
-    @property
-    def bad(self) -> bool:
-        return self.kind in FAILURES
-
-
-def bits(value: object) -> Bits:
-    """A tensor as (dtype, shape, requires_grad, bytes); anything else as it is.
-
-    Views and numpy only: an allocation of torch's would count against the budget under test.
-    """
-    if not isinstance(value, Tensor):
-        return (value,)
-    raw = np.ascontiguousarray(_array(value)).tobytes()
-    return (str(value.dtype), tuple(value.shape), value.requires_grad, raw)
-
-
-def _array(value: Tensor) -> np.ndarray[Any, Any]:
-    plain = value.detach().resolve_conj().resolve_neg()
-    return (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
 
 
 def in_thread(function: Callable[[], object]) -> None:
@@ -224,7 +159,7 @@ class _Run:
     def note(self, label: str, value: object) -> None:
         self.out.record.append((label, bits(value)))
         if isinstance(value, Tensor) and value.is_floating_point():
-            self.out.finite = self.out.finite and bool(np.isfinite(_array(value)).all())
+            self.out.finite = self.out.finite and bool(np.isfinite(array(value)).all())
 
     def note_forward(self, state: dict[str, Any], result: dict[str, list[Tensor]]) -> None:
         known: dict[int, str] = {}
@@ -331,46 +266,6 @@ def run_within_budget(program: Namespace, method: str, fraction: float, *, steps
         if not isinstance(outcome.error, budget_error):
             break
     return outcome
-
-
-def judge(plain: Outcome, other: Outcome) -> Verdict:
-    """Compare a run under lowtide (or torch's checkpoint) with the plain run."""
-    if plain.error is not None:
-        if other.error is not None:
-            return Verdict("raised", plain.message)
-        if VERSION_CHECK in plain.message:
-            return Verdict("lenient", plain.message)
-        return Verdict("accepted", f"plain raised in {plain.where}: {plain.message}")
-    if other.error is not None:
-        return Verdict("refused", f"raised in {other.where}: {other.message}")
-    for (label, expected), (name, found) in zip(plain.record, other.record, strict=False):
-        if label != name or expected != found:
-            return Verdict("different", _difference(label, expected, name, found))
-    if len(plain.record) != len(other.record):
-        return Verdict("different", f"{len(plain.record)} against {len(other.record)} entries")
-    leaked = sorted(set(other.leaked) - set(plain.leaked))
-    if leaked:
-        return Verdict("leaked", f"watched storages {leaked} outlive the step")
-    return Verdict("exceeded", other.exceeded) if other.exceeded else Verdict("equal")
-
-
-def _difference(label: str, expected: Bits, name: str, found: Bits) -> str:
-    if label != name:
-        return f"plain recorded {label}, the other run {name}"
-    return f"{label}: plain {_show(expected)}, got {_show(found)}"
-
-
-def _show(value: Bits) -> str:
-    if len(value) != 4:
-        return str(value[0])[:300]
-    dtype, shape, requires_grad, raw = value
-    assert isinstance(dtype, str)
-    assert isinstance(shape, tuple)
-    assert isinstance(raw, bytes)
-    known = getattr(torch, dtype.removeprefix("torch."))
-    buffer = torch.frombuffer(bytearray(raw), dtype=known) if raw else torch.empty(0)
-    head = ", ".join(f"{v:.9g}" for v in buffer[:6].double().tolist())
-    return f"{dtype}{list(shape)} requires_grad={requires_grad} [{head}...]"
 
 
 def compare(

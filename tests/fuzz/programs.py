@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from . import blocks, operations, writes
 from .assemble import SHAPES, Assembler, Pick, Raw
+from .driver import TOOLS
 from .endings import ending
 from .source import Program
 
@@ -133,8 +134,6 @@ def programs(depth: int = 3, most: int = 16) -> st.SearchStrategy[Program]:
 
 def load(program: Program) -> dict[str, object]:
     """The program as a namespace that the driver runs."""
-    from .driver import TOOLS
-
     namespace: dict[str, object] = dict(TOOLS)
     exec(compile(program.source, "<program>", "exec"), namespace)
     return namespace

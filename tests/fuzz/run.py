@@ -23,9 +23,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from .driver import BUDGETED, FAILURES, FRACTIONS, KINDS, METHODS, Verdict, compare
+from .driver import BUDGETED, FRACTIONS, METHODS, compare
 from .programs import load, programs
 from .source import Program, paste
+from .verdict import FAILURES, KINDS, Verdict
 
 BATCH = 250
 

@@ -82,7 +82,8 @@ class Program:
         return sum(1 for _ in _lines(self.body, 0))
 
 
-def _value(declaration: Declaration) -> str:
+def value_text(declaration: Declaration) -> str:
+    """The expression that makes a declared tensor; `g` is a generator where it stands."""
     shape = ", ".join(map(str, declaration.shape))
     size = f"({shape},)" if len(declaration.shape) == 1 else f"({shape})"
     kind = f"dtype=torch.{declaration.dtype}"
@@ -105,7 +106,7 @@ def _value(declaration: Declaration) -> str:
 
 def _maker(head: str, seed: str, declarations: list[Declaration]) -> list[str]:
     lines = [head, f"    g = torch.Generator().manual_seed({seed})", "    return {"]
-    lines += [f'        "{d.name}": {_value(d)},' for d in declarations]
+    lines += [f'        "{d.name}": {value_text(d)},' for d in declarations]
     return [*lines, "    }", ""]
 
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from .driver import Namespace, bits, compare, judge, run
+from .driver import TOOLS, Namespace, compare, direct, run
 from .programs import load, programs
 from .run import check
 from .source import Program, paste
+from .verdict import bits, judge
 
 _common = {
     "deadline": None,
@@ -142,8 +143,6 @@ TOUCHES = False
 
 
 def hand_written(body: str, after: str = "pass") -> Namespace:
-    from .driver import TOOLS
-
     def indent(text: str, depth: int) -> str:
         return "\n".join(" " * depth + line for line in text.splitlines())
 
@@ -205,7 +204,7 @@ def test_a_tensor_that_outlives_the_step_is_a_leak() -> None:
     leak = "held.append(v) if region is not direct else None"
     program = hand_written(f"v = p.tanh()\nwatch(v)\n{leak}\nreturn v.exp()")
     held: list[torch.Tensor] = []
-    program.update(held=held, direct=run.__globals__["direct"])
+    program.update(held=held, direct=direct)
     verdict = compare(program, "torch")
     assert verdict.kind == "leaked", verdict
 

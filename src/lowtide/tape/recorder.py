@@ -66,6 +66,7 @@ class Recorder(_compat.Mode):
         self.numbers = 0
         self.decisions = tape.decisions
         self._switches: tuple[object, ...] = ()
+        self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.paused = False  # a backward runs inside the recording
         self._lazy_bits = False  # some tensor is lazily conjugated or negated
         self.table: dict[int, Entry] = {}
@@ -149,6 +150,8 @@ class Recorder(_compat.Mode):
         op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
                        self._ambient() if facts.ambient else None)  # fmt: skip
         self.sequence += 1
+        if self.before is not None:
+            self.before(facts, func, args, kwargs)
         result = func(*args, **kwargs)
         made: list[Value] = []
         self._register(op, result, made)
@@ -183,6 +186,8 @@ class Recorder(_compat.Mode):
                 op.stream = _compat.stream_of(args)
         for entry, _ in written:
             overwriting(entry.key)
+        if self.before is not None and not written:
+            self.before(facts, func, args, kwargs)
         if self.timed and op is not None:
             start = time.perf_counter()
             result = func(*args, **kwargs)

@@ -1,0 +1,455 @@
+"""DDP, FSDP2, tensor parallelism and collectives on two gloo ranks: right, or refused (rule 14).
+
+Two processes run every scenario once, one after the other, and write down what came out; the tests
+read that. Each scenario is a step with lowtide and the same step without, compared bit for bit:
+losses, gradients, buffers and the state of the generator. Rules of docs/semantics.md are cited by
+number; docs/status.md lists the combinations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+WORLD = 2
+STEPS = 3
+Outcome = dict[str, Any]
+Scenario = Callable[[], Outcome]
+
+
+# ---------------------------------------------------------------------------------- the models
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, 4 * width)
+        self.second = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = nn.functional.gelu(self.first(self.norm(x)))
+        return x + self.drop(self.second(inside))
+
+
+class Net(nn.Module):
+    """Blocks, called through `call`; a BatchNorm if asked for, and a branch that is not used."""
+
+    def __init__(self, call: Any = None, *, batch_norm: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+        self.head = nn.Linear(16, 2)
+        self.unused = nn.Linear(16, 2) if unused else None
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def local(tensor: Tensor) -> Tensor:
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.detach().clone()
+
+
+def train(
+    run: Any, around: Any = contextlib.nullcontext, *, accumulate: int = 1, steps: int = STEPS
+) -> list[Tensor]:
+    """Some steps of `run`; everything that they leave behind."""
+    left: list[Tensor] = []
+    optimizer = torch.optim.SGD(run.parameters(), 0.1)
+    limit = around()
+    for number in range(steps):
+        torch.manual_seed(100 + number + 7 * dist.get_rank())
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            x = torch.randn(256, 8)
+            last = micro == accumulate - 1
+            with contextlib.nullcontext() if last else run.no_sync():
+                with limit:
+                    loss = run(x).square().mean()
+                loss.backward()
+        left.append(loss.detach())
+        left += [local(p.grad) for p in run.parameters() if p.grad is not None]
+        left += [local(b) for b in run.buffers()]
+        left.append(torch.get_rng_state())
+        optimizer.step()
+    return left
+
+
+def compare(plain: list[Tensor], other: list[Tensor]) -> Outcome:
+    same = len(plain) == len(other) and all(map(torch.equal, plain, other))
+    return {"same": same, "tensors": len(plain)}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the operations that were replayed since."""
+    from lowtide import replay
+
+    names: list[str] = []
+
+    def listener(operations: list[Any]) -> None:
+        names.extend(op.facts.name for op in operations)
+
+    replay.listeners.append(listener)
+    try:
+        yield names
+    finally:
+        replay.listeners.remove(listener)
+
+
+def against(plain: Callable[[], list[Tensor]], other: Callable[[], list[Tensor]]) -> Outcome:
+    """Run both; an error of lowtide's is an outcome, any other one a failure of the scenario."""
+    from lowtide.errors import LowtideError
+
+    expected = plain()
+    with counted() as names:
+        try:
+            outcome = compare(expected, other())
+        except LowtideError as error:
+            outcome = {"error": type(error).__name__, "text": str(error)}
+    return {**outcome, "replayed": len(names), "names": sorted(set(names))}
+
+
+# ------------------------------------------------------------------------------------- DDP
+
+
+def ddp(model: nn.Module, **options: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, **options)
+
+
+def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
+    import lowtide
+
+    settings: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+        "plain": ({}, {}, 1),
+        "batch_norm": ({"batch_norm": True}, {}, 1),
+        "static_graph": ({}, {"static_graph": True}, 1),
+        "find_unused": ({"unused": True}, {"find_unused_parameters": True}, 1),
+        "no_sync": ({}, {}, 2),
+    }
+
+    def make(net: dict[str, Any], options: dict[str, Any], micro: int, how: str) -> Scenario:
+        def plain() -> list[Tensor]:
+            return train(ddp(Net(**net), **options), accumulate=micro)
+
+        def other() -> list[Tensor]:
+            if how == "checkpoint":
+                return train(ddp(Net(lowtide.checkpoint, **net), **options), accumulate=micro)
+            if how == "fit":
+                inner = Net(**net)
+                lowtide.fit(inner, 0.8)
+                return train(ddp(inner, **options), accumulate=micro)
+            limit = lowtide.budget(0.8)
+            return train(ddp(Net(**net), **options), lambda: limit, accumulate=micro)
+
+        return lambda: against(plain, other)
+
+    for name, (net, options, micro) in settings.items():
+        for how in ("checkpoint", "budget", "fit"):
+            yield f"ddp {name} {how}", make(net, options, micro, how)
+
+
+# ------------------------------------------------------------------------------------ FSDP2
+
+
+def fsdp(call: Any = None, *, reshard: bool) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = Net(call)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return model
+
+
+def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
+    import lowtide
+
+    def make(reshard: bool, how: str) -> Scenario:
+        def plain() -> list[Tensor]:
+            return train(fsdp(reshard=reshard))
+
+        def other() -> list[Tensor]:
+            if how == "checkpoint":
+                return train(fsdp(lowtide.checkpoint, reshard=reshard))
+            limit = lowtide.budget(0.75)
+            return train(fsdp(reshard=reshard), lambda: limit)
+
+        return lambda: against(plain, other)
+
+    for reshard in (False, True):
+        for how in ("checkpoint", "budget"):
+            yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
+
+
+def fsdp_region_over_groups() -> Outcome:
+    """One region around two groups: the first is resharded before the second's backward."""
+    import lowtide
+
+    class Whole(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = lowtide.checkpoint(super().forward, x)
+            return out
+
+    def sharded(model: nn.Module) -> nn.Module:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+    return against(lambda: train(sharded(Net())), lambda: train(sharded(Whole())))
+
+
+# -------------------------------------------------------------------------- tensor parallelism
+
+
+def parallel(call: Any = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = Net(call)
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    return model
+
+
+def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
+    import lowtide
+
+    def plain() -> list[Tensor]:
+        return train(parallel())
+
+    def limited() -> list[Tensor]:
+        limit = lowtide.budget(0.8)
+        return train(parallel(), lambda: limit)
+
+    yield (
+        "dtensor checkpoint",
+        lambda: against(plain, lambda: train(parallel(lowtide.checkpoint))),
+    )
+    yield "dtensor budget", lambda: against(plain, limited)
+
+
+# -------------------------------------------------------------------------------- collectives
+
+
+class Talking(nn.Module):
+    """Two layers with something sent between them."""
+
+    def __init__(self, talk: Callable[[Tensor], Tensor], call: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 16)
+        self.talk = talk
+        self.call = call
+
+    def inside(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.first(x))
+        return nn.functional.gelu(self.second(self.talk(x).sigmoid())).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inside(x) if self.call is None else self.call(self.inside, x)
+        return out
+
+
+def in_place(x: Tensor) -> Tensor:
+    x = x * 2
+    dist.all_reduce(x)
+    return x
+
+
+def in_place_on_a_copy(x: Tensor) -> Tensor:
+    mean = x.detach().mean(0)
+    dist.all_reduce(mean)
+    return x - mean / WORLD
+
+
+def functional(x: Tensor) -> Tensor:
+    import torch.distributed._functional_collectives as collectives
+
+    out: Tensor = collectives.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    return out[: len(x)] + x
+
+
+def differentiable(x: Tensor) -> Tensor:
+    from torch.distributed.nn.functional import all_gather, all_reduce
+
+    gathered = torch.stack(list(all_gather(x))).mean(0)
+    out: Tensor = gathered + all_reduce(x * 0.5)
+    return out
+
+
+TALKS = {f.__name__: f for f in (in_place, in_place_on_a_copy, functional, differentiable)}
+
+
+def collectives_in(run: Callable[[], object]) -> dict[str, int]:
+    """The collectives that `run` starts, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {
+        event.key: event.count
+        for event in profile.key_averages()
+        if event.key.startswith(("c10d::", "_c10d_functional::"))
+    }
+
+
+def collective_scenarios() -> Iterator[tuple[str, Scenario]]:
+    import lowtide
+
+    def make(talk: Callable[[Tensor], Tensor], how: str) -> Scenario:
+        def plain() -> list[Tensor]:
+            return train(Talking(talk))
+
+        def other() -> list[Tensor]:
+            if how == "checkpoint":
+                return train(Talking(talk, lowtide.checkpoint))
+            limit = lowtide.budget(0.8)
+            return train(Talking(talk), lambda: limit)
+
+        def counts() -> Outcome:
+            if how == "budget":  # its own measurement is a profile too
+                return {}
+            return {"plain": collectives_in(plain), "other": collectives_in(other)}
+
+        return lambda: {**against(plain, other), **counts()}
+
+    for name, talk in TALKS.items():
+        for how in ("checkpoint", "budget"):
+            yield f"{name} {how}", make(talk, how)
+
+
+# ------------------------------------------------------------------------- running the ranks
+
+
+def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
+    if group == "refused":  # leaves collectives under way, so it has processes of its own
+        yield "fsdp2 region over groups", fsdp_region_over_groups
+        return
+    yield from ddp_scenarios()
+    yield from parallel_scenarios()
+    yield from collective_scenarios()
+    yield from fsdp_scenarios()
+
+
+def rank_main(group: str, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{group}", rank=rank, world_size=WORLD
+    )
+    outcomes: dict[str, Outcome] = {}
+    for name, scenario in scenarios(group):
+        try:
+            outcomes[name] = scenario()
+        except Exception:
+            outcomes[name] = {"error": "unexpected", "text": traceback.format_exc()}
+        (folder / f"{group}.{rank}.json").write_text(json.dumps(outcomes))
+    sys.stdout.flush()
+    os._exit(0)  # a refused step may leave a collective that nobody will answer
+
+
+def run_ranks(group: str, folder: Path) -> list[dict[str, Outcome]]:
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(here), group, str(rank), str(folder)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    said = []
+    try:
+        for process in ranks:
+            said.append(process.communicate(timeout=240)[0])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    files = [folder / f"{group}.{rank}.json" for rank in range(WORLD)]
+    assert all(f.exists() for f in files), "\n".join(said)
+    return [json.loads(f.read_text()) for f in files]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    return run_ranks("right", tmp_path_factory.mktemp("ranks"))
+
+
+def check_same(outcomes: list[dict[str, Outcome]], name: str) -> list[Outcome]:
+    found = [rank[name] for rank in outcomes]
+    for rank, outcome in enumerate(found):
+        assert "error" not in outcome, f"rank {rank}: {outcome['text']}"
+        assert outcome["same"], f"rank {rank}: other bits than the plain step"
+        assert outcome["replayed"] > 0, f"rank {rank}: nothing was recomputed"
+    return found
+
+
+HOWS = ("checkpoint", "budget", "fit")
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    "setting", ["plain", "batch_norm", "static_graph", "find_unused", "no_sync"]
+)
+def test_ddp(outcomes: list[dict[str, Outcome]], setting: str, how: str) -> None:
+    check_same(outcomes, f"ddp {setting} {how}")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> None:
+    check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+def test_tensor_parallel(outcomes: list[dict[str, Outcome]], how: str) -> None:
+    check_same(outcomes, f"dtensor {how}")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("talk", list(TALKS))
+def test_a_collective_runs_once(outcomes: list[dict[str, Outcome]], talk: str, how: str) -> None:
+    for outcome in check_same(outcomes, f"{talk} {how}"):
+        assert not [name for name in outcome["names"] if "c10d" in name]  # rule 5
+        if how == "checkpoint":
+            assert outcome["plain"], "no collective was seen"
+            assert outcome["plain"] == outcome["other"]
+
+
+if __name__ == "__main__":
+    rank_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
