@@ -62,6 +62,7 @@ class Mode(TorchDispatchMode):
 # An alias made without telling the modes on the stack; goes with a public equivalent.
 disable_dispatch = torch._C._DisableTorchDispatch
 
+
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` that shares the version counter, also when called below autograd.
 
@@ -139,6 +140,12 @@ _DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
 def has_own_dispatch(cls: type) -> bool:
     """Whether `cls` is a tensor subclass that intercepts operators (DTensor, FakeTensor)."""
     return getattr(cls, "__torch_dispatch__", _DISABLED_DISPATCH) is not _DISABLED_DISPATCH
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper subclass is made of, as `torch.compile` asks for them."""
+    names = getattr(tensor, "__tensor_flatten__", None)
+    return [getattr(tensor, name) for name in names()[0]] if names is not None else []
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -273,7 +280,7 @@ def ambient() -> tuple[object, ...]:
         _C._get_mkldnn_enabled(),
         _C._get_deterministic_algorithms(),
         _C._get_float32_matmul_precision(),
-        _C.get_num_threads(),
+        torch.get_num_threads(),
         _C.get_default_dtype(),
         _cuda_switches() if _cuda_seen else None,
     )

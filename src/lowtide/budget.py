@@ -140,7 +140,7 @@ class Budget:
             return
         problem = Problem(Simulator(graph))
         if self._plain_peak is None:
-            self._plain_peak = problem.run(problem.keep_all()).peak - observer.draw_bytes
+            self._plain_peak = problem.run(problem.keep_all()).peak
         limit = self.limit_bytes()
         assert limit is not None
         start = problem.start(observer.held_from_forward())
@@ -174,8 +174,7 @@ class Budget:
         if not observer.requests:
             return
         graph = observer.graph()
-        plain = Simulator(graph).run(keep_all(graph).retain).peak
-        self._plain_peak = plain - observer.draw_bytes
+        self._plain_peak = plain = Simulator(graph).run(keep_all(graph).retain).peak
         limit = self.limit_bytes()
         assert limit is not None
         measured = observer.timeline is not None

@@ -26,7 +26,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # torch's own keywords. They are taken so that a call can be moved over unchanged.
-_TORCH_KEYWORDS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+_TORCH_KEYWORDS = (
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+    "early_stop",
+)
 
 
 class RegionDecisions:
@@ -87,7 +93,9 @@ class Selective:
     def select(self, func: Any, args: Any, kwargs: Any) -> bool:
         from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-        answer = self.function(SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs)
+        answer = self.function(
+            SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs
+        )
         if isinstance(answer, bool):
             return answer
         return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
@@ -261,7 +269,9 @@ def checkpoint_sequential(
     Raises:
         UsageError: if ``segments`` is out of range or ``functions`` is empty.
     """
-    modules = list(functions.children() if isinstance(functions, torch.nn.Sequential) else functions)
+    modules: list[Callable[..., Any]] = list(
+        functions.children() if isinstance(functions, torch.nn.Sequential) else functions
+    )
     if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
         raise UsageError(f"segments must be a positive int; got {segments!r}.")
     if not modules:

@@ -103,6 +103,8 @@ class StepDecisions:
         assert tape.recorder is not None
         self.tape = tape
         self.live = tape.recorder.live
+        if self.observer is not None:
+            tape.recorder.drawn = self.observer.drawn
         if self.prepared is None:
             self._watch_room()
 

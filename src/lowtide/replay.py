@@ -20,7 +20,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
-from lowtide.tape.values import Handle, Operation, Ref, Value, flatten
+from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten
 from lowtide.tape.watch import copy_of
 
 Tensor = torch.Tensor
@@ -32,7 +32,9 @@ listeners: list[Callable[[list[Operation]], None]] = []
 def unpack(packed: Any) -> Any:
     """Saved-tensor hook: the tensor behind a handle, from memory or from a replay."""
     if not isinstance(packed, Handle):
-        return packed
+        if not packed.intact():
+            raise _changed(packed)
+        return packed.tensor
     tape = packed.tape
     with tape.lock:
         tape.decisions.requested(packed)
@@ -230,6 +232,15 @@ def _fresh(ref: Ref) -> Tensor:
     storage = torch.UntypedStorage(nbytes, device=device)
     empty = torch.empty(0, dtype=ref.dtype, device=device)
     return empty.set_(storage, ref.offset, ref.size, ref.stride)
+
+
+def _changed(kept: Kept) -> ReplayError:
+    return ReplayError(
+        f"backward needs a {type(kept.tensor).__name__} of shape {tuple(kept.tensor.shape)} that "
+        "was modified by an in-place operation after the forward saved it: it is at version "
+        f"{_compat.version_of(kept.tensor)}, expected version {kept.version}. Clone it before "
+        "changing it."
+    )
 
 
 def _lost(value: Value, ref: Ref | None) -> ReplayError:

@@ -34,9 +34,19 @@ def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw]:
     """The states that an operation called with these arguments is about to draw from."""
     explicit = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
     if explicit:
-        return [(generator, generator.get_state()) for generator in explicit]
+        return [(generator, _state_of(generator)) for generator in explicit]
     generator = default_generator(_device_of(args, kwargs))
-    return [] if generator is None else [(generator, generator.get_state())]
+    return [] if generator is None else [(generator, _state_of(generator))]
+
+
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    """The state in memory of Python's: records of the tape are no tensors of the step.
+
+    On the CPU a state is 5 KiB.
+    """
+    state = generator.get_state()
+    kept = torch.frombuffer(bytearray(state.numel()), dtype=torch.uint8)
+    return kept.copy_(state)
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:

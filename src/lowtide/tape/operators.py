@@ -151,9 +151,10 @@ class Facts:
         )
         if schema.overload_name == "no_stats":
             self.statistics = None
-        self.simple = not (
-            self.writes or self.opaque or self.random or self.blank or self.constant
-        ) and self.statistics is None
+        self.simple = (
+            not (self.writes or self.opaque or self.random or self.blank or self.constant)
+            and self.statistics is None
+        )
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)
 

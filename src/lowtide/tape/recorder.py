@@ -22,7 +22,16 @@ from lowtide import _compat
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
 from lowtide.tape.operators import _FACTS, Facts, facts_of
-from lowtide.tape.values import Handle, Operation, RareOperation, Ref, Value, common_region, flatten
+from lowtide.tape.values import (
+    Handle,
+    Kept,
+    Operation,
+    RareOperation,
+    Ref,
+    Value,
+    common_region,
+    flatten,
+)
 from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:
@@ -67,6 +76,7 @@ class Recorder(_compat.Mode):
         self.decisions = tape.decisions
         self._switches: tuple[object, ...] = ()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
+        self.drawn: Callable[[], None] | None = None  # told when a random state was read
         self.paused = False  # a backward runs inside the recording
         self._lazy_bits = False  # some tensor is lazily conjugated or negated
         self.table: dict[int, Entry] = {}
@@ -74,6 +84,8 @@ class Recorder(_compat.Mode):
         self.cuda = _compat.cuda_in_use()
         self._careful = self.timed or self.cuda
         self._asks = tape.decisions.asks
+        self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
+        self._group = 0  # the operation at which it did
         self.live = [0]
         table, live = self.table, self.live
 
@@ -91,6 +103,8 @@ class Recorder(_compat.Mode):
         facts = _FACTS.get(func) or facts_of(func)
         if kwargs is None:
             kwargs = {}
+        if self._read is not None:
+            self._look_for_freed(self._read)
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
@@ -182,10 +196,13 @@ class Recorder(_compat.Mode):
             self.sequence += 1
             if facts.random:
                 op.draws = states_before(args, kwargs)
+                if self.drawn is not None:
+                    self.drawn()
             if self.cuda:
                 op.stream = _compat.stream_of(args)
-        for entry, _ in written:
-            overwriting(entry.key)
+        for entry, place in written:
+            if place != facts.fills_saved:
+                overwriting(entry.key)
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         if self.timed and op is not None:
@@ -220,6 +237,10 @@ class Recorder(_compat.Mode):
         if facts.name.startswith(("c10d::", "_c10d")):  # writes without saying so
             found = (self.entry_of(tensor) for tensor in tensors_in(args, kwargs))
             written = list({e.key: (e, 0) for e in found if e is not None}.values())
+        elif facts.writes:
+            written += self._written_inside(args, kwargs)
+        if self._read is None and facts.name.startswith("fsdp::"):
+            self._read = {}
         for entry, _ in written:
             overwriting(entry.key)
         result = func(*args, **kwargs)
@@ -228,11 +249,41 @@ class Recorder(_compat.Mode):
         self._register(None, result, [])
         return result
 
+    def _written_inside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Entry, int | str]]:
+        """Plain tensors inside subclasses (the local part of a DTensor), which may share memory
+        with recorded ones: a write to the subclass reaches them without a change of version."""
+        found: dict[int, tuple[Entry, int | str]] = {}
+        for tensor in tensors_in(args, kwargs):
+            for inner in _compat.inner_tensors(tensor):
+                entry = self.entry_of(inner)
+                if entry is not None:
+                    found[entry.key] = (entry, 0)
+        return list(found.values())
+
+    def _look_for_freed(self, read: dict[int, Entry]) -> None:
+        """Whether FSDP2 has freed parameters that were read: the end of a module it shards.
+
+        They are there again in that module's own backward. What leaves the module is needed before
+        that, when it cannot be replayed, so it is kept as soon as something reads it (rule 5).
+        """
+        for entry in read.values():
+            storage = entry()
+            if storage is not None and storage.nbytes() < entry.nbytes:
+                break
+        else:
+            return
+        read.clear()
+        self._group = self.sequence
+        for entry in list(self.table.values()):
+            value = entry.value or (entry.weak() if entry.weak is not None else None)
+            if value is not None:
+                value.keep = True  # so that no reader takes a shorter way past the check
+
     # ------------------------------------------------------------------ inputs
 
-    def _encode(
-        self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]
-    ) -> bool:
+    def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
         """Replace tensors by refs; False if some tensor cannot be named on this tape."""
         known = True
         for place in places:
@@ -275,10 +326,14 @@ class Recorder(_compat.Mode):
         value = entry.value
         if value is None:
             value = self.value_in(entry)
+        if value.op is not None and value.op.sequence < self._group:
+            value.op = None  # see `_look_for_freed`
         if value.op is None:
             value.read = True
             if value.held is None:
                 self._hold(entry, value, tensor)
+            if self._read is not None:
+                self._read[entry.key] = entry
             return Ref(value, tensor)
         if value.keep and value.held is None:
             self._hold(entry, value, tensor)
@@ -304,9 +359,7 @@ class Recorder(_compat.Mode):
     def _crossing(self, value: Value) -> None:
         """`value` goes from one region into another: their common region needs it (rule 9)."""
         common = common_region(value.region, self.region)
-        if common is not self.region and (
-            value.scope is None or common.depth < value.scope.depth
-        ):
+        if common is not self.region and (value.scope is None or common.depth < value.scope.depth):
             value.scope = common
 
     def entry_of(self, tensor: Tensor) -> Entry | None:
@@ -516,14 +569,15 @@ class Recorder(_compat.Mode):
         """Saved-tensor hook: a handle in place of the tensor."""
         entry = self.entry_of(tensor)
         if entry is None or (self._lazy_bits and needs_care(tensor)):
-            with _compat.disable_dispatch():
-                return tensor.detach()
+            return self._kept(tensor)
         value = entry.value
         if value is None:
             value = self.value_in(entry)
         region = self.region
         if value.op is not None:
-            if value.op.facts.constant:
+            if value.op.sequence < self._group:
+                value.op = None  # see `_look_for_freed`
+            elif value.op.facts.constant:
                 value.op = None  # a foreign kernel may have filled it
             elif value.scope is None or region.depth < value.scope.depth:
                 value.scope = region
@@ -540,6 +594,13 @@ class Recorder(_compat.Mode):
         if self._asks:
             self.decisions.packed(handle, value)
         return handle
+
+    @staticmethod
+    def _kept(tensor: Tensor) -> Kept:
+        if _compat.has_own_dispatch(type(tensor)):  # its own detach keeps it what it is
+            return Kept(_compat.detached_alias(tensor))
+        with _compat.disable_dispatch():
+            return Kept(tensor.detach())
 
 
 def needs_care(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ class Region:
     def __init__(self, parent: Region | None, policy: Any) -> None:
         self.parent = parent
         self.policy = policy
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
 
     def contains(self, other: Region) -> bool:
         """Whether `other` is this region or lies inside it."""
@@ -65,6 +65,8 @@ class Value:
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.plan`.
     """
+
+    version: int
 
     __slots__ = (
         "__weakref__",
@@ -249,6 +251,22 @@ class Handle:
         self.sequence = sequence
         self.region = region
         self.tape = tape
+
+
+class Kept:
+    """What autograd holds of a tensor that the tape cannot name: itself, and its version then.
+
+    Sparse and opaque tensors, lazily conjugated ones, and subclasses (DTensor).
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version: int = -1 if tensor.is_inference() else tensor._version
+
+    def intact(self) -> bool:
+        return self.version < 0 or self.tensor._version == self.version
 
 
 def flatten(result: Any) -> list[Any]:

@@ -1,0 +1,207 @@
+"""From what an observer saw of a step to its graph.
+
+Problem: what was measured belongs to the plan that ran, and the planner asks about others.
+Invariant: "other" memory is what was measured less what that plan held at that moment, so that the
+simulator gives back the measured peak for the plan that ran; without a measurement it is modelled
+from sizes, to the high side. Imports plan. Rejected: modelling where there is a measurement.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.plan.graph import Event, Graph, OpNode, ValueNode
+
+if TYPE_CHECKING:
+    from lowtide.observe import Observer
+
+FOREVER = 1 << 60
+_JOINING = frozenset({"aten::cat", "aten::stack"})
+
+
+@dataclass(slots=True)
+class OpLog:
+    """One operation, as numbers: values by their number, sizes in bytes, times in seconds."""
+
+    name: str
+    seconds: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sizes: tuple[int, ...]
+    live: int
+    """Bytes of the recording's storages right after it."""
+    begin: int | None
+    """Mark after its random state was read, if it draws."""
+    mark: int
+    """Mark after it ran."""
+    workspace: int
+    """Modelled, see `lowtide.workspace`."""
+    temporaries: int
+    """Modelled, of its backward."""
+
+
+def rebuild(seen: Observer) -> Graph:
+    """The step as a value. Before backward, its events are predicted from the saves."""
+    count = 1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops)))
+    sizes, producers = [0] * count, [-1] * count
+    for index, log in enumerate(seen.ops):
+        for number, nbytes in zip(log.outputs, log.sizes, strict=True):
+            sizes[number], producers[number] = nbytes, index
+    last_use = producers.copy()
+    for index, log in enumerate(seen.ops):
+        for number in log.inputs:
+            last_use[number] = max(last_use[number], index)
+    values = tuple(
+        ValueNode(nbytes, producer, number in seen.pinned)
+        for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
+    )
+    ops = _op_nodes(seen, sizes, last_use)
+    if seen.requests:
+        events = (
+            _measured_events(seen, sizes)
+            if seen.timeline
+            else _modelled_events(
+                seen, sizes, last_use, [(v, op) for v, op, *_ in seen.requests], seen.released
+            )
+        )
+    else:
+        order = sorted(seen.last_save, key=lambda save: save[1], reverse=True)
+        final = {value: index for index, (value, _) in enumerate(order)}
+        events = _modelled_events(seen, sizes, last_use, order, final)
+    return Graph(values, ops, events)
+
+
+def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[OpNode, ...]:
+    held = [0] * (len(seen.ops) + 1)
+    for number in seen.held:
+        if seen.held[number][0] == -1 and number not in seen.pinned:
+            start = min(last_use[number] + 1, len(seen.ops))
+            end = min(seen.evicted.get(number, len(seen.ops)), len(seen.ops))
+            if end > start:
+                held[start] += sizes[number]
+                held[end] -= sizes[number]
+    for number, end in seen.evicted.items():
+        from_forward = seen.held.get(number, (0, 0))[0] == -1
+        if not from_forward and end > last_use[number] + 1:
+            held[last_use[number] + 1] += sizes[number]
+            held[min(end, len(seen.ops))] -= sizes[number]
+    nodes = []
+    before = 0
+    for log, bytes_held in zip(seen.ops, itertools.accumulate(held), strict=False):
+        if seen.timeline is not None:
+            level = seen.timeline.levels[log.mark]
+            peak = max(seen.timeline.peaks[log.begin or before : log.mark])
+            before = log.mark
+            workspace = max(0, peak - level)
+        else:
+            level, workspace = log.live, log.workspace
+            peak = level + workspace
+        nodes.append(
+            OpNode(
+                log.name,
+                log.seconds,
+                log.inputs,
+                log.outputs,
+                workspace,
+                True,
+                max(0, level - bytes_held),
+                max(0, peak - bytes_held),
+            )  # fmt: skip
+        )
+    return tuple(nodes)
+
+
+def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
+    assert seen.timeline is not None
+    count = len(seen.requests)
+    held = [0] * (count + 1)
+    fresh = [0] * (count + 1)  # retained by the replay of this event: not there at its start
+    for number, (start, end) in seen.held.items():
+        if number in seen.pinned:
+            continue
+        first, last = max(start, 0), min(end, count - 1)
+        if start >= 0:
+            fresh[start] += sizes[number]
+        if last >= first:
+            held[first] += sizes[number]
+            held[last + 1] -= sizes[number]
+    releases = _releases(seen, count)
+    events = []
+    levels, peaks = seen.timeline.levels, seen.timeline.peaks
+    for index, ((number, _, entry, answer), bytes_held) in enumerate(
+        zip(seen.requests, itertools.accumulate(held), strict=False)
+    ):
+        start, end = seen.held.get(number, (0, -1))
+        given = 0 if start <= index <= end or number in seen.pinned else sizes[number]
+        following = seen.requests[index + 1][2] if index + 1 < count else len(peaks)
+        peak = max(peaks[answer:following], default=levels[answer])
+        events.append(
+            Event(
+                number,
+                max(0, levels[entry] - bytes_held + fresh[index]),
+                max(0, peak - bytes_held - given),
+                releases[index],
+            )  # fmt: skip
+        )
+    return tuple(events)
+
+
+def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
+    releases: list[list[int]] = [[] for _ in range(count)]
+    last = {request[0]: index for index, request in enumerate(seen.requests)}
+    for number, index in seen.released.items():
+        if 0 <= index < count:
+            releases[max(index, last.get(number, 0))].append(number)
+    return [tuple(sorted(numbers)) for numbers in releases]
+
+
+def _modelled_events(
+    seen: Observer,
+    sizes: list[int],
+    last_use: list[int],
+    order: Iterable[tuple[int, int]],
+    released: dict[int, int],
+) -> tuple[Event, ...]:
+    """Gradients from sizes: that of a value lives from its last reader to its producer."""
+    count = len(seen.ops)
+    gradient = [0] * (count + 2)
+    producers = {n: index for index, log in enumerate(seen.ops) for n in log.outputs}
+    for index, log in enumerate(seen.ops):
+        # The gradients of what was joined are views of one buffer: it lives as long as any.
+        joined = [producers[n] for n in log.inputs] if log.name in _JOINING else []
+        for number in log.outputs:
+            if number in seen.carries_grad and last_use[number] > index:
+                gradient[min([index, *joined])] += sizes[number]
+                gradient[last_use[number]] -= sizes[number]
+    parameter = [0] * (count + 2)
+    for reader, nbytes in seen.parameters.values():
+        parameter[reader] += nbytes
+    crossing = list(itertools.accumulate(gradient))
+    done = list(itertools.accumulate(reversed(parameter)))[::-1]
+    fixed = _pinned_bytes(seen, sizes)
+    order = list(order)
+    last = {value: index for index, (value, _) in enumerate(order)}
+    freed: dict[int, list[int]] = {}
+    for number, index in released.items():
+        if index >= 0 and number in last:
+            freed.setdefault(max(index, last[number]), []).append(number)
+    events = []
+    for index, (number, operation) in enumerate(order):
+        # Saved between two operations: by the one before as its result or by the one after
+        # as its input. Take what is more, and all operations down to the next event's.
+        after, before = min(operation, count - 1), max(min(operation, count) - 1, 0)
+        following = order[index + 1][1] if index + 1 < len(order) else 0
+        base = fixed + max(crossing[k] + done[k + 1] for k in (before, after))
+        peak = fixed + max(
+            crossing[k] + done[k + 1] + seen.ops[k].temporaries
+            for k in range(min(before, following), after + 1)
+        )
+        events.append(Event(number, base, peak, tuple(sorted(freed.get(index, ())))))
+    return tuple(events)
+
+
+def _pinned_bytes(seen: Observer, sizes: list[int]) -> int:
+    return sum(sizes[number] for number in seen.pinned)

@@ -1,0 +1,89 @@
+"""Rules 8 and 10 over time: a thousand steps leave no growth in objects or in live tensors.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.tape import watch
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+
+
+def checkpointed(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: lowtide.checkpoint(net, x)
+
+
+def budgeted(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    limit = lowtide.budget(0.9)
+
+    def run(x: Tensor) -> Tensor:
+        with limit:
+            out: Tensor = net(x)
+            return out
+
+    return run
+
+
+def fitted(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    lowtide.fit(net, 0.9)
+    return net
+
+
+def census() -> tuple[Counter[str], int, int]:
+    """Live objects by type, live tensors, watched storages."""
+    gc.collect()
+    types = Counter(type(o).__qualname__ for o in gc.get_objects())
+    tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    return types, tensors, len(watch._watched)
+
+
+WAYS = [checkpointed, budgeted, fitted]
+
+
+@pytest.mark.parametrize("ends", ["backward", "never", "error"])
+@pytest.mark.parametrize("apply", WAYS, ids=lambda f: f.__name__)
+def test_steps_leave_no_growth(
+    apply: Callable[[nn.Module], Callable[[Tensor], Tensor]], ends: str
+) -> None:
+    net = model()
+    run = apply(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=False)
+    x = torch.randn(64, 16)
+
+    def one(number: int) -> None:
+        optimizer.zero_grad()
+        if ends == "error" and number % 2:
+            with pytest.raises(RuntimeError):
+                run(x[:, :3])  # the wrong width
+            return
+        loss = run(x).square().mean()
+        if ends == "never" and number % 2:
+            return
+        loss.backward()
+        optimizer.step()
+
+    # 60 objects more may be caches of torch and Python; a leak of one a step is more.
+    steps = 1000 if ends == "backward" else 200
+    for number in range(60):
+        one(number)
+    before, tensors, watched = census()
+    for number in range(60, 60 + steps):
+        one(number)
+    after, tensors_after, watched_after = census()
+    assert tensors_after <= tensors
+    assert watched_after <= watched
+    grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 60}
+    assert not grown, f"after {steps} steps there are more of {grown}"

@@ -1,0 +1,163 @@
+"""Rule 11: a model under lowtide is, to all who look, the plain model.
+
+Rules of docs/semantics.md are cited by number. What single modules keep stands in
+test_override.py; here it is `lowtide.fit`, and the ways one beside the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import recorded
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def make() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    loss = model(torch.linspace(-1, 1, 24).reshape(4, 6)).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+def fitted(model: nn.Module) -> Callable[[], None]:
+    return lowtide.fit(model, 0.6).detach
+
+
+def by_module(model: nn.Module) -> Callable[[], None]:
+    return lowtide.checkpoint_modules(model, "blocks.*").remove
+
+
+def both(model: nn.Module) -> Callable[[], None]:
+    first, second = by_module(model), fitted(model)
+
+    def undo() -> None:
+        second()
+        first()
+
+    return undo
+
+
+APPLIED = [fitted, by_module, both]
+applied = pytest.mark.parametrize("apply", APPLIED, ids=lambda f: f.__name__)
+Apply = Callable[[nn.Module], Callable[[], None]]
+
+
+@applied
+def test_names_and_types(apply: Apply) -> None:
+    model, plain = make(), make()
+    apply(model)
+    assert type(model) is Net
+    assert isinstance(model.blocks[0], nn.Sequential)
+    for what in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        one, two = getattr(model, what)(), getattr(plain, what)()
+        assert [(n, type(v)) for n, v in one] == [(n, type(v)) for n, v in two]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert repr(model) == repr(plain)
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(plain.state_dict())
+
+
+@applied
+def test_copies_and_pickles_are_plain_models_that_train(apply: Apply) -> None:
+    model = make()
+    expected = step(make())
+    apply(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ]
+    assert b"lowtide" not in pickle.dumps(model)
+    for each in copies:
+        with recorded() as seen:
+            assert all(map(torch.equal, step(each), expected))
+        assert seen == []
+    with recorded() as seen:
+        assert all(map(torch.equal, step(model), expected))
+    assert seen
+
+
+@applied
+def test_copies_after_training_steps(apply: Apply) -> None:
+    """A budget that has plans, a tape that has run: still nothing of it goes along."""
+    model, plain = make(), make()
+    apply(model)
+    for _ in range(3):
+        assert all(map(torch.equal, step(model), step(plain)))
+    copied = copy.deepcopy(model)
+    assert vars(copied).keys() == vars(plain).keys()
+    assert all(map(torch.equal, step(copied), step(plain)))
+
+
+@applied
+def test_undone_is_as_if_never_done(apply: Apply) -> None:
+    model = make()
+    before = [set(vars(module)) for module in model.modules()]
+    undo = apply(model)
+    step(model)
+    undo()
+    assert [set(vars(module)) for module in model.modules()] == before
+    with recorded() as seen:
+        step(model)
+    assert seen == []
+
+
+@applied
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+def test_hooks_of_the_user_fire_once(apply: Apply) -> None:
+    model = make()
+    calls: list[str] = []
+    model.register_forward_pre_hook(lambda *_: calls.append("pre"))
+    model.register_forward_hook(lambda *_: calls.append("post"))
+    model.blocks[1].register_forward_hook(lambda *_: calls.append("block"))
+    model.register_full_backward_hook(lambda *_: calls.append("backward"))
+    apply(model)
+    step(model)
+    assert calls == ["pre", "block", "post", "backward"]
+
+
+def test_a_deleted_model_is_freed_with_its_budget_alive() -> None:
+    import gc
+    import weakref
+
+    model = make()
+    budget = lowtide.fit(model, 0.6)
+    step(model)
+    step(model)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    assert budget.report().steps == 2
+    budget.detach()
