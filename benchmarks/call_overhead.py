@@ -6,15 +6,14 @@ run in turns, on one thread, and the medians of CPU time are compared.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
-from models import arguments, interleave, markdown, results
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
+from models import arguments, interleave, markdown, results
 
 
 def cases() -> dict[str, tuple[nn.Module, Tensor]]:
@@ -50,8 +49,8 @@ def main() -> None:
     with results(options) as rows:
         for name, (module, x) in cases().items():
             runs = contenders(module, x, count)
-            interleave(runs, 2, time.process_time)  # warm up
-            spent = interleave(runs, rounds, time.process_time)
+            interleave(runs, 2)  # warm up
+            spent = interleave(runs, rounds)
             micro = {key: seconds / count * 1e6 for key, seconds in spent.items()}
             ratio = micro["lowtide"] / micro["torch"]
             rows.append({"case": name, **micro, "ratio": ratio})

@@ -2,16 +2,19 @@
 
 Every block is wrapped by hand in `torch.utils.checkpoint` (non-reentrant); its peak is measured
 and given to `lowtide.budget`. After warm-up, in which the plan is made, plain, per-block and
-budgeted steps run in turns in one process; the medians of their seconds are compared.
+budgeted steps run in turns in one process; the medians of their CPU seconds are compared.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from functools import partial
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
 from models import (
     WORKLOADS,
     Workload,
@@ -22,12 +25,7 @@ from models import (
     mebibytes,
     results,
     timed_step,
-    train_step,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-import lowtide
 
 GOAL = 0.75
 
@@ -64,7 +62,6 @@ def compare(work: Workload, rounds: int) -> dict[str, object]:
             "lowtide": timed_step(work, budgeted, batch, budget),
         },
         rounds,
-        time.perf_counter,
     )
     row |= spent
     row["planned_peak"] = budget.report().planned_peak
@@ -77,7 +74,9 @@ def cells(row: dict) -> list[str]:
     if "ratio" not in row:
         return [*sizes, f"refused, at least {mebibytes(row['minimum'])}", "", "", "", "", ""]
     plain = row["plain"]
-    added = [f"{row[key]:.2f} (+{100 * (row[key] / plain - 1):.0f} %)" for key in ("blocks", "lowtide")]
+    added = [
+        f"{row[key]:.2f} (+{100 * (row[key] / plain - 1):.0f} %)" for key in ("blocks", "lowtide")
+    ]
     met = "yes" if row["ratio"] <= GOAL else "NO"
     peaks = " ".join(map(mebibytes, row["peaks"]))
     return [*sizes, peaks, f"{plain:.2f}", *added, f"{row['ratio']:.2f}", met]

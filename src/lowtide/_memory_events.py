@@ -23,112 +23,7 @@ from typing import Any
 
 import torch
 
-# --- private names of torch: to be moved to _compat -------------------------------------------
-
-from torch._C import _autograd as _bindings  # isort: skip
-from torch._C import _profiler as _kinds  # isort: skip
-from torch.autograd import profiler as _profiler  # isort: skip
-
-# torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
-# counter for the CPU.
-_ACTIVITIES = {_kinds.ProfilerActivity.CPU}
-# No operator runs in this scope, so that no operator is recorded.
-_SILENT_SCOPE = {_kinds.RecordScope.LITE_INTERPRETER}
-_ALLOCATION = _kinds._ExtraFields_Allocation
-
-
-class _Untouched:
-    """A false value put into torch's "a profiler is on" flag while memory events are recorded.
-
-    The recorder behind the flag exists once per process, and stopping it after somebody else has
-    started it crashes. Everybody who starts or stops a profiler overwrites the flag, so finding
-    this very object in it afterwards proves that nobody did.
-    """
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _OfThread(threading.local):
-    token: _Untouched | None = None
-
-
-_of_thread = _OfThread()
-
-
-def _profiler_of_another() -> bool:
-    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
-    # A profiler with a schedule is armed a step before the flag shows it; it is found by its
-    # step counter, which exists from its construction to the end of its `with`.
-    scheduled = torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
-    unknown = _bindings._profiler_enabled() and _of_thread.token is None
-    return scheduled or unknown or bool(_profiler._is_profiler_enabled)
-
-
-def _start_memory_profiler() -> None:
-    config = _kinds.ProfilerConfig(
-        _kinds.ProfilerState.KINETO,
-        False,  # shapes
-        True,  # memory
-        False,  # stacks
-        False,  # flops
-        False,  # modules
-        _kinds._ExperimentalConfig(),
-    )
-    with _quiet_kineto():
-        _bindings._prepare_profiler(config, _ACTIVITIES)
-        enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
-        enable(config, _ACTIVITIES, _SILENT_SCOPE)
-    _of_thread.token = _Untouched()
-    flagged: Any = _profiler
-    flagged._is_profiler_enabled = _of_thread.token
-
-
-def _profiler_untouched() -> bool:
-    """Whether the recorder still runs as this thread started it."""
-    flag: object = _profiler._is_profiler_enabled
-    mine = flag is _of_thread.token and _bindings._profiler_enabled()
-    return mine and not _profiler_of_another()
-
-
-def _stop_memory_profiler() -> list[Any]:
-    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`."""
-    _of_thread.token = None
-    _profiler._is_profiler_enabled = False
-    events = _bindings._disable_profiler().experimental_event_tree()
-    fields = [event.extra_fields for event in events]
-    return [field for field in fields if type(field) is _ALLOCATION]
-
-
-def _drop_memory_profiler() -> None:
-    """Take down what an unfinished or disturbed recording left on this thread, events unread.
-
-    Nothing is done while a profiler of the user's is on: the next recording tries again. Where
-    another thread took the recorder over and gave it back, this thread still carries a profiler
-    without a recorder, and torch crashes when that is stopped; so one is started for the occasion
-    on a thread of its own, whose end takes the rest away.
-    """
-    if _profiler_of_another():
-        return
-    if not _bindings._profiler_enabled():
-        _of_thread.token = None
-    elif _profiler_untouched():
-        _stop_memory_profiler()
-    else:
-        started, finished = threading.Event(), threading.Event()
-
-        def hold_recorder() -> None:
-            _start_memory_profiler()
-            started.set()
-            finished.wait()
-
-        holder = threading.Thread(target=hold_recorder)
-        holder.start()
-        started.wait()
-        _stop_memory_profiler()
-        finished.set()
-        holder.join()
-
+from lowtide import _compat
 
 # --- the terminal -----------------------------------------------------------------------------
 
@@ -184,6 +79,41 @@ def _without_lines(unwanted: bytes) -> Iterator[None]:
                     os.write(2, line)
     finally:
         os.close(stderr)
+
+
+def _start_memory_profiler() -> None:
+    with _quiet_kineto():
+        _compat.start_memory_profiler()
+
+
+def _drop_memory_profiler() -> None:
+    """Take down what an unfinished or disturbed recording left on this thread, events unread.
+
+    Nothing is done while a profiler of the user's is on: the next recording tries again. Where
+    another thread took the recorder over and gave it back, this thread still carries a profiler
+    without a recorder, and torch crashes when that is stopped; so one is started for the occasion
+    on a thread of its own, whose end takes the rest away.
+    """
+    if _compat.profiler_of_another():
+        return
+    if not _compat.profiler_on_this_thread():
+        _compat.profiler_token.token = None
+    elif _compat.profiler_untouched():
+        _compat.stop_memory_profiler()
+    else:
+        started, finished = threading.Event(), threading.Event()
+
+        def hold_recorder() -> None:
+            _start_memory_profiler()
+            started.set()
+            finished.wait()
+
+        holder = threading.Thread(target=hold_recorder)
+        holder.start()
+        started.wait()
+        _compat.stop_memory_profiler()
+        finished.set()
+        holder.join()
 
 
 # --- one recording at a time ------------------------------------------------------------------
@@ -251,7 +181,7 @@ class MemoryEvents:
             self.obstacle = _obstacle()
             if self.obstacle:
                 return False
-            if _of_thread.token is not None:
+            if _compat.profiler_token.token is not None:
                 _drop_memory_profiler()
             _start_memory_profiler()
             _recording = weakref.ref(self)
@@ -293,11 +223,11 @@ class MemoryEvents:
             if threading.get_ident() != self._thread:
                 self.obstacle = "the recording was stopped on another thread than started it"
                 return None
-            if not _profiler_untouched():
+            if not _compat.profiler_untouched():
                 self.obstacle = "another profiler was started during the recording"
                 _drop_memory_profiler()
                 return None
-            fields = _stop_memory_profiler()
+            fields = _compat.stop_memory_profiler()
         timeline = read_timeline(fields, self.device, self._addresses)
         if timeline is None:
             self.obstacle = "part of the recording is missing"
@@ -310,7 +240,7 @@ def _stop_at_exit() -> None:
     active = _recording() if _recording is not None else None
     if active is not None:
         active.stop()
-    if _of_thread.token is not None:
+    if _compat.profiler_token.token is not None:
         _drop_memory_profiler()
 
 
@@ -327,7 +257,7 @@ def _obstacle() -> str:
     if active is not None:
         here = active._thread == threading.get_ident()
         return f"{'this' if here else 'another'} thread already records memory events"
-    return "a torch profiler is active" if _profiler_of_another() else ""
+    return "a torch profiler is active" if _compat.profiler_of_another() else ""
 
 
 def read_timeline(

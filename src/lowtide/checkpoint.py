@@ -9,6 +9,7 @@ two modes (`use_reentrant`); there is one behaviour and it needs no such choice.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -248,7 +249,7 @@ def _are_null(contexts: Any) -> bool:
 def checkpoint_sequential(
     functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
     segments: int,
-    input: Any,
+    input: Any,  # noqa: A002 - the name that torch gave it
     *,
     policy: Policy | None = None,
     **kwargs: Any,
@@ -283,19 +284,20 @@ def checkpoint_sequential(
         )
     size = len(modules) // segments
     starts = [size * piece for piece in range(segments)] + [len(modules)]
-    for start, end in zip(starts, starts[1:], strict=False):
+    value = input
+    for start, end in itertools.pairwise(starts):
         piece = functools.partial(_apply, modules[start:end])
         if end == len(modules):
-            input = piece(input)
+            value = piece(value)
         else:
-            input = checkpoint(piece, input, policy=policy, **kwargs)
-    return input
+            value = checkpoint(piece, value, policy=policy, **kwargs)
+    return value
 
 
-def _apply(modules: list[Callable[..., Any]], input: Any) -> Any:
+def _apply(modules: list[Callable[..., Any]], value: Any) -> Any:
     for module in modules:
-        input = module(input)
-    return input
+        value = module(value)
+    return value
 
 
 def name(tensor: torch.Tensor, label: str) -> torch.Tensor:

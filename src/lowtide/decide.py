@@ -110,7 +110,8 @@ class StepDecisions:
 
     def _watch_room(self) -> None:
         self.evictor = Evictor(self.live)
-        assert self.tape is not None and self.tape.recorder is not None
+        assert self.tape is not None
+        assert self.tape.recorder is not None
         self.tape.recorder.before = self._before
 
     def discard(self) -> None:

@@ -176,7 +176,9 @@ class Observer:
             return
 
         def arrived(timeline: Timeline | None) -> None:
-            self.timeline = None if timeline is None else timeline.until(self._end)
+            # operations may follow a backward that ran inside the context
+            end = max([self._end, *(log.mark + 1 for log in self.ops[-1:])])
+            self.timeline = None if timeline is None else timeline.until(end)
             then(self)
 
         memory.stop(arrived)

@@ -13,15 +13,38 @@ import dataclasses
 from typing import Any
 
 _PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "mm bmm addmm addbmm baddbmm addmv mv dot vdot matmul linear einsum _addmm_activation "
-        "_scaled_mm _grouped_mm _int_mm convolution _convolution cudnn_convolution "
-        "mkldnn_convolution convolution_overrideable _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention "
-        "_scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math "
-        "_flash_attention_forward _efficient_attention_forward _trilinear mkldnn_rnn_layer"
-    ).split()
+    {
+        "aten::mm",
+        "aten::bmm",
+        "aten::addmm",
+        "aten::addbmm",
+        "aten::baddbmm",
+        "aten::addmv",
+        "aten::mv",
+        "aten::dot",
+        "aten::vdot",
+        "aten::matmul",
+        "aten::linear",
+        "aten::einsum",
+        "aten::_addmm_activation",
+        "aten::_scaled_mm",
+        "aten::_grouped_mm",
+        "aten::_int_mm",
+        "aten::convolution",
+        "aten::_convolution",
+        "aten::cudnn_convolution",
+        "aten::mkldnn_convolution",
+        "aten::convolution_overrideable",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_attention_math",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_trilinear",
+        "aten::mkldnn_rnn_layer",
+    }
 )
 
 

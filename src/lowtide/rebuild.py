@@ -109,7 +109,7 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
                 True,
                 max(0, level - bytes_held),
                 max(0, peak - bytes_held),
-            )  # fmt: skip
+            )
         )
     return tuple(nodes)
 
@@ -144,7 +144,7 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
                 max(0, levels[entry] - bytes_held + fresh[index]),
                 max(0, peak - bytes_held - given),
                 releases[index],
-            )  # fmt: skip
+            )
         )
     return tuple(events)
 

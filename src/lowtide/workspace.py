@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 

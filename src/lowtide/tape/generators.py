@@ -54,8 +54,9 @@ def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
         if isinstance(argument, torch.Tensor):
             return argument.device
         if isinstance(argument, list | tuple) and argument:
-            if isinstance(argument[0], torch.Tensor):
-                return argument[0].device
+            first = argument[0]
+            if isinstance(first, torch.Tensor):
+                return first.device
     device = kwargs.get("device")
     return torch.device(device) if device is not None else torch.get_default_device()
 

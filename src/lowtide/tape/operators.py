@@ -39,19 +39,73 @@ _NEVER_REPLAYED = frozenset(
 )
 
 # Outputs hold whatever was in memory: somebody unseen may fill them (rule 5).
-_BLANK = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-                    "empty_permuted", "empty_quantized", "_efficientzerotensor"})  # fmt: skip
+_BLANK = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "empty_quantized",
+        "_efficientzerotensor",
+    }
+)
 # Outputs are constants; memory that foreign kernels accumulate into is made with these.
-_CONSTANT = frozenset({"zeros", "ones", "full", "zeros_like", "ones_like", "full_like",
-                       "new_zeros", "new_ones", "new_full", "zero", "scalar_tensor"})  # fmt: skip
+_CONSTANT = frozenset(
+    {
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zero",
+        "scalar_tensor",
+    }
+)
 # In-place operators that put values into places, as code that builds a tensor does.
-_PLACING = frozenset({"index_add_", "index_copy_", "index_fill_", "index_put_", "_index_put_impl_",
-                      "index_reduce_", "scatter_", "scatter_add_", "scatter_reduce_", "copy_",
-                      "masked_fill_", "masked_scatter_", "fill_", "zero_", "triu_", "tril_",
-                      "fill_diagonal_", "put_"})  # fmt: skip
+_PLACING = frozenset(
+    {
+        "index_add_",
+        "index_copy_",
+        "index_fill_",
+        "index_put_",
+        "_index_put_impl_",
+        "index_reduce_",
+        "scatter_",
+        "scatter_add_",
+        "scatter_reduce_",
+        "copy_",
+        "masked_fill_",
+        "masked_scatter_",
+        "fill_",
+        "zero_",
+        "triu_",
+        "tril_",
+        "fill_diagonal_",
+        "put_",
+    }
+)
 # In-place operators whose result does not depend on what was there.
-_OVERWRITING = frozenset({"normal_", "uniform_", "random_", "bernoulli_", "exponential_",
-                          "geometric_", "cauchy_", "log_normal_", "fill_", "zero_", "copy_"})  # fmt: skip
+_OVERWRITING = frozenset(
+    {
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+        "fill_",
+        "zero_",
+        "copy_",
+    }
+)
 # Operators that fill an argument which autograd has saved *before* the call (position): the saved
 # tensor is meant to have the new content.
 _FILLS_SAVED = {"rrelu_with_noise": 1, "rrelu_with_noise_": 1}

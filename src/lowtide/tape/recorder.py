@@ -125,8 +125,7 @@ class Recorder(_compat.Mode):
         template = list(args)
         table, region = self.table, self.region
         known = True
-        place = 0
-        for argument in args:
+        for place, argument in enumerate(args):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED:
                 entry = table.get(argument.untyped_storage()._cdata)
@@ -151,7 +150,6 @@ class Recorder(_compat.Mode):
                     refs.append(ref)
             elif kind is list or isinstance(argument, Tensor):
                 known = self._encode(template, (place,), refs, ()) and known
-            place += 1
         if kwargs:
             named = dict(kwargs)
             known = self._encode(named, list(named), refs, ()) and known
@@ -627,9 +625,9 @@ def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of running statistics that this call updates and a replay leaves alone."""
     assert facts.statistics is not None
     mean, var, training = facts.statistics
-    if not facts.name.endswith("with_update"):
-        if len(args) <= training or not args[training]:
-            return ()
+    always = facts.name.endswith("with_update")
+    if not always and (len(args) <= training or not args[training]):
+        return ()
     return (mean, var) if isinstance(args[mean], Tensor) else ()
 
 

@@ -112,7 +112,7 @@ class Value:
             return False
         if len(saves) == 1:
             return saves[0]() is not None
-        return any([ref() is not None for ref in saves])
+        return any(ref() is not None for ref in saves)
 
 
 class Ref:

@@ -1,0 +1,215 @@
+"""`lowtide.checkpoint` and `lowtide.checkpoint_sequential` as drop-ins for torch's.
+
+What the engine under them promises stands in test_rules_*.py; here are the calls themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
+
+import lowtide
+from against_plain import Way, check, counted, gradients, leaf, recorded
+
+# Every keyword that torch's checkpoint takes, with values that change what torch's does.
+KEYWORDS: list[dict[str, Any]] = [
+    {"use_reentrant": True},
+    {"use_reentrant": False},
+    {"preserve_rng_state": False},
+    {"preserve_rng_state": True},
+    {"determinism_check": "none"},
+    {"determinism_check": "default"},
+    {"debug": True},
+    {"early_stop": False},
+    {"early_stop": True, "use_reentrant": False, "debug": False, "preserve_rng_state": False},
+    {"context_fn": torch.utils.checkpoint.noop_context_fn},
+]
+
+
+@pytest.mark.parametrize("keywords", KEYWORDS, ids=lambda k: "-".join(f"{n}" for n in k))
+def test_torchs_keywords_are_taken_and_change_nothing(keywords: dict[str, Any]) -> None:
+    def region(x: Tensor, scale: float, *, shift: float) -> Tensor:
+        return nn.functional.dropout((x * scale + shift).sin(), 0.5).exp().cos()
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        given = keywords if way is lowtide.checkpoint else {}
+        return gradients(way(region, x, 2.0, shift=0.5, **given).sum(), x)
+
+    replayed = check(scenario)
+    # the exponential saves its output, the sine and the dropout are made on the way
+    assert replayed["exp"] == replayed["sin"] == 1
+
+
+def test_torchs_keywords_are_those_of_torchs_signature() -> None:
+    """A keyword that a later torch adds shows here, and is not passed to the function unseen."""
+    import inspect
+
+    taken = {k for keywords in KEYWORDS for k in keywords} | {"function", "args", "kwargs"}
+    parameters = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters)
+    assert parameters <= taken
+
+
+def test_callables_of_every_kind() -> None:
+    class Called:
+        def __call__(self, x: Tensor) -> Tensor:
+            return x.sin().exp()
+
+        def method(self, x: Tensor) -> Tensor:
+            return x.sin().exp()
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        kinds: list[Callable[[Tensor], Tensor]] = [
+            Called(), Called().method, functools.partial(torch.mul, other=x.detach()), torch.exp,
+            nn.Tanh(), nn.Sequential(nn.Softplus(), nn.Tanh()), Tensor.sin,
+        ]  # fmt: skip
+        y: Tensor = x
+        for kind in kinds:
+            y = way(kind, y)
+        return gradients(y.sum(), x)
+
+    check(scenario)
+
+
+OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
+    "none": lambda y: None,
+    "number": lambda y: 3,
+    "tuple": lambda y: (y, y.exp()),
+    "nested": lambda y: {"a": [y, (y.cos(), None)], "b": "text"},
+    "empty": lambda y: (),
+}
+
+
+@pytest.mark.parametrize("make", OUTPUTS.values(), ids=OUTPUTS)
+def test_outputs_come_back_as_they_are(make: Callable[[Tensor], Any]) -> None:
+    made: list[Any] = []
+
+    def region(x: Tensor) -> Any:
+        made.append(make(x.sin()))
+        return made[0]
+
+    assert lowtide.checkpoint(region, leaf(3)) is made[0]
+
+
+def test_the_annotations_keep_the_functions_result() -> None:
+    """`checkpoint` is typed by its function; nothing is wrapped at run time either."""
+    assert lowtide.checkpoint(len, [1, 2]) == 2
+
+
+def test_without_grad_the_function_is_simply_called() -> None:
+    with torch.no_grad(), recorded() as seen:
+        lowtide.checkpoint(torch.sin, torch.ones(3), use_reentrant=False, context_fn=None)
+    assert seen == []
+
+
+def test_a_generator_of_tensors_as_a_function_is_not_run_early() -> None:
+    """A lazy result is made where it is consumed: outside of the region, and right all the same."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(4)
+
+        def lazy(x: Tensor) -> Any:
+            y = x.sin()
+            yield y.exp()
+            yield y.cos()
+
+        one, two = way(lazy, x)
+        return gradients((one * two).sum(), x)
+
+    check_only = check(scenario)
+    assert check_only.operations == 0
+
+
+# checkpoint_sequential
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(7))
+    )
+
+
+@pytest.mark.parametrize("segments", range(1, 8))
+@pytest.mark.parametrize("as_list", [False, True])
+def test_sequential_is_right_at_every_number_of_segments(segments: int, as_list: bool) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        model, x = layers(), leaf(5, 4)
+        if way is lowtide.checkpoint:
+            functions = list(model) if as_list else model
+            y = lowtide.checkpoint_sequential(functions, segments, x, use_reentrant=False)
+        else:
+            y = model(x)
+        found = gradients(y.square().sum(), x, *model.parameters())
+        return [*found, *model.buffers()]
+
+    check(scenario)
+
+
+@pytest.mark.parametrize("segments", range(1, 8))
+def test_sequential_checkpoints_the_pieces_that_torch_does(segments: int) -> None:
+    """Same boundaries; the last piece is not checkpointed, since its backward comes first."""
+    outside: list[list[int]] = []
+
+    class Probe(nn.Module):
+        def __init__(self, place: int, log: list[int]) -> None:
+            super().__init__()
+            self.place, self.log = place, log
+
+        def forward(self, x: Tensor) -> Tensor:
+            # Inside a region of either kind, saved-tensor hooks stand.
+            if not torch._C._autograd._top_saved_tensors_default_hooks(False):
+                self.log.append(self.place)
+            return x.sin()
+
+    for sequential in (torchs_sequential, lowtide.checkpoint_sequential):
+        log: list[int] = []
+        model = nn.Sequential(*(Probe(place, log) for place in range(7)))
+        out: Any = sequential(model, segments, leaf(3), use_reentrant=False)
+        outside.append(list(log))
+        del out
+    assert outside[0] == outside[1]
+    assert outside[1] == list(range(7 // segments * (segments - 1), 7))
+
+
+def test_sequential_replays_nothing_of_its_last_piece() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Softplus(), nn.Sigmoid(), nn.Tanh())
+    x = leaf(4)
+    with counted() as replayed:
+        lowtide.checkpoint_sequential(model, 2, x).sum().backward()
+    assert replayed.names() == {"aten::tanh": 1}  # softplus saves it; its own output is the input
+
+
+def test_sequential_takes_a_policy() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    x = leaf(4, 4)
+    with counted() as replayed:
+        y = lowtide.checkpoint_sequential(
+            model, 2, x, policy=lowtide.policies.KeepEverything(), preserve_rng_state=False
+        )
+        y.sum().backward()
+    assert replayed.operations == 0
+
+
+@pytest.mark.parametrize(
+    ("functions", "segments", "text"),
+    [
+        (layers(), 0, "segments must be a positive int; got 0."),
+        (layers(), -2, "segments must be a positive int; got -2."),
+        (layers(), True, "segments must be a positive int; got True."),
+        (layers(), 2.0, "segments must be a positive int; got 2.0."),
+        (layers(), 8, "segments=8 is more than the 7 functions given; use at most 7."),
+        (nn.Sequential(), 1, "functions is empty: there is nothing to checkpoint."),
+        ([], 1, "functions is empty: there is nothing to checkpoint."),
+    ],
+)
+def test_sequential_refuses(functions: Any, segments: Any, text: str) -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.checkpoint_sequential(functions, segments, torch.ones(5, 4))
+    assert str(caught.value) == text

@@ -1,0 +1,276 @@
+"""torch.compile around and inside regions and budgets: right, and said where something is lost.
+
+Code that Dynamo compiled is not recorded, so a compiled function runs eagerly where the tape
+records; that must not raise, must not change its results, must not last after the recording, and
+must be said. docs/status.md lists the combinations.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import lowtide
+import lowtide.step
+from by_hand import counted_replays, same
+from lowtide.errors import CompiledWarning, UsageError
+from lowtide.policies import KeepNamed, KeepOperators, KeepProducts, Policy
+
+# torch's own, while it compiles
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.first = nn.Linear(8, 32)
+        self.second = nn.Linear(32, 4)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, mask: Tensor | None = None) -> Tensor:
+        hidden = lowtide.name(self.first(self.norm(x)), "hidden")
+        hidden = self.drop(nn.functional.gelu(hidden))
+        out: Tensor = self.second(hidden if mask is None else hidden * mask)
+        return out * scale
+
+
+X = torch.randn(256, 8, generator=torch.Generator().manual_seed(3))
+
+
+def step(model: nn.Module, call: Callable[[Tensor], Tensor], around: Any = None) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    with nullcontext() if around is None else around:
+        loss = call(X).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 6
+    return [loss.detach(), *gradients, torch.get_rng_state()]
+
+
+class Backend:
+    """Compiles to what it was given, and counts how often that runs."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph: Any, examples: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph(*args)
+
+        return run
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch._dynamo.reset()
+    monkeypatch.setattr(lowtide.step, "_warned", False)
+    yield
+    torch._dynamo.reset()
+
+
+def inside_budget(call: Any) -> tuple[Any, Any]:
+    return call, lowtide.budget(0.9)
+
+
+def inside_region(call: Any) -> tuple[Any, Any]:
+    return functools.partial(lowtide.checkpoint, call), None
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("inside", [inside_budget, inside_region])
+def test_compiled_module_inside(inside: Any, warm: bool, fullgraph: bool) -> None:
+    plain = Net()
+    expected = step(plain, plain)
+    model, backend = Net(), Backend()
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    if warm:
+        assert same(expected, step(model, compiled))
+    before = backend.runs
+    assert before == warm
+    call, around = inside(compiled)
+    with counted_replays() as count, pytest.warns(CompiledWarning, match="runs eagerly there"):
+        assert same(expected, step(model, call, around))
+        assert count() > 0
+    assert same(expected, step(model, call, around)), "and says so once only"
+    assert backend.runs == before
+    assert same(expected, step(model, compiled))
+    assert backend.runs == before + 1, "compiled again outside of the recording"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_inside_the_recording(backend: str) -> None:
+    """Compiled for the first time, by a call that stands in the recording itself."""
+    plain, model = Net(), Net()
+    expected = step(plain, plain)
+    with pytest.warns(CompiledWarning):
+        call = functools.partial(
+            lowtide.checkpoint, lambda x: torch.compile(model, backend=backend)(x)
+        )
+        assert same(expected, step(model, call))
+
+
+def test_other_threads_stay_compiled() -> None:
+    backend = Backend()
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=backend)
+    compiled(X)
+    with lowtide.budget(0.9):
+        thread = threading.Thread(target=compiled, args=(X,))
+        thread.start()
+        thread.join()
+    assert backend.runs == 2
+
+
+def test_exempt_functions_are_not_warned_about() -> None:
+    exempt = torch.compiler.disable(lambda x: (x * 2).sin())
+    with torch.compiler.set_stance("force_eager"):
+        eager = torch.compile(lambda x: x.cos(), backend="eager")
+        x = X.clone().requires_grad_()
+        with warnings.catch_warnings(action="error"):
+            lowtide.checkpoint(lambda v: exempt(eager(v)), x).sum().backward()
+
+
+def test_dynamo_first_imported_inside_a_recording() -> None:
+    """Nothing in this process has imported Dynamo before the region is entered."""
+    code = (
+        "import sys, torch, lowtide\n"
+        "def f(x):\n"
+        "    assert 'torch._dynamo' not in sys.modules, 'recording imports Dynamo'\n"
+        "    return torch.compile(lambda v: (v * 2).sin(), backend='eager')(x.cos()).exp()\n"
+        "x = torch.randn(8, requires_grad=True)\n"
+        "lowtide.checkpoint(f, x).sum().backward()\n"
+        "y = x.detach().requires_grad_()\n"
+        "(y.cos() * 2).sin().exp().sum().backward()\n"
+        "assert torch.equal(x.grad, y.grad)\n"
+    )
+    source = str(Path(lowtide.__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------- fit
+
+
+def test_fit_of_a_compiled_model() -> None:
+    plain, model = Net(), Net()
+    expected = step(plain, plain)
+    backend = Backend()
+    compiled = torch.compile(model, backend=backend)
+    budget = lowtide.fit(compiled, 0.9)  # type: ignore[arg-type]
+    with pytest.warns(CompiledWarning, match="runs eagerly there"):
+        assert same(expected, step(model, compiled))
+    assert budget.report().steps == 1
+    assert backend.runs == 0
+    budget.detach()
+    assert same(expected, step(model, compiled))
+    assert backend.runs == 1
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_fitted_model_compiled_later_says_that_it_has_no_budget(in_place: bool) -> None:
+    plain, model = Net(), Net()
+    expected = step(plain, plain)
+    budget = lowtide.fit(model, 0.9)
+    backend = Backend()
+    if in_place:
+        model.compile(backend=backend, fullgraph=True)
+    call = model if in_place else torch.compile(model, backend=backend, fullgraph=True)
+    with pytest.warns(CompiledWarning, match="as if it had no budget"):
+        assert same(expected, step(model, call))
+    assert backend.runs == 1
+    assert budget.report().steps == 0
+
+
+def test_fit_refuses_a_model_compiled_in_place() -> None:
+    model = Net()
+    model.compile(backend="eager")
+    with pytest.raises(UsageError, match=r"compiled in place with model\.compile\(\)"):
+        lowtide.fit(model, 0.9)
+
+
+# ----------------------------------------------------------------- regions that are compiled
+
+
+POLICIES = [None, KeepProducts(), KeepOperators("gelu") | KeepNamed("hidden")]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["none", "products", "combined"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
+    """Traced without a graph break, with the bits of torch's own checkpoint."""
+    model, mask = Net(), torch.ones(32)
+
+    def ours(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(model, x, 0.5, mask=mask, policy=policy)
+
+    def theirs(x: Tensor) -> Tensor:
+        out: Tensor = torch_checkpoint(model, x, 0.5, mask=mask, use_reentrant=False)
+        return out
+
+    expected = step(model, torch.compile(theirs, backend=backend, fullgraph=True))
+    assert same(expected, step(model, torch.compile(ours, backend=backend, fullgraph=True)))
+    if backend == "aot_eager":  # whose recomputation draws the same mask
+        assert same(step(model, functools.partial(model, scale=0.5, mask=mask)), expected)
+
+
+def test_torch_keywords_in_compiled_code() -> None:
+    model = Net(0.0)
+
+    def ours(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(model, x, use_reentrant=True, preserve_rng_state=False)
+
+    assert same(
+        step(model, model), step(model, torch.compile(ours, backend="eager", fullgraph=True))
+    )
+
+
+def test_a_policy_made_while_tracing_is_refused() -> None:
+    def ours(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(torch.sin, x, policy=KeepNamed("a"))
+
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="make it once outside, and pass it in"):
+        compiled(X.clone().requires_grad_())
+
+
+def test_checkpointed_modules_in_compiled_code() -> None:
+    model = nn.Sequential(Net(0.0))
+    plain = step(model, model)
+    lowtide.checkpoint_modules(model, Net)
+    assert same(plain, step(model, torch.compile(model, backend="aot_eager", fullgraph=True)))
+
+
+def test_inductor() -> None:
+    """The compiler that people use; inside a region it does not run, so the bits are eager's."""
+    model = Net()
+    compiled = torch.compile(model)
+    expected = step(model, model)
+    with pytest.warns(CompiledWarning):
+        assert same(expected, step(model, functools.partial(lowtide.checkpoint, compiled)))

@@ -1,0 +1,282 @@
+"""Bad input: each gets a clear error or a stated behaviour, and the process trains on.
+
+What a budget cannot meet stands in test_rules_budget.py; changed externals, in
+test_rules_externals.py; modules that are already checkpointed, in test_foreign.py as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import WAYS, Way, check, gradients, leaf, recorded
+from lowtide.limits import format_bytes, parse_limit
+from lowtide.step import current_recorder
+
+
+@pytest.fixture(autouse=True)
+def trains_on() -> Iterator[None]:
+    """After every test here the process is as it was, and the next step is right."""
+    before = (torch.is_grad_enabled(), torch.get_default_dtype())
+    yield
+    assert current_recorder() is None
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == before
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        x = leaf(3, 4)
+        found = gradients(way(net, x).square().sum(), x, *net.parameters())
+        return [*found, *net.buffers()]
+
+    assert check(scenario).operations > 0
+    check(scenario, WAYS["budget"])
+
+
+# Limits.
+
+FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
+UNITS = "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+BAD_LIMITS: list[tuple[Any, str]] = [
+    (0, "a limit in bytes must be positive; got 0."),
+    (-5, "a limit in bytes must be positive; got -5."),
+    (0.0, "a float limit is a fraction of the plain step's peak, in (0, 1]; got 0.0."),
+    (-0.5, "a float limit is a fraction of the plain step's peak, in (0, 1]; got -0.5."),
+    (math.nan, "a float limit is a fraction of the plain step's peak, in (0, 1]; got nan."),
+    (math.inf, "a float limit is a fraction of the plain step's peak, in (0, 1]; got inf."),
+    (1.5e9, "in (0, 1]; got 1500000000.0. For bytes write int(1.5e+09)."),
+    (1.0001, "in (0, 1]; got 1.0001. For bytes write int("),
+    ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
+               f'"6 GiB" or "800 MB"; {UNITS}'),
+    ("six GiB", "cannot read the limit 'six GiB'"),
+    ("6", "cannot read the limit '6': write a number and a unit"),
+    ("", "cannot read the limit ''"),
+    ("-6 GiB", "cannot read the limit '-6 GiB'"),
+    ("nan GiB", "cannot read the limit 'nan GiB'"),
+    ("50 %", "cannot read the limit '50 %'"),
+    ("0 GiB", "a limit must be positive; '0 GiB' is 0 bytes."),
+    ("0.2 B", "a limit must be positive; '0.2 B' is 0 bytes."),
+    (None, f"a limit is {FORMS}; got None of type NoneType."),
+    (True, f"a limit is {FORMS}; got True of type bool."),
+    ([1], f"a limit is {FORMS}; got [1] of type list."),
+    (1 + 2j, f"a limit is {FORMS}; got (1+2j) of type complex."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "text"), BAD_LIMITS, ids=[repr(b[0]) for b in BAD_LIMITS])
+def test_bad_limits(limit: Any, text: str) -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.budget(limit)
+    assert text in str(caught.value)
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="limit"):  # UsageError is a ValueError too
+        lowtide.fit(model, limit)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1, 1), (6 << 30, 6 << 30), ("6 GiB", 6 << 30), ("800 MB", 800_000_000), ("1B", 1),
+        ("1.5 KiB", 1536), (" 2 mib ", 2 << 20), (".5 kB", 500), ("3 TB", 3 * 10**12),
+        (1.0, 1.0), (0.25, 0.25),
+    ],
+)  # fmt: skip
+def test_good_limits(limit: Any, expected: float) -> None:
+    assert parse_limit(limit) == expected
+    assert type(parse_limit(limit)) is type(expected)
+
+
+def test_bytes_for_people() -> None:
+    assert [format_bytes(n) for n in (None, 0, 1023, 1536, 5 << 20, 3 << 31)] == [
+        "unknown", "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "6.0 GiB",
+    ]  # fmt: skip
+
+
+# Contexts in the wrong place.
+
+
+def test_a_budget_entered_twice() -> None:
+    limit = lowtide.budget(0.5)
+    with limit, pytest.raises(lowtide.UsageError) as caught, limit:
+        pass
+    assert "this budget is already entered: leave it before entering it again." in str(caught.value)
+    x = leaf(4)
+    with limit:
+        y = x.sin().exp().sum()
+    y.backward()
+
+
+def test_a_budget_entered_twice_without_grad() -> None:
+    limit = lowtide.budget(0.5)
+    with torch.no_grad(), limit, pytest.raises(lowtide.UsageError, match="already entered"), limit:
+        pass
+    with limit:
+        pass
+
+
+def test_a_budget_inside_a_budget() -> None:
+    x = leaf(4)
+    with lowtide.budget(0.5):
+        y = x.sin()
+        with pytest.raises(lowtide.UsageError) as caught, lowtide.budget(0.4):
+            pass
+        z = y.exp().cos()  # the outer one goes on
+    assert "inside another budget or checkpointed region of the same thread" in str(caught.value)
+    z.sum().backward()
+    (expected,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_budget_inside_a_region() -> None:
+    def region(x: Tensor) -> Tensor:
+        with lowtide.budget(0.5):
+            return x.sin()
+
+    with pytest.raises(lowtide.UsageError, match="the outer one already decides"):
+        lowtide.checkpoint(region, leaf(3))
+
+
+def test_a_fitted_model_inside_a_budget_leaves_it_to_the_budget() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fitted = lowtide.fit(model, 0.5)
+    outer = lowtide.budget(0.5)
+    with outer:
+        loss = model(torch.randn(3, 4)).sum()
+    loss.backward()
+    assert outer.report().steps == 1
+    assert fitted.report().steps == 0
+
+
+def test_left_without_being_entered() -> None:
+    limit = lowtide.budget(0.5)
+    limit.__exit__(None, None, None)
+    with limit:
+        pass
+
+
+# Models that do not fit the call.
+
+
+def test_fit_of_what_is_no_module() -> None:
+    with pytest.raises(lowtide.UsageError, match=r"lowtide\.fit"):
+        lowtide.fit(lambda x: x, 0.5)  # type: ignore[arg-type]
+
+
+def test_fit_twice() -> None:
+    model = nn.Linear(4, 4)
+    first = lowtide.fit(model, 0.5)
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.fit(model, 0.6)
+    assert "this Linear has a budget already: call detach()" in str(caught.value)
+    first.detach()
+    first.detach()
+    lowtide.fit(model, 0.6).detach()
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.use_checkpoint = True
+        self.inside = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.utils.checkpoint.checkpoint(self.inside, x, use_reentrant=False)
+        return out
+
+
+def test_fit_of_a_model_that_checkpoints_itself() -> None:
+    model = nn.Sequential(Flagged(), nn.Tanh())
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.fit(model, 0.5)
+    text = str(caught.value)
+    assert "lowtide.fit: this Sequential is already checkpointed by other means in 1" in text
+    assert "use_checkpoint is True; build the model with use_checkpoint=False" in text
+    assert "Switch the other off first" in text
+    model(leaf(3, 4)).sum().backward()
+    model[0].use_checkpoint = False
+    lowtide.fit(model, 0.5).detach()
+
+
+def test_a_fitted_model_in_the_wrong_mode_is_the_plain_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    budget = lowtide.fit(model, "1 B")  # a limit that nothing meets
+    with recorded() as seen:
+        model(torch.randn(3, 4)).sum().backward()
+    assert seen == []
+    assert budget.report().steps == 0
+
+
+# Tensors on two devices.
+
+
+def test_a_region_over_two_devices() -> None:
+    """Each operation is replayed where it ran."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, ghost = leaf(4), torch.ones(5, device="meta", requires_grad=True)
+
+        def region(x: Tensor, ghost: Tensor) -> tuple[Tensor, Tensor]:
+            return x.sin().exp().cos(), ghost.sin().exp().cos()
+
+        one, two = way(region, x, ghost)
+        two.sum().backward()
+        assert ghost.grad is not None
+        assert ghost.grad.device.type == "meta"
+        return gradients(one.sum(), x)
+
+    assert check(scenario).operations > 0
+    check(scenario, WAYS["budget"])
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_an_operation_over_two_devices_is_torchs_own_error(way: Way) -> None:
+    def region(x: Tensor) -> Tensor:
+        return x.sin() + torch.ones(4, 4, device="meta")
+
+    with pytest.raises(RuntimeError, match="meta is not on the expected device cpu"):
+        way(region, leaf(4, 4))
+
+
+def test_a_budget_on_a_device_that_is_none() -> None:
+    with pytest.raises(RuntimeError, match="nowhere"):
+        lowtide.budget(0.5, device="nowhere")
+
+
+# The errors themselves.
+
+
+def test_every_error_has_the_root_and_the_builtin_that_torch_would_raise() -> None:
+    for name in ("BudgetError", "ReplayError", "UnsupportedError", "UsageError"):
+        error = getattr(lowtide, name)
+        assert issubclass(error, lowtide.LowtideError)
+    assert issubclass(lowtide.UsageError, ValueError)
+    for error in (lowtide.BudgetError, lowtide.ReplayError, lowtide.UnsupportedError):
+        assert issubclass(error, RuntimeError)
+    assert not issubclass(lowtide.LowtideError, RuntimeError)
+
+
+def test_a_backward_after_the_parameters_moved() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    loss = lowtide.checkpoint(model, torch.randn(3, 4)).square().sum()
+    moved = model[2].weight._version
+    with torch.no_grad():
+        model[2].weight.mul_(0.5)
+    with pytest.raises(lowtide.ReplayError) as caught:
+        loss.backward()
+    assert str(caught.value) == (
+        "backward needs a tensor of shape (4, 4) and dtype torch.float32 that was modified by an "
+        f"in-place operation after the forward read it: it is at version {moved + 1}, expected "
+        f"version {moved}. "
+        "Parameters and inputs must not change between forward and backward (is optimizer.step() "
+        "called before backward()?); clone the tensor before changing it, or run the change "
+        "inside the budget so that it is seen."
+    )
+    model.zero_grad()
+    lowtide.checkpoint(model, torch.randn(3, 4)).square().sum().backward()

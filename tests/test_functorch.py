@@ -1,0 +1,164 @@
+"""torch.func transforms around and inside regions and budgets: right, or refused by name.
+
+Right: `functional_call`, `vmap`, `jvp` and forward-mode duals. Refused: reverse-mode transforms,
+for which torch has no saved-tensor hooks. docs/status.md lists the combinations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+
+import lowtide
+from by_hand import counted_replays, same
+from lowtide.errors import UnsupportedError
+
+# torch's own, at the first use of forward-mode differentiation
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
+    )
+
+
+def inputs() -> Tensor:
+    return torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+
+
+def by_functional_call(model: nn.Module, x: Tensor) -> Tensor:
+    doubled = {name: p * 2 for name, p in model.named_parameters()}
+    out: Tensor = functional_call(model, doubled, (x,))
+    return out.square().mean()
+
+
+def by_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = vmap(model, randomness="different")(x)
+    return out.square().mean()
+
+
+def by_vmap_of_a_mask(model: nn.Module, x: Tensor) -> Tensor:
+    """As transformers build attention masks: a transform of integers beside the network."""
+    positions = torch.arange(4)
+    mask = vmap(lambda q: vmap(lambda k: q >= k)(positions))(positions)
+    return (model(x) @ mask.to(x.dtype)).square().mean()
+
+
+def by_jvp(model: nn.Module, x: Tensor) -> Tensor:
+    out, slope = jvp(model, (x,), (torch.ones_like(x),))
+    return (out + slope).square().mean()
+
+
+def by_duals(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        out, slope = forward_ad.unpack_dual(dual)
+        assert slope is not None
+        return (out + slope).square().mean()
+
+
+def by_grad(model: nn.Module, x: Tensor) -> Tensor:
+    slope: Tensor = grad(lambda v: model(v).sum())(x)
+    return slope.square().mean()
+
+
+def by_vjp(model: nn.Module, x: Tensor) -> Tensor:
+    out, pull = vjp(model, x)
+    return (out.sum() + pull(torch.ones_like(out))[0].sum()).square()
+
+
+def by_jacrev(model: nn.Module, x: Tensor) -> Tensor:
+    slope: Tensor = jacrev(lambda v: model(v).sum(0))(x)
+    return slope.square().mean()
+
+
+def step(loss: Loss, how: str) -> list[Tensor]:
+    model, x = net(), inputs()
+    torch.manual_seed(1)
+    if how == "checkpoint":
+        value = lowtide.checkpoint(loss, model, x)
+    elif how == "budget":
+        with lowtide.budget(0.9):
+            value = loss(model, x)
+    else:
+        value = loss(model, x)
+    value.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients
+    return [value.detach(), *gradients, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize(
+    "loss", [by_functional_call, by_vmap, by_vmap_of_a_mask, by_jvp, by_duals]
+)
+def test_right_inside(loss: Loss, how: str) -> None:
+    assert same(step(loss, "plain"), step(loss, how))
+
+
+@pytest.mark.parametrize("loss", [by_functional_call, by_vmap_of_a_mask])
+def test_recomputed_inside(loss: Loss) -> None:
+    with counted_replays() as count:
+        step(loss, "checkpoint")
+        assert count() > 0
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("loss", [by_grad, by_vjp, by_jacrev])
+def test_refused_inside(loss: Loss, how: str) -> None:
+    step(loss, "plain")  # torch itself can
+    with pytest.raises(UnsupportedError, match=r"torch\.func transform .* ran inside a lowtide"):
+        step(loss, how)
+    assert same(step(by_jvp, "plain"), step(by_jvp, how))  # and training goes on
+
+
+def in_region(model: nn.Module) -> Any:
+    return lambda v: lowtide.checkpoint(model, v).sum()
+
+
+def in_budget(model: nn.Module) -> Any:
+    def run(v: Tensor) -> Tensor:
+        with lowtide.budget(0.9):
+            out: Tensor = model(v).sum()
+        return out
+
+    return run
+
+
+def fitted(model: nn.Module) -> Any:
+    lowtide.fit(model, 0.9)
+    return lambda v: model(v).sum()
+
+
+def modules(model: nn.Module) -> Any:
+    lowtide.checkpoint_modules(model, nn.Linear)
+    return lambda v: model(v).sum()
+
+
+@pytest.mark.parametrize("inside", [in_region, in_budget, fitted, modules])
+@pytest.mark.parametrize("transform", [grad, vmap, jacrev])
+def test_refused_around(transform: Any, inside: Any) -> None:
+    keywords = {"randomness": "different"} if transform is vmap else {}
+    model = net()
+    transform(lambda v: model(v).sum(), **keywords)(inputs())  # torch itself can
+    with pytest.raises(UnsupportedError, match=r"cannot record inside a torch\.func transform"):
+        transform(inside(model), **keywords)(inputs())
+    assert same(step(by_jvp, "plain"), step(by_jvp, "budget"))
+
+
+def test_right_around_without_gradients() -> None:
+    """With grad disabled nothing is recorded, so nothing is refused (rule 12)."""
+    model = net().eval()
+    with torch.no_grad():
+        plain = vmap(model)(inputs())
+        assert torch.equal(plain, vmap(lambda v: lowtide.checkpoint(model, v))(inputs()))

@@ -1,0 +1,241 @@
+"""Policies: what each keeps is not replayed, and everything else is (counted, not timed).
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import lowtide
+from against_plain import Replayed, counted, leaf, recorded
+from lowtide import policies
+from lowtide.policies import (
+    KeepEverything,
+    KeepNamed,
+    KeepNothing,
+    KeepOperators,
+    KeepProducts,
+    OperationInfo,
+    Policy,
+    RecomputeOperators,
+)
+
+
+def attention(x: Tensor, w: Tensor) -> Tensor:
+    q = lowtide.name((x @ w).sin(), "query")
+    scores = lowtide.name((q @ q.t()).softmax(-1), "scores")
+    return (scores @ q).exp().cos()
+
+
+def run(policy: Policy | None = None, **kwargs: Any) -> Replayed:
+    """Backward of `attention` under a policy: the right bits, and what was replayed."""
+    torch.manual_seed(0)
+    x, w = leaf(4, 4), leaf(4, 4)
+    expected = torch.autograd.grad(attention(x, w).sum(), (x, w))
+    with counted() as replayed:
+        y = lowtide.checkpoint(attention, x, w, policy=policy, **kwargs)
+        found = torch.autograd.grad(y.sum(), (x, w))
+    assert all(map(torch.equal, expected, found))
+    return replayed
+
+
+def names(*words: str) -> Counter[str]:
+    return Counter(f"aten::{word}" for word in words)
+
+
+# Every operation but the last, whose output nobody saves. The sine saves its input, so that keeping
+# its output saves the sine alone.
+EVERYTHING = names("mm", "sin", "mm", "_softmax", "mm", "exp")
+
+CASES: dict[str, tuple[Policy | None, Counter[str]]] = {
+    "default": (None, EVERYTHING),
+    "nothing": (KeepNothing(), EVERYTHING),
+    "everything": (KeepEverything(), Counter()),
+    "products": (KeepProducts(), names("sin", "_softmax", "exp")),
+    "sin": (KeepOperators("sin"), EVERYTHING - names("sin")),
+    "sin_in_torchs_words": (KeepOperators("aten.sin"), EVERYTHING - names("sin")),
+    "sin_qualified": (KeepOperators("aten::sin"), EVERYTHING - names("sin")),
+    "sin_overload": (KeepOperators("aten.sin.default"), EVERYTHING - names("sin")),
+    "two": (KeepOperators("sin", "_softmax"), names("mm", "mm", "exp")),
+    "all_but_exp": (RecomputeOperators("exp"), names("exp")),
+    "all_but_products": (RecomputeOperators("mm"), names("mm")),
+    "scores": (KeepNamed("scores"), names("mm", "sin", "mm", "exp")),
+    "unknown_name": (KeepNamed("nobody"), EVERYTHING),
+    "either": (KeepOperators("sin") | KeepNamed("scores"), names("mm", "mm", "exp")),
+    # with the exponential kept, the product that only it reads is not needed either
+    "both": (
+        KeepOperators("sin", "exp") & KeepOperators("exp", "mm"),
+        names("mm", "sin", "mm", "_softmax"),
+    ),
+    "neither": (KeepOperators("sin") & KeepOperators("exp"), EVERYTHING),
+    "three": (
+        KeepProducts() | KeepOperators("sin") | KeepOperators("exp") & KeepEverything(),
+        names("_softmax"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("policy", "expected"), CASES.values(), ids=CASES)
+def test_what_is_kept_is_not_replayed(policy: Policy | None, expected: Counter[str]) -> None:
+    assert run(policy).names() == expected
+
+
+def test_keeping_everything_replays_nothing_and_nothing_keeps_nothing() -> None:
+    assert run(KeepEverything()).operations == 0
+    assert run(KeepNothing()).operations == sum(EVERYTHING.values())
+    assert run(KeepNothing()).nbytes > run(KeepProducts()).nbytes > 0
+
+
+def test_a_policy_is_a_frozen_comparable_picklable_value() -> None:
+    for policy, _ in CASES.values():
+        if policy is None:
+            continue
+        assert pickle.loads(pickle.dumps(policy)) == policy
+        assert copy.deepcopy(policy) == policy
+        assert hash(policy) == hash(copy.deepcopy(policy))
+        with pytest.raises(AttributeError):
+            policy.first = KeepNothing()  # type: ignore[attr-defined]
+    assert KeepOperators("mm") == KeepOperators("aten::mm") != KeepOperators("bmm")
+    assert KeepOperators("mm") != RecomputeOperators("mm")
+    assert "KeepNamed" in repr(KeepNamed("a") | KeepNothing())
+
+
+def test_a_policy_of_ones_own_is_asked_once_an_operation() -> None:
+    seen: list[OperationInfo] = []
+
+    class Wide(Policy):
+        def __call__(self, operation: OperationInfo) -> bool:
+            seen.append(operation)
+            return operation.nbytes > 64
+
+    torch.manual_seed(0)
+    x = leaf(4, 4)
+
+    def region(x: Tensor) -> Tensor:
+        return torch.cat([x, x]).sin().exp().sum(0).cos().exp()
+
+    with recorded() as operations:
+        y = lowtide.checkpoint(region, x, policy=Wide())
+    assert [info.name for info in seen] == operations
+    assert {info.nbytes for info in seen} == {128, 16}
+    assert seen[1].overload is torch.ops.aten.sin.default
+    with counted() as replayed:
+        y.sum().backward()
+    # the large ones, up to the first exponential, are kept
+    assert replayed.names() == names("sum", "cos", "exp")
+
+
+def test_naming_outside_a_region_does_nothing() -> None:
+    x = leaf(3)
+    assert lowtide.name(x, "input") is x
+
+
+def test_a_named_tensor_that_is_kept_after_a_view() -> None:
+    """The name is the storage's: views of it are kept with it."""
+
+    def region(x: Tensor) -> Tensor:
+        y = lowtide.name(x.sin().reshape(2, 8), "flat")
+        return (y.t().exp() * y.t()).cos()
+
+    x = leaf(4, 4)
+    (expected,) = torch.autograd.grad(region(x).sum(), x)
+    with counted() as replayed:
+        y = lowtide.checkpoint(region, x, policy=KeepNamed("flat"))
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(expected, found)
+    assert replayed["sin"] == 0
+    assert replayed["exp"] == 1
+
+
+def test_what_is_not_a_policy_is_refused() -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.checkpoint(torch.sin, leaf(3), policy="products")  # type: ignore[arg-type]
+    assert "policy must be callable with an OperationInfo" in str(caught.value)
+    assert "got 'products'" in str(caught.value)
+
+
+# torch's selective checkpointing.
+
+
+def save_products(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if func is torch.ops.aten.mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_large(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Looks at the arguments, as torch's policies may."""
+    assert context.is_recompute is False
+    large = any(isinstance(a, Tensor) and a.numel() >= 16 for a in args)
+    return CheckpointPolicy.PREFER_SAVE if large else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_torchs_selective_contexts_with_a_list() -> None:
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.exp.default]
+    )
+    replayed = run(context_fn=contexts, use_reentrant=False)
+    assert replayed.names() == names("sin", "_softmax")
+
+
+def test_torchs_selective_contexts_with_a_function() -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    assert run(context_fn=contexts).names() == run(KeepProducts()).names()
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_large)
+    assert run(context_fn=contexts).operations == 0
+
+
+def test_torchs_selective_checkpoint_replays_the_same() -> None:
+    """What torch's own checkpoint recomputes under the policy function is an upper bound."""
+    from torch.utils.checkpoint import checkpoint
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    torch.manual_seed(0)
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = checkpoint(attention, x, w, use_reentrant=False, context_fn=contexts)
+    assert isinstance(y, Tensor)
+    expected = torch.autograd.grad(y.sum(), (x, w))
+    found = torch.autograd.grad(
+        lowtide.checkpoint(attention, x, w, context_fn=contexts).sum(), (x, w)
+    )
+    assert all(map(torch.equal, expected, found))
+
+
+def test_torchs_empty_contexts_are_no_policy() -> None:
+    from torch.utils.checkpoint import noop_context_fn
+
+    assert run(context_fn=noop_context_fn).names() == EVERYTHING
+
+
+def test_another_context_fn_is_refused() -> None:
+    def contexts() -> tuple[Any, Any]:
+        return torch.no_grad(), torch.no_grad()
+
+    with pytest.raises(lowtide.UsageError) as caught:
+        run(context_fn=contexts)
+    text = str(caught.value)
+    assert "does not make torch's selective-checkpoint contexts" in text
+    assert "there is no second run to put a context around" in text
+    assert "functools.partial(create_selective_checkpoint_contexts, policy)" in text
+    run()
+
+
+def test_a_policy_and_a_context_fn_together_are_refused() -> None:
+    contexts = functools.partial(create_selective_checkpoint_contexts, save_products)
+    with pytest.raises(lowtide.UsageError, match="give either policy or context_fn, not both"):
+        run(KeepNothing(), context_fn=contexts)
+
+
+def test_the_module_of_policies_is_public() -> None:
+    assert lowtide.policies is policies
+    assert issubclass(policies.KeepProducts, policies.Policy)

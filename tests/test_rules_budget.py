@@ -1,0 +1,231 @@
+"""Rule 13: a budget is a promise, from the first step on and for every step that changes.
+
+Rules of docs/semantics.md are cited by number. The planner's own tests stand in tests/plan; the
+figures on whole models, in the benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import counted
+
+
+class Tower(nn.Module):
+    """Wide activations over small parameters, so that there is much to drop."""
+
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(depth))
+        self.skip = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if not (self.skip and number % self.skip == 0):
+                x = torch.sin(layer(x)).exp().cos()
+        return x
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def step(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
+    """Measured peak and gradients of one plain step; memory of old gradients is not in it."""
+    model.zero_grad()
+    measured = lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu")
+    return measured.peak_bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def step_under(
+    limit: lowtide.Budget, model: nn.Module, x: Tensor, backward: Callable[[Tensor], None]
+) -> tuple[int, list[Tensor]]:
+    model.zero_grad()
+
+    def run() -> None:
+        with limit:
+            loss = model(x).square().mean()
+        backward(loss)
+
+    measured = lowtide.measure(run, device="cpu")
+    return measured.peak_bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
+def test_the_limit_holds_from_the_first_step(share: float) -> None:
+    x = torch.randn(512, 32)
+    plain, expected = step(tower(), x)
+    model, limit = tower(), lowtide.budget(int(share * plain))
+    for number in range(1, 5):
+        with counted() as replayed:
+            peak, found = step_under(limit, model, x, backward)
+        assert peak <= int(share * plain), f"step {number}"
+        assert all(map(torch.equal, expected, found)), f"step {number}"
+        assert replayed.operations > 0, f"step {number}"
+    report = limit.report()
+    assert report.steps == 4
+    assert report.limit == int(share * plain)
+    assert report.plain_peak is not None
+    assert abs(report.plain_peak - plain) <= 0.05 * plain
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_limit_holds_when_shapes_and_branches_change() -> None:
+    shapes = [512, 512, 512, 384, 512, 448, 320, 512]
+    skips = [0, 0, 0, 0, 3, 0, 2, 0]
+    plain, _ = step(tower(), torch.randn(512, 32))
+    model, limit = tower(), lowtide.budget(int(0.5 * plain))
+    for number, (rows, skip) in enumerate(zip(shapes, skips, strict=True), 1):
+        torch.manual_seed(number)
+        x = torch.randn(rows, 32)
+        reference = tower()
+        model.skip = reference.skip = skip
+        _, expected = step(reference, x)
+        peak, found = step_under(limit, model, x, backward)
+        assert peak <= int(0.5 * plain), f"step {number}"
+        assert len(expected) == len(found)
+        assert all(map(torch.equal, expected, found)), f"step {number}"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_backward_inside_the_context() -> None:
+    x = torch.randn(512, 32)
+    plain, expected = step(tower(), x)
+    model, limit = tower(), lowtide.budget(int(0.6 * plain))
+    for _ in range(3):
+        model.zero_grad()
+
+        def run() -> None:
+            with limit:
+                model(x).square().mean().backward()
+
+        peak = lowtide.measure(run, device="cpu").peak_bytes
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, expected, found))
+        assert peak <= int(0.6 * plain)
+
+
+def refused(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.BudgetError:
+    """The first refusal in three steps."""
+    for _ in range(3):
+        try:
+            with limit:
+                loss = model(x).square().mean()
+            loss.backward()
+        except lowtide.BudgetError as error:
+            return error
+    raise AssertionError("no step was refused")
+
+
+def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> None:
+    x = torch.randn(512, 32)
+    plain, expected = step(tower(), x)
+    model = tower()
+    error = refused(lowtide.budget(4096), model, x)
+    assert error.limit == 4096
+    assert 4096 < error.minimum <= plain
+    assert "the step does not fit in 4.0 KiB" in str(error)
+    assert str(error.minimum) in str(error)
+    assert "Use a smaller batch or a larger limit." in str(error)
+    asked = error.minimum
+    for _ in range(12):  # each refusal says more, until one limit does
+        model = tower()
+        limit = lowtide.budget(asked)
+        try:
+            for _ in range(3):
+                _, found = step_under(limit, model, x, backward)
+        except lowtide.BudgetError as error:
+            assert error.minimum > asked
+            asked = error.minimum
+            continue
+        assert all(map(torch.equal, expected, found))
+        assert asked < 0.7 * plain
+        return
+    raise AssertionError(f"still refused at {asked}")
+
+
+def test_a_limit_that_is_never_reached_replays_nothing() -> None:
+    x = torch.randn(64, 32)
+    model, limit = tower(), lowtide.budget("1 GiB")
+    _, expected = step(tower(), x)
+    with counted() as replayed:
+        for _ in range(3):
+            _, found = step_under(limit, model, x, backward)
+            assert all(map(torch.equal, expected, found))
+    assert replayed.operations == 0
+    report = limit.report()
+    assert (report.replayed_operations, report.recomputed_bytes) == (0, 0)
+    assert report.recorded_operations > 30
+
+
+def test_the_report_prints_each_figure_on_a_line() -> None:
+    x = torch.randn(128, 32)
+    model, limit = tower(), lowtide.budget(0.6)
+    for _ in range(3):
+        step_under(limit, model, x, backward)
+    report = limit.report()
+    lines = str(report).splitlines()
+    labels = [
+        "limit", "planned peak", "measured peak", "plain peak", "activations kept",
+        "activations recomputed", "operations replayed", "steps",
+    ]  # fmt: skip
+    assert [line.split("  ")[0].strip() for line in lines] == labels
+    assert report.limit is not None
+    assert report.plain_peak is not None
+    assert report.planned_peak is not None
+    assert report.limit == int(0.6 * report.plain_peak)
+    assert 0 < report.planned_peak <= report.limit
+    assert 0 < report.replayed_operations < report.recorded_operations * 3
+    assert lines[-1].endswith("3, the last one planned")
+
+
+def test_a_budget_with_gradients_that_accumulate() -> None:
+    """Two micro-batches under one budget before one optimizer step."""
+    batches = torch.randn(2, 128, 32)
+    reference, model = tower(), tower()
+    for x in batches:
+        reference(x).square().mean().backward()
+    limit = lowtide.budget(0.6)
+    for x in batches:
+        with limit:
+            loss = model(x).square().mean()
+        loss.backward()
+    for one, two in zip(reference.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    batches = torch.randn(2, 128, 32)
+    reference, model = tower(), tower()
+    sum(reference(x).square().mean() for x in batches).backward()  # type: ignore[union-attr]
+    limit = lowtide.budget(0.6)
+    losses = []
+    for x in batches:
+        with limit:
+            losses.append(model(x).square().mean())
+    (losses[0] + losses[1]).backward()
+    for one, two in zip(reference.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert torch.equal(one.grad, two.grad)
