@@ -95,7 +95,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.8, 0.6, 0.4])
     options = parser.parse_args()
-    rounds = 1 if options.quick else 5
+    rounds = 3 if options.quick else 7
     with results(options) as rows:
         print(
             "| network | limit | limit, MiB | peak of steps 1 to 4, MiB | planned | limit "

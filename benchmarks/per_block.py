@@ -78,7 +78,8 @@ def cells(row: dict) -> list[str]:
         f"{row[key]:.2f} (+{100 * (row[key] / plain - 1):.0f} %)" for key in ("blocks", "lowtide")
     ]
     met = "yes" if row["ratio"] <= GOAL else "NO"
-    peaks = " ".join(map(mebibytes, row["peaks"]))
+    limit = row["limit"]
+    peaks = " ".join(mebibytes(peak) + ("!" if peak > limit else "") for peak in row["peaks"])
     return [*sizes, peaks, f"{plain:.2f}", *added, f"{row['ratio']:.2f}", met]
 
 
@@ -89,7 +90,7 @@ def main() -> None:
         "network",
         "plain peak, MiB",
         "per-block peak = limit",
-        "peaks of lowtide, steps 1 to 3",
+        "peaks of lowtide, steps 1 to 3 (!: over)",
         "plain, s",
         "per-block, s",
         "lowtide, s",

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide import _compat, marks, replay
+from lowtide import _compat, marks
 from lowtide._memory_events import Timeline
+from lowtide.tape.operators import facts_of
 
 
 class FakeStream:
@@ -60,26 +61,20 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
 
 @pytest.fixture
-def replayed_on(
-    streams: FakeStreams, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[str, str]]:
+def replayed_on(streams: FakeStreams, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """(operator, stream that was current when it was replayed)."""
     seen: list[tuple[str, str]] = []
-    call = replay._call
 
-    class Watching:
-        def __init__(self, op: Any) -> None:
-            self.op = op
+    def watching(facts: Any, run: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append((facts.name, streams.current.name))
+            return run(*args, **kwargs)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.op, name)
+        return call
 
-        @property
-        def facts(self) -> Any:
-            seen.append((self.op.facts.name, streams.current.name))
-            return self.op.facts
-
-    monkeypatch.setattr(replay, "_call", lambda op, *rest: call(Watching(op), *rest))
+    for operator in (torch.ops.aten.sin, torch.ops.aten.exp, torch.ops.aten.cos):
+        facts = facts_of(operator.default)  # replay calls this one, the forward torch's own
+        monkeypatch.setattr(facts, "func", watching(facts, facts.func))
     return seen
 
 
@@ -116,9 +111,13 @@ def test_nothing_waits_on_the_same_stream(
 
 
 def test_an_error_leaves_the_stream_as_it_was(streams: FakeStreams) -> None:
-    with pytest.raises(KeyboardInterrupt), _compat.on_stream(streams.side):
-        assert streams.current is streams.side
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with _compat.on_stream(streams.side):
+            assert streams.current is streams.side
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert streams.current is streams.main
 
 
@@ -206,6 +205,8 @@ def test_the_script_for_a_real_device_says_so_without_one() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a device: run tests/cuda/check_cuda.py")
     script = Path(__file__).parent / "cuda" / "check_cuda.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "needs a CUDA device" in done.stdout

@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import lowtide
+from lowtide.errors import LowtideError, ReplayError
+
 WORLD = 2
 STEPS = 3
 Outcome = dict[str, Any]
@@ -121,8 +124,6 @@ def counted() -> Iterator[list[str]]:
 
 def against(plain: Callable[[], list[Tensor]], other: Callable[[], list[Tensor]]) -> Outcome:
     """Run both; an error of lowtide's is an outcome, any other one a failure of the scenario."""
-    from lowtide.errors import LowtideError
-
     expected = plain()
     with counted() as names:
         try:
@@ -140,8 +141,6 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
-    import lowtide
-
     settings: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         "plain": ({}, {}, 1),
         "batch_norm": ({"batch_norm": True}, {}, 1),
@@ -187,8 +186,6 @@ def fsdp(call: Any = None, *, reshard: bool) -> nn.Module:
 
 
 def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
-    import lowtide
-
     def make(reshard: bool, how: str) -> Scenario:
         def plain() -> list[Tensor]:
             return train(fsdp(reshard=reshard))
@@ -209,7 +206,6 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
 
 def fsdp_region_over_groups() -> Outcome:
     """One region around all groups: each is resharded long before its backward."""
-    import lowtide
 
     class Whole(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -247,8 +243,6 @@ def parallel(call: Any = None) -> nn.Module:
 
 
 def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
-    import lowtide
-
     def plain() -> list[Tensor]:
         return train(parallel())
 
@@ -313,6 +307,19 @@ def differentiable(x: Tensor) -> Tensor:
     return out
 
 
+def local_part_in_place(x: Tensor) -> Tensor:
+    """Written through a DTensor over the same memory, which leaves no mark on `x` itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    x = x * 2
+    mesh = init_device_mesh("cpu", (WORLD,))
+    whole = DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False)
+    with torch.no_grad():
+        whole.mul_(3)
+    return x
+
+
 TALKS = {f.__name__: f for f in (in_place, in_place_on_a_copy, functional, differentiable)}
 
 
@@ -321,15 +328,11 @@ def collectives_in(run: Callable[[], object]) -> dict[str, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     return {
-        event.key: event.count
-        for event in profile.key_averages()
-        if event.key.startswith("gloo:")
+        event.key: event.count for event in profile.key_averages() if event.key.startswith("gloo:")
     }
 
 
 def collective_scenarios() -> Iterator[tuple[str, Scenario]]:
-    import lowtide
-
     def make(talk: Callable[[Tensor], Tensor], how: str) -> Scenario:
         def plain() -> list[Tensor]:
             return train(Talking(talk))
@@ -347,7 +350,7 @@ def collective_scenarios() -> Iterator[tuple[str, Scenario]]:
 
         return lambda: {**against(plain, other), **counts()}
 
-    for name, talk in TALKS.items():
+    for name, talk in {**TALKS, "local_part_in_place": local_part_in_place}.items():
         for how in ("checkpoint", "budget"):
             yield f"{name} {how}", make(talk, how)
 
@@ -442,6 +445,31 @@ def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])
 def test_tensor_parallel(outcomes: list[dict[str, Outcome]], how: str) -> None:
     check_same(outcomes, f"dtensor {how}")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+def test_a_write_through_a_dtensor(outcomes: list[dict[str, Outcome]], how: str) -> None:
+    check_same(outcomes, f"local_part_in_place {how}")
+
+
+def test_freed_parameters_are_refused() -> None:
+    """What FSDP2 does, out of turn: the memory is gone when a replay reads it (rule 4)."""
+    weight = nn.Parameter(torch.randn(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    y = lowtide.checkpoint(lambda: (x @ weight).sin().cos())
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(ReplayError, match=r"has 0 of 256 bytes\. FSDP2 does that"):
+        y.sum().backward()
+
+
+def test_a_kept_subclass_changed_before_backward_is_refused() -> None:
+    """A tensor that the tape cannot name is kept as it is; its version is checked (rule 4)."""
+    sparse = torch.eye(4).to_sparse()
+    x = torch.randn(4, 4, requires_grad=True)
+    y = lowtide.checkpoint(torch.sparse.mm, sparse, x)
+    sparse.mul_(2)
+    with pytest.raises(ReplayError, match="modified by an in-place operation"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])

@@ -99,9 +99,7 @@ def step(loss: Loss, how: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])
-@pytest.mark.parametrize(
-    "loss", [by_functional_call, by_vmap, by_vmap_of_a_mask, by_jvp, by_duals]
-)
+@pytest.mark.parametrize("loss", [by_functional_call, by_vmap, by_vmap_of_a_mask, by_jvp, by_duals])
 def test_right_inside(loss: Loss, how: str) -> None:
     assert same(step(loss, "plain"), step(loss, how))
 

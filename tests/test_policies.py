@@ -182,7 +182,8 @@ def save_large(context: Any, func: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 def test_torchs_selective_contexts_with_a_list() -> None:
     contexts = functools.partial(
-        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.exp.default]
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.exp.default],
     )
     replayed = run(context_fn=contexts, use_reentrant=False)
     assert replayed.names() == names("sin", "_softmax")

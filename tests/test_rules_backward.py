@@ -125,12 +125,7 @@ def test_reference_counts_alone_free_a_graph() -> None:
     gc.disable()
     try:
         x = leaf(64)
-        big = torch.randn(64)
-        y = lowtide.checkpoint(lambda x: (x.sin() * big).exp(), x)
-        external = weakref.ref(big)
-        storage = weakref.ref(big.untyped_storage())
-        del big
-        assert storage() is not None or external() is None
+        y = lowtide.checkpoint(lambda x: (x.sin() * torch.randn(64)).exp(), x)
         with counted() as replayed:
             y.sum().backward()
         assert replayed.operations > 0

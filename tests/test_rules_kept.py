@@ -90,9 +90,7 @@ def _copied(x: Tensor) -> Tensor:
 
 @every_way
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_memory_that_somebody_unseen_fills(
-    function: Callable[[Tensor], Tensor], way: Way
-) -> None:
+def test_memory_that_somebody_unseen_fills(function: Callable[[Tensor], Tensor], way: Way) -> None:
     def scenario(way: Way) -> list[Tensor | None]:
         x = leaf(8)
         return gradients(way(function, x).sum(), x)

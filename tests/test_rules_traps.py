@@ -24,7 +24,9 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4), nn.Softplus())
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4), nn.Softplus()
+    )
 
 
 # Other saved-tensor hooks (they are user code around saves: each save is seen once).

@@ -237,8 +237,11 @@ class StepDecisions:
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
         for value in self.observer.alive():
-            held = value.held is not None and value.op is not None
-            if held and chosen[value.number] >= 0 and value.number not in self.observer.pinned:
+            if value.held is None or value.op is None:
+                continue
+            if chosen[value.number] < 0 or value.number in self.observer.pinned:
+                value.settle()
+            else:
                 value.held = None
                 self.tally.evictions += 1
                 self.observer.dropped_before_backward(value.number)

@@ -8,6 +8,7 @@ could not tell lowtide's bits from the device's and fails by saying so.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -38,7 +39,7 @@ class ConvNet(nn.Module):
             nn.Sequential(
                 nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.Dropout(0.1)
             )
-            for a, b in zip(widths, widths[1:], strict=False)
+            for a, b in itertools.pairwise(widths)
         )
         self.head = nn.Linear(64, 10)
         self.call = call
@@ -220,13 +221,18 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     if not torch.cuda.is_available():
-        print("check_cuda.py needs a CUDA device; this machine has none, so nothing was checked.")
+        say("check_cuda.py needs a CUDA device; this machine has none, so nothing was checked.")
         return 0
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     failed = 0
     for name, check in CHECKS.items():
         try:
@@ -237,8 +243,8 @@ def main() -> int:
             result = f"{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError):
                 traceback.print_exc()
-        print(f"{verdict:<7} {name:<45} {result}", flush=True)
-    print(f"{len(CHECKS) - failed} of {len(CHECKS)} checks passed")
+        say(f"{verdict:<7} {name:<45} {result}")
+    say(f"{len(CHECKS) - failed} of {len(CHECKS)} checks passed")
     return 1 if failed else 0
 
 

@@ -341,6 +341,8 @@ class Recorder(_compat.Mode):
 
     def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
         hold(value, tensor)
+        if value.keep:
+            value.settle()
         entry.weak = weakref.ref(value)
         entry.value = None
         watch(entry.key, value)

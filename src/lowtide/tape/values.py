@@ -95,6 +95,11 @@ class Value:
         self.number = -1
         self.retain_from = 0
 
+    def settle(self) -> None:
+        """It stays held for good: what it was made from is not kept on its behalf."""
+        self.op = None
+        self.read = True  # copied, not lost, should a recorded write reach it
+
     def intact(self) -> bool:
         """Whether `held` still has this content, as far as autograd's version counter tells.
 
@@ -264,6 +269,11 @@ class Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version: int = -1 if tensor.is_inference() else tensor._version
+
+    def settle(self) -> None:
+        """It stays held for good: what it was made from is not kept on its behalf."""
+        self.op = None
+        self.read = True  # copied, not lost, should a recorded write reach it
 
     def intact(self) -> bool:
         return self.version < 0 or self.tensor._version == self.version
