@@ -272,8 +272,9 @@ class Talking(nn.Module):
         self.call = call
 
     def inside(self, x: Tensor) -> Tensor:
-        x = nn.functional.gelu(self.first(x))
-        return nn.functional.gelu(self.second(self.talk(x).sigmoid())).sin()
+        x = nn.functional.gelu(self.first(x)).sin().exp().tanh().cos().exp().sin()
+        x = nn.functional.gelu(self.second(self.talk(x).sigmoid()))
+        return x.sin().exp().tanh().cos().exp().sin()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inside(x) if self.call is None else self.call(self.inside, x)
@@ -340,7 +341,7 @@ def collective_scenarios() -> Iterator[tuple[str, Scenario]]:
         def other() -> list[Tensor]:
             if how == "checkpoint":
                 return train(Talking(talk, lowtide.checkpoint))
-            limit = lowtide.budget(0.8)
+            limit = lowtide.budget(0.9)  # what was sent and received is kept
             return train(Talking(talk), lambda: limit)
 
         def counts() -> Outcome:
@@ -392,7 +393,7 @@ def run_ranks(group: str, folder: Path) -> list[dict[str, Outcome]]:
         )
         for rank in range(WORLD)
     ]  # fmt: skip
-    said = []
+    said: list[str] = []
     try:
         for process in ranks:
             said.append(process.communicate(timeout=240)[0])
@@ -401,7 +402,7 @@ def run_ranks(group: str, folder: Path) -> list[dict[str, Outcome]]:
             process.kill()
             process.wait()
     files = [folder / f"{group}.{rank}.json" for rank in range(WORLD)]
-    assert all(f.exists() for f in files), "\n".join(said)
+    assert all(p.returncode == 0 for p in ranks), "\n".join(said)[-4000:]
     return [json.loads(f.read_text()) for f in files]
 
 

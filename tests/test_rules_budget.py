@@ -39,9 +39,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def tower() -> Tower:
+def tower(depth: int = 8) -> Tower:
     torch.manual_seed(0)
-    return Tower()
+    return Tower(depth)
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
@@ -165,8 +165,8 @@ def refused(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.Budge
 
 def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> None:
     x = torch.randn(512, 32)
-    plain, expected = step(tower(), x)
-    model = tower()
+    plain, expected = step(tower(3), x)
+    model = tower(3)
     error = refused(lowtide.budget(4096), model, x)
     assert error.limit == 4096
     assert 4096 < error.minimum <= plain
@@ -177,7 +177,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> N
     named = [asked]
     found: list[Tensor] = []
     while not found:  # each refusal names more, until one limit does
-        model, limit = tower(), lowtide.budget(named[-1])
+        model, limit = tower(3), lowtide.budget(named[-1])
         try:
             for _ in range(3):
                 _, found = step_under(limit, model, x, backward)

@@ -128,6 +128,24 @@ def test_an_external_saved_as_it_is_and_changed_is_an_error_as_in_autograd() -> 
         y.sum().backward()
 
 
+def test_a_change_that_no_version_counter_shows_is_not_seen() -> None:
+    """The stated limit: `.data` is a way around autograd's checks, and so around this one."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, other = leaf(8), torch.randn(8)
+        y = way(lambda x: x * other, x)
+        other.data.mul_(2)
+        return gradients(y.sum(), x)
+
+    check(scenario)  # saved as it is: changed in the plain step as well
+    x, shift = torch.zeros(8, requires_grad=True), torch.zeros(8)
+    y = lowtide.checkpoint(lambda x: (x + shift).sin(), x)
+    shift.data.add_(1)
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(8).cos())  # of the changed tensor
+
+
 @every_way
 def test_a_rebound_name_is_not_a_change(way: Way) -> None:
     """`closure = other` leaves the tensor alone, so the plain result must come out."""

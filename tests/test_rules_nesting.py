@@ -94,7 +94,7 @@ def test_a_chain_of_twenty_thousand_saved_operations() -> None:
     assert torch.equal(x.grad, kept.grad)
 
 
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [False, True], ids=["unsaved", "saved"])
 def test_a_long_chain_is_freed_without_a_backward(saved: bool) -> None:
     """Twenty thousand records that hold each other go when the last handle does."""
     x = leaf(2)

@@ -148,8 +148,11 @@ def has_own_dispatch(cls: type) -> bool:
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a wrapper subclass is made of, as `torch.compile` asks for them."""
-    names = getattr(tensor, "__tensor_flatten__", None)
-    return [getattr(tensor, name) for name in names()[0]] if names is not None else []
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    parts = (getattr(tensor, name) for name in flatten()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]  # a mesh is another part
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -224,6 +227,11 @@ def cuda_in_use() -> bool:
     global _cuda_seen
     _cuda_seen = _cuda_seen or torch.cuda.is_initialized()
     return _cuda_seen
+
+
+def synchronize() -> None:
+    """Wait for the current CUDA device: only in steps whose operations are timed."""
+    torch.cuda.synchronize()
 
 
 def stream_of(args: Any) -> Any:

@@ -227,12 +227,22 @@ def _returns_only_aliases(schema: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
-_FACTS: dict[Any, Facts] = {}
+FACTS: dict[Any, Facts] = {}
 
 
 def facts_of(func: Any) -> Facts:
     """The facts of an operator overload, computed at its first use."""
-    facts = _FACTS.get(func)
+    facts = FACTS.get(func)
     if facts is None:
-        facts = _FACTS[func] = Facts(func)
+        facts = FACTS[func] = Facts(func)
     return facts
+
+
+def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Positions of running statistics that this call updates and a replay leaves alone."""
+    assert facts.statistics is not None
+    mean, var, training = facts.statistics
+    always = facts.name.endswith("with_update")
+    if not always and (len(args) <= training or not args[training]):
+        return ()
+    return (mean, var) if isinstance(args[mean], torch.Tensor) else ()

@@ -1,12 +1,10 @@
 """The recorder: watches a forward run, below autograd, and writes it down.
 
 Problem: to run an operation again one needs to know exactly which content of which storage it
-read. Invariant: the table maps every live storage to the one `Value` that is in it now; whatever
-writes a storage, seen or unseen (told by autograd's version counter), gives it a new value, and a
-value that nobody can make again is either held or refused, never guessed (rules 4, 5, 6). User
-code runs once (rule 2): the recorder calls each operator exactly once and hands back its own
-result. Imports values, operators, generators. Rejected: identifying tensors by Python object,
-which autograd replaces by fresh aliases.
+read. Invariant: a value that nobody can make again is either held or refused, never guessed (rule
+5). User code runs once (rule 2): the recorder calls each operator exactly once and hands back its
+own result. Imports known, operators, generators. Rejected: recording above autograd, where one
+call may be many operations and its saved tensors are made by others.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ import torch
 from lowtide import _compat
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
-from lowtide.tape.operators import _FACTS, Facts, facts_of
+from lowtide.tape.known import Entry, Known, covers, needs_care, weak_value
+from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.values import (
     Handle,
     Kept,
@@ -29,78 +28,42 @@ from lowtide.tape.values import (
     RareOperation,
     Ref,
     Value,
-    common_region,
     flatten,
+    tensors_in,
 )
-from lowtide.tape.watch import hold, overwriting, watch
+from lowtide.tape.watch import overwriting
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-# mypy cannot see that calling `weakref.ref` on a slotted class is typed
-_weak_value: Callable[[Value], weakref.ref[Value]] = weakref.ref
-
 _weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
-class Entry(weakref.ref):  # type: ignore[type-arg]
-    """What is in one live storage now. Dies, and leaves the table, with the storage.
-
-    `value` is the link while nothing else needs the value; once the value holds an alias of this
-    very storage the link must be weak (`weak`), or table and alias would keep each other alive.
-    """
-
-    __slots__ = ("counted", "key", "loose", "nbytes", "value", "version", "weak")
-
-    key: int
-    value: Value | None
-    weak: weakref.ref[Value] | None
-    version: int
-    loose: bool  # autograd may or may not add one to the version after this write
-    nbytes: int
-    counted: int  # bytes that this recording allocated for it: 0 if it was there before
-
-
-class Recorder(_compat.Mode):
+class Recorder(Known, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        _compat.Mode.__init__(self)
+        Known.__init__(self, tape)
         self.tape = tape
-        self.region = tape.root
-        self.sequence = 0
-        self.numbers = 0
         self.decisions = tape.decisions
-        self._switches: tuple[object, ...] = ()
+        self.timed = tape.timed
+        self.cuda = _compat.cuda_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
         self.paused = False  # a backward runs inside the recording
-        self._lazy_bits = False  # some tensor is lazily conjugated or negated
-        self.table: dict[int, Entry] = {}
-        self.timed = tape.timed
-        self.cuda = _compat.cuda_in_use()
+        self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.cuda
         self._asks = tape.decisions.asks
-        self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
-        self._group = 0  # the operation at which it did
-        self.live = [0]
-        table, live = self.table, self.live
-
-        def forget(entry: Any) -> None:
-            if table.pop(entry.key, None) is not None:
-                live[0] -= entry.counted
-
-        self._forget = forget
 
     # ------------------------------------------------------------------ operators
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = _FACTS.get(func) or facts_of(func)
+        facts = FACTS.get(func) or facts_of(func)
         if kwargs is None:
             kwargs = {}
         if self._read is not None:
@@ -204,8 +167,12 @@ class Recorder(_compat.Mode):
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         if self.timed and op is not None:
+            if self.cuda:
+                _compat.synchronize()
             start = time.perf_counter()
             result = func(*args, **kwargs)
+            if self.cuda:
+                _compat.synchronize()
             op.seconds = time.perf_counter() - start
         else:
             result = func(*args, **kwargs)
@@ -259,25 +226,6 @@ class Recorder(_compat.Mode):
                 if entry is not None:
                     found[entry.key] = (entry, 0)
         return list(found.values())
-
-    def _look_for_freed(self, read: dict[int, Entry]) -> None:
-        """Whether FSDP2 has freed parameters that were read: the end of a module it shards.
-
-        They are there again in that module's own backward. What leaves the module is needed before
-        that, when it cannot be replayed, so it is kept as soon as something reads it (rule 5).
-        """
-        for entry in read.values():
-            storage = entry()
-            if storage is not None and storage.nbytes() < entry.nbytes:
-                break
-        else:
-            return
-        read.clear()
-        self._group = self.sequence
-        for entry in list(self.table.values()):
-            value = entry.value or (entry.weak() if entry.weak is not None else None)
-            if value is not None:
-                value.keep = True  # so that no reader takes a shorter way past the check
 
     # ------------------------------------------------------------------ inputs
 
@@ -338,52 +286,6 @@ class Recorder(_compat.Mode):
         if value.region is not self.region:
             self._crossing(value)
         return Ref(value, tensor)
-
-    def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
-        hold(value, tensor)
-        if value.keep:
-            value.settle()
-        entry.weak = weakref.ref(value)
-        entry.value = None
-        watch(entry.key, value)
-
-    def value_in(self, entry: Entry) -> Value:
-        """The value in a storage; a fresh external where the old record has gone."""
-        value = entry.value
-        if value is None:
-            value = entry.weak() if entry.weak is not None else None
-            if value is None:
-                value = entry.value = Value(None, entry.nbytes, self.region)
-        return value
-
-    def _crossing(self, value: Value) -> None:
-        """`value` goes from one region into another: their common region needs it (rule 9)."""
-        common = common_region(value.region, self.region)
-        if common is not self.region and (value.scope is None or common.depth < value.scope.depth):
-            value.scope = common
-
-    def entry_of(self, tensor: Tensor) -> Entry | None:
-        """What is in the tensor's storage now; None for tensors without one."""
-        if type(tensor) not in _PLAIN and _compat.has_own_dispatch(type(tensor)):
-            return None
-        try:
-            storage = tensor.untyped_storage()
-            version = _compat.version_of(tensor)
-        except (NotImplementedError, RuntimeError):
-            return None  # opaque, sparse, or an inference tensor
-        entry = self.table.get(storage._cdata)
-        if entry is None:
-            entry = self._enter(storage, None, version)
-            self.live[0] -= entry.counted
-            entry.counted = 0
-            self._lazy_bits = self._lazy_bits or needs_care(tensor)
-        elif entry.version != version:
-            if not (entry.loose and version == entry.version - 1):
-                # Written by something the dispatcher did not see: nobody can make it again.
-                entry.value = Value(None, entry.nbytes, self.region)
-            entry.version = version
-            entry.loose = False
-        return entry
 
     # ------------------------------------------------------------------ writes
 
@@ -459,67 +361,9 @@ class Recorder(_compat.Mode):
                 if storage._cdata not in table:
                     value = self._enter(storage, op, version).value
                     if op is not None and value is not None:
-                        op.outputs.append((place, _weak_value(value)))
+                        op.outputs.append((place, weak_value(value)))
                         made.append(value)
             place += 1
-
-    def _rewritten(
-        self, op: Operation | None, through: Ref | None, entry: Entry, made: list[Value]
-    ) -> None:
-        """A storage has new content."""
-        storage = entry()
-        if storage is not None and storage.nbytes() != entry.nbytes:  # an out= that was resized
-            entry.nbytes = storage.nbytes()
-            if entry.counted:
-                self.live[0] += entry.nbytes - entry.counted
-                entry.counted = entry.nbytes
-        value = Value(op if through is not None else None, entry.nbytes, self.region)
-        entry.value = value
-        entry.version += 1
-        entry.loose = True
-        if op is not None and through is not None:
-            op.writes.append((through, _weak_value(value)))
-            value.number = self.numbers
-            self.numbers += 1
-            made.append(value)
-
-    @staticmethod
-    def _device(entry: Entry) -> torch.device:
-        storage = entry()
-        assert storage is not None
-        device: torch.device = storage.device
-        return device
-
-    @staticmethod
-    def _rebind(old: Value, entry: Entry) -> None:
-        """Handles that autograd made before the call mean the content after it."""
-        new = entry.value
-        assert new is not None
-        new.saves = new.saves or []
-        for weak in old.saves or ():
-            handle = weak()
-            if handle is not None:
-                handle.ref.value = new
-                new.saves.append(weak)
-        new.scope = old.scope or new.region
-        if new.op is None:
-            new.held, new.version = old.held, old.version
-
-    def _enter(self, storage: Any, op: Operation | None, version: int) -> Entry:
-        entry = Entry(storage, self._forget)
-        entry.key = storage._cdata
-        entry.version = version
-        entry.loose = False
-        entry.weak = None
-        entry.nbytes = entry.counted = storage.nbytes()
-        self.live[0] += entry.counted
-        value = Value(op, entry.nbytes, self.region)
-        if op is not None:
-            value.number = self.numbers
-            self.numbers += 1
-        entry.value = value
-        self.table[entry.key] = entry
-        return entry
 
     @staticmethod
     def _scratch(statistic: Tensor) -> Ref:
@@ -556,14 +400,6 @@ class Recorder(_compat.Mode):
         self.table.clear()
 
     # ------------------------------------------------------------------ autograd
-
-    def adopt(self, value: Value, tensor: Tensor) -> None:
-        """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
-        storage = tensor.untyped_storage()
-        entry = self.table.get(storage._cdata)
-        if entry is None:
-            entry = self._enter(storage, None, 0)
-            entry.value, entry.weak = None, weakref.ref(value)
 
     def pack(self, tensor: Tensor) -> Any:
         """Saved-tensor hook: a handle in place of the tensor."""
@@ -603,41 +439,5 @@ class Recorder(_compat.Mode):
             return Kept(tensor.detach())
 
 
-def needs_care(tensor: Tensor) -> bool:
-    """Lazy conjugation and negation are not in a storage: such a tensor is kept as it is."""
-    return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
-
-
-def covers(ref: Ref, nbytes: int) -> bool:
-    """Whether a view is the whole of a storage, each element once."""
-    count = 1
-    dims = sorted((st, n) for n, st in zip(ref.size, ref.stride, strict=True) if n != 1)
-    for stride, n in dims:
-        if stride != count:
-            return False
-        count *= n
-    return ref.offset == 0 and count * ref.dtype.itemsize == nbytes
-
-
 def _untouched_constant(value: Value) -> bool:
     return value.op is not None and value.op.facts.constant
-
-
-def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of running statistics that this call updates and a replay leaves alone."""
-    assert facts.statistics is not None
-    mean, var, training = facts.statistics
-    always = facts.name.endswith("with_update")
-    if not always and (len(args) <= training or not args[training]):
-        return ()
-    return (mean, var) if isinstance(args[mean], Tensor) else ()
-
-
-def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found = []
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found.extend(t for t in flatten(argument) if isinstance(t, Tensor))
-    return found

@@ -270,11 +270,6 @@ class Kept:
         self.tensor = tensor
         self.version: int = -1 if tensor.is_inference() else tensor._version
 
-    def settle(self) -> None:
-        """It stays held for good: what it was made from is not kept on its behalf."""
-        self.op = None
-        self.read = True  # copied, not lost, should a recorded write reach it
-
     def intact(self) -> bool:
         return self.version < 0 or self.tensor._version == self.version
 
@@ -291,3 +286,14 @@ def flatten(result: Any) -> list[Any]:
             else:
                 flat.append(item)
     return flat
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among arguments, those in lists included."""
+    found: list[torch.Tensor] = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found.extend(t for t in flatten(argument) if isinstance(t, torch.Tensor))
+    return found

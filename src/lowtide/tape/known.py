@@ -1,0 +1,213 @@
+"""What is known of the storages of a recording.
+
+Problem: autograd and user code hand over tensors, the tape speaks of contents. Invariant: a storage
+is found by its own identity and leaves the table with it; whatever writes it, seen or unseen (told
+by autograd's version counter), gives it a new value (rules 4 and 6). Imports values and watch.
+Rejected: identifying tensors by Python object, which autograd replaces by fresh aliases.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.values import Operation, Ref, Value, common_region
+from lowtide.tape.watch import hold, watch
+
+if TYPE_CHECKING:
+    from lowtide.tape.tape import Tape
+
+Tensor = torch.Tensor
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+# mypy cannot see that calling `weakref.ref` on a slotted class is typed
+weak_value: Callable[[Value], weakref.ref[Value]] = weakref.ref
+
+
+class Entry(weakref.ref):  # type: ignore[type-arg]
+    """What is in one live storage now. Dies, and leaves the table, with the storage.
+
+    `value` is the link while nothing else needs the value; once the value holds an alias of this
+    very storage the link must be weak (`weak`), or table and alias would keep each other alive.
+    """
+
+    __slots__ = ("counted", "key", "loose", "nbytes", "value", "version", "weak")
+
+    key: int
+    value: Value | None
+    weak: weakref.ref[Value] | None
+    version: int
+    loose: bool  # autograd may or may not add one to the version after this write
+    nbytes: int
+    counted: int  # bytes that this recording allocated for it: 0 if it was there before
+
+
+class Known:
+    """The table of one recording: every live storage, and the value that is in it now."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.region = tape.root
+        self.sequence = 0  # operations recorded so far
+        self.numbers = 0  # values numbered so far
+        self._lazy_bits = False  # some tensor is lazily conjugated or negated
+        self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
+        self._group = 0  # the operation at which it did
+        self.table: dict[int, Entry] = {}
+        self.live = [0]  # bytes of the storages made in this recording that are still there
+        table, live = self.table, self.live
+
+        def forget(entry: Any) -> None:
+            if table.pop(entry.key, None) is not None:
+                live[0] -= entry.counted
+
+        self._forget = forget
+
+    def entry_of(self, tensor: Tensor) -> Entry | None:
+        """What is in the tensor's storage now; None for tensors without one."""
+        if type(tensor) not in PLAIN and _compat.has_own_dispatch(type(tensor)):
+            return None
+        try:
+            storage = tensor.untyped_storage()
+            version = _compat.version_of(tensor)
+        except (NotImplementedError, RuntimeError):
+            return None  # opaque, sparse, or an inference tensor
+        entry = self.table.get(storage._cdata)
+        if entry is None:
+            entry = self._enter(storage, None, version)
+            self.live[0] -= entry.counted
+            entry.counted = 0
+            self._lazy_bits = self._lazy_bits or needs_care(tensor)
+        elif entry.version != version:
+            if not (entry.loose and version == entry.version - 1):
+                # Written by something the dispatcher did not see: nobody can make it again.
+                entry.value = Value(None, entry.nbytes, self.region)
+            entry.version = version
+            entry.loose = False
+        return entry
+
+    def value_in(self, entry: Entry) -> Value:
+        """The value in a storage; a fresh external where the old record has gone."""
+        value = entry.value
+        if value is None:
+            value = entry.weak() if entry.weak is not None else None
+            if value is None:
+                value = entry.value = Value(None, entry.nbytes, self.region)
+        return value
+
+    def _enter(self, storage: Any, op: Operation | None, version: int) -> Entry:
+        entry = Entry(storage, self._forget)
+        entry.key = storage._cdata
+        entry.version = version
+        entry.loose = False
+        entry.weak = None
+        entry.nbytes = entry.counted = storage.nbytes()
+        self.live[0] += entry.counted
+        value = Value(op, entry.nbytes, self.region)
+        if op is not None:
+            value.number = self.numbers
+            self.numbers += 1
+        entry.value = value
+        self.table[entry.key] = entry
+        return entry
+
+    def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
+        hold(value, tensor)
+        if value.keep:
+            value.settle()
+        entry.weak = weakref.ref(value)
+        entry.value = None
+        watch(entry.key, value)
+
+    def adopt(self, value: Value, tensor: Tensor) -> None:
+        """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
+        storage = tensor.untyped_storage()
+        entry = self.table.get(storage._cdata)
+        if entry is None:
+            entry = self._enter(storage, None, 0)
+            entry.value, entry.weak = None, weakref.ref(value)
+
+    def _rewritten(
+        self, op: Operation | None, through: Ref | None, entry: Entry, made: list[Value]
+    ) -> None:
+        """A storage has new content."""
+        storage = entry()
+        if storage is not None and storage.nbytes() != entry.nbytes:  # an out= that was resized
+            entry.nbytes = storage.nbytes()
+            if entry.counted:
+                self.live[0] += entry.nbytes - entry.counted
+                entry.counted = entry.nbytes
+        value = Value(op if through is not None else None, entry.nbytes, self.region)
+        entry.value = value
+        entry.version += 1
+        entry.loose = True
+        if op is not None and through is not None:
+            op.writes.append((through, weak_value(value)))
+            value.number = self.numbers
+            self.numbers += 1
+            made.append(value)
+
+    @staticmethod
+    def _rebind(old: Value, entry: Entry) -> None:
+        """Handles that autograd made before the call mean the content after it."""
+        new = entry.value
+        assert new is not None
+        new.saves = new.saves or []
+        for weak in old.saves or ():
+            handle = weak()
+            if handle is not None:
+                handle.ref.value = new
+                new.saves.append(weak)
+        new.scope = old.scope or new.region
+        if new.op is None:
+            new.held, new.version = old.held, old.version
+
+    @staticmethod
+    def _device(entry: Entry) -> torch.device:
+        storage = entry()
+        assert storage is not None
+        device: torch.device = storage.device
+        return device
+
+    def _crossing(self, value: Value) -> None:
+        """`value` goes from one region into another: their common region needs it (rule 9)."""
+        common = common_region(value.region, self.region)
+        if common is not self.region and (value.scope is None or common.depth < value.scope.depth):
+            value.scope = common
+
+    def _look_for_freed(self, read: dict[int, Entry]) -> None:
+        """Whether FSDP2 has freed parameters that were read: the end of a module it shards.
+
+        They are there again in that module's own backward. What leaves the module is needed before
+        that, when it cannot be replayed, so it is kept as soon as something reads it (rule 5).
+        """
+        for entry in read.values():
+            storage = entry()
+            if storage is not None and storage.nbytes() < entry.nbytes:
+                break
+        else:
+            return
+        read.clear()
+        self._group = self.sequence
+        for entry in list(self.table.values()):
+            value = entry.value or (entry.weak() if entry.weak is not None else None)
+            if value is not None:
+                value.keep = True  # so that no reader takes a shorter way past the check
+
+
+def needs_care(tensor: Tensor) -> bool:
+    """Lazy conjugation and negation are not in a storage: such a tensor is kept as it is."""
+    return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
+
+
+def covers(ref: Ref, nbytes: int) -> bool:
+    """Whether a view is the whole of a storage, each element once."""
+    count = 1
+    dims = sorted((st, n) for n, st in zip(ref.size, ref.stride, strict=True) if n != 1)
+    for stride, n in dims:
+        if stride != count:
+            return False
+        count *= n
+    return ref.offset == 0 and count * ref.dtype.itemsize == nbytes
