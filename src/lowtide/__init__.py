@@ -8,7 +8,14 @@ number as the untouched step. Importing this package loads torch and nothing els
 from lowtide import policies
 from lowtide.budget import Budget, budget
 from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
-from lowtide.errors import BudgetError, LowtideError, ReplayError, UnsupportedError, UsageError
+from lowtide.errors import (
+    BudgetError,
+    CompiledWarning,
+    LowtideError,
+    ReplayError,
+    UnsupportedError,
+    UsageError,
+)
 from lowtide.fitting import fit
 from lowtide.levels import checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
@@ -26,6 +33,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetReport",
+    "CompiledWarning",
     "LowtideError",
     "Measurement",
     "ReplayError",

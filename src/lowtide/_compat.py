@@ -52,8 +52,8 @@ class below_autograd:
 class Mode(TorchDispatchMode):
     """A dispatch mode without the guard against Dynamo that torch puts around each call.
 
-    While a mode like ours is on the stack, Dynamo compiles nothing anyway, and the guard costs
-    more than recording an operation. Goes if the guard gets cheap.
+    `never_compiled` keeps Dynamo out of our code at no cost; the guard costs more than recording
+    an operation, and imports Dynamo. Goes if the guard gets cheap.
     """
 
     supports_higher_order_operators = True
