@@ -166,15 +166,15 @@ def level_ways(work: Workload) -> list[Way]:
 def swin() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
-    return SwinForImageClassification(SwinConfig(image_size=112, num_labels=10))
+    return SwinForImageClassification(SwinConfig(depths=[2, 2, 4, 2], num_labels=10))
 
 
 SMALL = {
-    "GPT-2": Workload(
+    "levels-gpt2": Workload(
         "GPT-2", gpt2, lambda: (torch.randint(0, 5000, (2, 128)),), language_loss, unet_blocks
     ),
-    "Swin": Workload("Swin", swin, lambda: images(2, 112), logits_loss, unet_blocks),
-    "DenseNet121": Workload(
+    "levels-swin": Workload("Swin", swin, lambda: images(1, 224), logits_loss, unet_blocks),
+    "levels-densenet": Workload(
         "DenseNet121", densenet, lambda: images(2, 64), logits_loss, unet_blocks
     ),
 }
@@ -183,7 +183,7 @@ BRAIN = Workload("unet3d", brain_unet, partial(volumes, 48, torch.float32), dice
 
 def main() -> None:
     parser = arguments(__doc__ or "", models=False)
-    topics = ("densenet", "unet", "levels")
+    topics = ("densenet", "unet", *SMALL)
     parser.add_argument("--topics", nargs="+", choices=topics, default=list(topics))
     options = parser.parse_args()
     rounds = 3 if options.quick else 7
@@ -197,11 +197,10 @@ def main() -> None:
             found = compare(BRAIN, unet_ways(BRAIN), rounds)
             rows.append({"topic": "unet", "rows": found})
             show("3D U-Net, a volume of 48 x 48 x 48", found)
-        if "levels" in options.topics:
-            for name, work in SMALL.items():
-                found = compare(work, level_ways(work), rounds)
-                rows.append({"topic": f"levels of {name}", "rows": found})
-                show(name, found)
+        for name in [topic for topic in options.topics if topic in SMALL]:
+            found = compare(SMALL[name], level_ways(SMALL[name]), rounds)
+            rows.append({"topic": name, "rows": found})
+            show(SMALL[name].name, found)
 
 
 if __name__ == "__main__":

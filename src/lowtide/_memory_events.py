@@ -169,6 +169,18 @@ class MemoryEvents:
         self._marker: torch.UntypedStorage | None = None
         self._addresses: list[int] = []
         self._waiting: list[Callable[[Timeline | None], None]] = []
+        self._over = False
+        self._early: list[Timeline | None] = []
+
+    def over(self) -> None:
+        """Nothing more is wanted of this recording: whoever needs the recorder may end it.
+
+        It cannot be ended where a backward ends, inside of which the profiler's state is a copy.
+        """
+        self._over = True
+
+    def _give_way(self) -> None:
+        self._early.append(self._stop())
 
     def when_stopped(self, then: Callable[[Timeline | None], None]) -> None:
         """Call `then` with the timeline when this recording ends."""
@@ -177,6 +189,9 @@ class MemoryEvents:
     def start(self) -> bool:
         """Begin recording. False, with the reason in `obstacle`, where that is not possible."""
         global _recording
+        active = recording_on_this_thread(over=True)
+        if active is not None:
+            active._give_way()
         with _lock:
             self.obstacle = _obstacle()
             if self.obstacle:
@@ -206,7 +221,8 @@ class MemoryEvents:
 
     def stop(self) -> Timeline | None:
         """End the recording; `None`, with the reason in `obstacle`, where it was disturbed."""
-        timeline = self._stop()
+        timeline = self._early[0] if self._early else self._stop()
+        self._early.clear()
         waiting, self._waiting = self._waiting, []
         for then in waiting:
             then(timeline)
@@ -244,12 +260,12 @@ def _stop_at_exit() -> None:
         _drop_memory_profiler()
 
 
-def recording_on_this_thread() -> MemoryEvents | None:
-    """The recording that runs on this thread, if any."""
+def recording_on_this_thread(*, over: bool = False) -> MemoryEvents | None:
+    """The recording that runs on this thread, if any; with `over`, one that nobody needs."""
     active = _recording() if _recording is not None else None
-    if active is not None and active._marker is not None:
-        return active if active._thread == threading.get_ident() else None
-    return None
+    if active is None or active._marker is None or active._over is not over:
+        return None
+    return active if active._thread == threading.get_ident() else None
 
 
 def _obstacle() -> str:

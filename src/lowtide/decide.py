@@ -24,7 +24,7 @@ from lowtide.plan import Graph, Plan
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
-from lowtide.workspace import room_for
+from lowtide.workspace import room_for, unfolds
 
 if TYPE_CHECKING:
     from lowtide.budget import Budget
@@ -158,24 +158,26 @@ class StepDecisions:
         What was decided up to here stays; backward is planned anew when it begins (`switched`).
         """
         self.switched = True
+        self._watch_room()
+        assert self.evictor is not None
+        if self.observer is not None:
+            self.evictor.add(list(self.observer.alive()))
         self.prepared = self.owner.matching(self.seen)
         if self.prepared is not None:
             retain = self.prepared.plan.retain
             for value in made:
                 value.keep = retain[value.number] < 0
                 value.retain_from = max(0, retain[value.number])
-            return
-        self.tally.diverged_at = index
-        self._watch_room()
-        if self.observer is not None and self.evictor is not None:
-            self.evictor.add(list(self.observer.alive()))
+        else:
+            self.tally.diverged_at = index
 
     def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation of an unplanned forward is about to allocate."""
         evictor = self.evictor
         assert evictor is not None
         live = self.live[0]
-        if live + _PLENTY * evictor.largest <= self.owner.target(live, evictor.dropped_bytes):
+        plenty = live + _PLENTY * evictor.largest
+        if plenty <= self.owner.target(live, evictor.dropped_bytes) and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)

@@ -26,6 +26,10 @@ class Marks(Protocol):
         """Put a mark here; returns its index."""
         ...
 
+    def over(self) -> None:
+        """Nothing more is measured, unless another mark follows."""
+        ...
+
     def stop(self, then: Arrived) -> None:
         """End it; `then` is called with the timeline, now or when it can be had."""
         ...
@@ -39,6 +43,9 @@ class OwnEvents:
 
     def mark(self) -> int:
         return self._events.mark()
+
+    def over(self) -> None:
+        self._events.over()
 
     def stop(self, then: Arrived) -> None:
         then(self._events.stop())
@@ -60,6 +67,9 @@ class SharedEvents:
 
     def mark(self) -> int:
         return 0 if self._over else self._events.mark() - self._base
+
+    def over(self) -> None:
+        pass
 
     def stop(self, then: Arrived) -> None:
         if self._over:
@@ -95,6 +105,9 @@ class CudaCounters:
         self._levels.append(torch.cuda.memory_allocated(self._device) - self._entry)
         torch.cuda.reset_peak_memory_stats(self._device)
         return len(self._levels) - 1
+
+    def over(self) -> None:
+        pass
 
     def stop(self, then: Arrived) -> None:
         self.mark()

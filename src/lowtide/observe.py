@@ -166,6 +166,7 @@ class Observer:
         """A backward is over; whatever comes after the last such mark is not the step's."""
         if self.memory is not None:
             self._end = self.memory.mark()
+            self.memory.over()
 
     def finish(self, then: Callable[[Observer], None]) -> None:
         """The step is over; `then` is called as soon as its measurement is there."""

@@ -16,6 +16,11 @@ _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorde
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
+def unfolds(name: str) -> bool:
+    """Whether an operator's workspace may be many times its output."""
+    return "convolution" in name
+
+
 def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """Bytes that a kernel allocates and frees while it runs, at most; forward or backward.
 
