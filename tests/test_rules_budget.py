@@ -90,10 +90,6 @@ def test_the_limit_holds_from_the_first_step(share: float) -> None:
     assert abs(report.plain_peak - plain) <= 0.05 * plain
 
 
-@pytest.mark.xfail(
-    reason="engine defect: the memory of a backward that was not measured yet is modelled too low, "
-    "and the first step overruns some limits below half of the plain peak by up to 3.5 %"
-)
 @pytest.mark.usefixtures("one_thread")
 def test_the_first_step_holds_at_every_limit() -> None:
     x = torch.randn(512, 32)

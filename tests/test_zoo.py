@@ -135,7 +135,7 @@ def within(case: Case, method: Callable[[float | int], Method], limit: float) ->
     import lowtide
 
     asked: float | int = limit
-    for _ in range(12):
+    for _ in range(60):
         try:
             return run_steps(case, method(asked), penalty_inside=True)
         except lowtide.BudgetError as error:

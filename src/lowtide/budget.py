@@ -24,7 +24,7 @@ from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
-_MARGIN_MODELLED = 0.06  # of the limit, while memory in backward is modelled and not measured
+_MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
 _PLANS_KEPT = 16
@@ -71,7 +71,7 @@ class Budget:
         observer = self._observer()
         prepared = self._prepared[0] if self._prepared else None
         decisions = StepDecisions(prepared, observer, self)
-        learning = self._varied or prepared is None or observer.memory is not None
+        learning = observer is not None
         recording = Recording(decisions, timed=learning)
         try:
             tape = recording.__enter__()
@@ -103,11 +103,11 @@ class Budget:
 
     # ------------------------------------------------------------------ a step's life
 
-    def _observer(self) -> Observer:
-        """Watch this step; measure it as well if there is something to learn from that."""
-        due = self._steps % _MEASURE_EVERY == 0
-        settled = self._prepared and self._learned >= _LEARNING_STEPS
-        return Observer(None if settled and not due else start_marks(self.device))
+    def _observer(self) -> Observer | None:
+        """Watch this step if there is something to learn from it, and measure it if possible."""
+        if self._steps % _MEASURE_EVERY and self._prepared and self._learned >= _LEARNING_STEPS:
+            return Observer(None) if self._varied else None
+        return Observer(start_marks(self.device))
 
     def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already."""
@@ -159,7 +159,7 @@ class Budget:
             decisions.stop_measuring()
             return
         self._last = decisions
-        self._varied = self._varied or decisions.tally.diverged_at is not None
+        self._varied = self._varied or decisions.switched
         observer = decisions.observer
         if observer is not None:
             changed = decisions.prepared is None or decisions.switched
@@ -186,7 +186,7 @@ class Budget:
             if solution.peak > limit and measured:
                 self._refusal = refusal(graph, limit, solution)
                 return
-        prepared = Prepared.of(solution.plan, graph, solution.peak)
+        prepared = Prepared.of(solution.plan, graph, solution.peak, observer.seen())
         others = [p for p in self._prepared if p.signatures != prepared.signatures]
         self._prepared = [prepared, *others][:_PLANS_KEPT]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
-from lowtide.observe import Observer
+from lowtide.observe import Observer, Seen
 from lowtide.online import Evictor
 from lowtide.plan import Graph, Plan
 from lowtide.tape.operators import Facts
@@ -44,6 +44,8 @@ class Prepared:
     signatures: tuple[Signature, ...]
     peak: int
     """Predicted peak, in bytes."""
+    seen: Seen
+    """The step it was made from, for the part that a step which changes later has in common."""
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of activations that the plan keeps, and that it recomputes."""
@@ -58,11 +60,11 @@ class Prepared:
         return kept, recomputed
 
     @staticmethod
-    def of(plan: Plan, graph: Graph, peak: int) -> Prepared:
+    def of(plan: Plan, graph: Graph, peak: int, seen: Seen) -> Prepared:
         signatures = tuple(
             (op.name, tuple(graph.values[v].nbytes for v in op.outputs)) for op in graph.ops
         )
-        return Prepared(plan, graph, signatures, peak)
+        return Prepared(plan, graph, signatures, peak, seen)
 
 
 @dataclass
@@ -95,6 +97,7 @@ class StepDecisions:
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
         self.seen: list[Signature] = []
+        self._made: list[weakref.ref[Value]] = []  # what nobody observes, should it be needed
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
 
@@ -119,6 +122,7 @@ class StepDecisions:
         self.stop_measuring()
         self.observer = None
         self._handles.clear()
+        self._made.clear()
 
     def stop_measuring(self) -> None:
         if self.observer is not None:
@@ -148,6 +152,8 @@ class StepDecisions:
                 self._diverged(index, made)
         if self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0])
+        else:
+            self._made.extend([weakref.ref(value) for value in made])
         if self.evictor is not None:
             self.evictor.add(made)
             self._make_room()
@@ -160,6 +166,10 @@ class StepDecisions:
         self.switched = True
         self._watch_room()
         assert self.evictor is not None
+        if self.observer is None and self.prepared is not None:
+            self.observer = Observer.resumed(
+                self.prepared.seen, index, self._made, [weak() for weak in self._handles]
+            )
         if self.observer is not None:
             self.evictor.add(list(self.observer.alive()))
         self.prepared = self.owner.matching(self.seen)

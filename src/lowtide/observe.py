@@ -11,7 +11,8 @@ profiling step of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,15 @@ from lowtide.plan.graph import Graph
 from lowtide.rebuild import FOREVER, OpLog, rebuild
 from lowtide.tape.values import Handle, Operation, Value, flatten
 from lowtide.workspace import backward_temporaries, workspace_of
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an observer knows of a forward, as numbers; kept with the plan that was made from it."""
+
+    ops: tuple[OpLog, ...]
+    carries_grad: frozenset[int]
+    parameters: dict[int, tuple[int, int]]
 
 
 class Observer:
@@ -45,6 +55,27 @@ class Observer:
         self._handles: dict[int, int] = {}
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
+
+    @staticmethod
+    def resumed(
+        seen: Seen,
+        count: int,
+        values: list[weakref.ref[Value]],
+        handles: Iterable[Handle | None],
+    ) -> Observer:
+        """An observer for a step that was not watched, and that parted from `seen` at `count`."""
+        observer = Observer(None)
+        observer.ops = list(seen.ops[:count])
+        observer.carries_grad = set(seen.carries_grad)
+        observer.parameters = {k: v for k, v in seen.parameters.items() if v[0] < count}
+        observer._values = list(values)
+        for handle in handles:
+            if handle is not None and handle.ref.value is not None:
+                observer.saved(handle.ref.value, handle)
+        return observer
+
+    def seen(self) -> Seen:
+        return Seen(tuple(self.ops), frozenset(self.carries_grad), dict(self.parameters))
 
     # ------------------------------------------------------------------ forward
 
