@@ -48,7 +48,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 def fitted(model: nn.Module) -> Callable[[], None]:
-    return lowtide.fit(model, 0.6).detach
+    return lowtide.fit(model, 0.95).detach
 
 
 def by_module(model: nn.Module) -> Callable[[], None]:
@@ -152,7 +152,7 @@ def test_a_deleted_model_is_freed_with_its_budget_alive() -> None:
     import weakref
 
     model = make()
-    budget = lowtide.fit(model, 0.6)
+    budget = lowtide.fit(model, 0.95)
     step(model)
     step(model)
     reference = weakref.ref(model)

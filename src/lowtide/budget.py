@@ -110,11 +110,13 @@ class Budget:
         return Observer(start_marks(self.device))
 
     def target(self, live: int, dropped: int) -> int:
-        """Bytes that an unplanned forward may have live, of which `dropped` are gone already."""
-        limit = self.limit_bytes()
-        if limit is None:
+        """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
+
+        A fraction is one of this very step's plain peak, of which so much is known by now.
+        """
+        if isinstance(self.limit, float):
             return int(self.limit * (live + dropped))
-        return int(limit * (1 - _MARGIN_MODELLED))
+        return int(self.limit * (1 - _MARGIN_MODELLED))
 
     def limit_bytes(self) -> int | None:
         """The limit in bytes; None for a fraction while the plain peak is not known."""
@@ -139,10 +141,10 @@ class Budget:
         if not graph.events:
             return
         problem = Problem(Simulator(graph))
+        plain = problem.run(problem.keep_all()).peak
         if self._plain_peak is None:
-            self._plain_peak = problem.run(problem.keep_all()).peak
-        limit = self.limit_bytes()
-        assert limit is not None
+            self._plain_peak = plain
+        limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
         start = problem.start(observer.held_from_forward())
         chosen = shrink(problem, start, int(limit * (1 - _MARGIN_MODELLED)), rounds=80).retain
         decisions.settle(chosen)
@@ -202,9 +204,8 @@ class Budget:
 
     def cannot_fit(self, live: int, signature: Signature) -> None:
         """Nothing is left to drop in an unplanned forward."""
-        limit = self.limit_bytes()
-        if limit is not None and live > limit:
-            raise too_small(limit, live, signature)
+        if isinstance(self.limit, int) and live > self.limit:
+            raise too_small(self.limit, live, signature)
 
     def report(self) -> BudgetReport:
         """What the last finished step did; see `BudgetReport`."""
