@@ -77,7 +77,8 @@ def test_steps_leave_no_growth(
         loss.backward()
         optimizer.step()
 
-    # 60 objects more may be caches of torch and Python; a leak of one a step is more.
+    # Some objects more may be caches of torch and Python, and what other tests of this process left
+    # to the collector; a leak of one a step is far more.
     steps = 1000 if ends == "backward" else 200
     for number in range(60):
         one(number)
@@ -87,5 +88,9 @@ def test_steps_leave_no_growth(
     after, tensors_after, watched_after = census()
     assert tensors_after <= tensors
     assert watched_after <= watched
-    grown = {name: n - before[name] for name, n in after.items() if n - before[name] > 60}
+    grown = {
+        name: n - before[name]
+        for name, n in after.items()
+        if n - before[name] > max(60, steps // 4)
+    }
     assert not grown, f"after {steps} steps there are more of {grown}"
