@@ -111,7 +111,8 @@ def test_the_first_step_holds_at_every_limit() -> None:
             id="branches",
             marks=pytest.mark.xfail(
                 reason="engine defect: a step is matched to the plan of another branch of the same "
-                "shape by its first operations, and overruns the limit when they part"
+                "shape by its first operations, and overruns the limit when they part",
+                strict=False,  # which plan is in force depends on measured seconds
             ),
         ),
     ],
