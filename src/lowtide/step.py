@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide.errors import CompiledWarning, UnsupportedError
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
@@ -81,8 +81,8 @@ class Recording:
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
-        recorder = Recorder(self.tape)
-        _compat.push_saved_tensor_hooks(recorder.pack, unpack)
+        recorder = engine.new_recorder(self.tape)
+        _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
         try:
             recorder.__enter__()
         except BaseException:
@@ -127,7 +127,7 @@ class Nested:
     def __enter__(self) -> Tape:
         # Our hooks again, on top: somebody's own between the two regions (torch's checkpoint,
         # save_on_cpu) must see the same saves whether a recording stands around them or not.
-        _compat.push_saved_tensor_hooks(self.recorder.pack, unpack)
+        _compat.push_saved_tensor_hooks(self.recorder.pack, self.recorder.unpack)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape

@@ -42,7 +42,13 @@ _weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
 class Recorder(Known, _compat.Mode):
-    """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
+    """A dispatch mode that records onto one tape. Open on one thread, for one forward.
+
+    Attributes:
+        unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
+    """
+
+    unpack: Callable[[Any], Any]
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
