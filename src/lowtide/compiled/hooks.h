@@ -10,6 +10,7 @@
 #include "recorder.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ScalarOps.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
@@ -314,6 +315,9 @@ class Replay {
       ++input;
       return tensor;
     };
+    for (int16_t place : op->numbers) {
+      stack[place] = at::native::wrapped_scalar_tensor(stack[place].toScalar());
+    }
     auto list = op->lists.begin();
     for (int place = 0; place < static_cast<int>(stack.size()); ++place) {
       if (list == op->lists.end() || list->argument != place) {

@@ -26,7 +26,8 @@ struct Input {
   int16_t argument;
   int16_t item;  // place in a list of tensors, or -1
   Geometry geometry;
-  int64_t blank = 0;  // bytes of the fresh memory in place of a value
+  bool scratch = false;  // stands in for running statistics, which a replay must not move
+  int64_t blank = 0;     // bytes of the fresh memory in place of a value
   c10::Device device = c10::Device(c10::kCPU);
 };
 
@@ -58,6 +59,7 @@ struct Operation {
   c10::SmallVector<Input, 3> inputs;
   std::vector<TensorList> lists;
   std::vector<Write> writes;
+  c10::SmallVector<int16_t, 2> numbers;  // arguments that were Python numbers in place of a tensor
   at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
   std::optional<c10::Stream> stream;  // of a device that has streams
 };
@@ -75,6 +77,7 @@ inline Operation* new_operation(const c10::OperatorHandle& op) {
   new (&made->inputs) c10::SmallVector<Input, 3>();
   new (&made->lists) std::vector<TensorList>();
   new (&made->writes) std::vector<Write>();
+  new (&made->numbers) c10::SmallVector<int16_t, 2>();
   new (&made->drawn) at::Generator();
   new (&made->stream) std::optional<c10::Stream>();
   return made;
@@ -91,6 +94,7 @@ inline void delete_operation(PyObject* self) {
   for (Input& input : op->inputs) Py_XDECREF(input.value);
   for (Write& write : op->writes) Py_XDECREF(write.value);
   op->drawn.~Generator();
+  op->numbers.~SmallVector();
   op->writes.~vector();
   op->lists.~vector();
   op->inputs.~SmallVector();
@@ -106,7 +110,13 @@ inline void delete_operation(PyObject* self) {
 
 // The Python objects that stand for dispatcher arguments, with what it takes for the names that
 // Python has for some integers.
+inline bool is_number(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+      value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 inline py::object to_python(const c10::Argument& argument, const c10::IValue& value) {
+  if (is_number(value)) return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
   if (value.isInt() && argument.real_type()->kind() == c10::TypeKind::ScalarTypeType) {
     return py::reinterpret_borrow<py::object>(
         reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt()))));
@@ -175,7 +185,16 @@ PyObject* leave_error(Make make) {
 }
 
 inline PyObject* operation_refs(PyObject* self, void*) {
-  return leave_error([&] { return Py_NewRef(refs_of(reinterpret_cast<Operation*>(self))); });
+  auto* op = reinterpret_cast<Operation*>(self);
+  return leave_error([&] {
+    Owned list(checked(PyList_New(0)));
+    for (size_t i = 0; i < op->inputs.size(); ++i) {
+      if (op->inputs[i].scratch) continue;
+      PyObject* ref = PyList_GET_ITEM(refs_of(op), static_cast<Py_ssize_t>(i));
+      if (PyList_Append(list.get(), ref) < 0) throw py::error_already_set();
+    }
+    return list.release();
+  });
 }
 
 // [(ref, weak reference to the value it becomes)]

@@ -293,12 +293,15 @@ inline bool encode(
   op->arguments.reserve(count);
   for (size_t place = 0; place < count; ++place) {
     const c10::IValue& value = values[place];
-    if (value.isTensor()) {
+    if (is_number(value)) {
+      op->numbers.push_back(static_cast<int16_t>(place));
+      op->arguments.emplace_back(value.toTensor().item());
+    } else if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
       if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
         if (!is_ordinary(tensor) || !enter_external(state, tensor)) return false;
-        op->inputs.push_back(Input{nullptr, static_cast<int16_t>(place), -1, Geometry(tensor),
+        op->inputs.push_back(Input{nullptr, static_cast<int16_t>(place), -1, Geometry(tensor), true,
                                    static_cast<int64_t>(tensor.storage().nbytes()),
                                    tensor.device()});
       } else if (tensor.defined() && !add_input(state, op, tensor, place, -1)) {
