@@ -19,7 +19,7 @@ from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
 from lowtide.plan import Simulator, keep_all, minimum, solve
-from lowtide.plan.repair import Problem, shrink
+from lowtide.plan.resume import from_held
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
@@ -129,25 +129,31 @@ class Budget:
         decisions.watch_end(decisions.backward_ended)
         if not decisions.begun:
             return
+        if decisions.event >= 0:
+            return
+        decisions.complete()
         observer = decisions.observer
-        if observer is not None and not observer.requests:
+        if observer is not None:
             observer.begin_backward()
-            if decisions.prepared is None or decisions.switched:
-                self._settle(decisions, observer)
+        if observer is not None and (decisions.prepared is None or decisions.switched):
+            self._settle(decisions, observer)
+        else:
+            decisions.settle_as_planned()
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
-        """An unplanned forward is over: plan its backward from what is still held."""
-        graph = observer.graph()
+        """Not the step that was planned: plan its backward from what is still held."""
+        held = observer.held_from_forward()
+        prepared = decisions.prepared
+        graph = observer.graph() if prepared is None else prepared.graph
         if not graph.events:
             return
-        problem = Problem(Simulator(graph))
-        plain = problem.run(problem.keep_all()).peak
+        margin = _MARGIN_MODELLED if prepared is None or not prepared.measured else _MARGIN_MEASURED
+        plain = Simulator(graph).run(keep_all(graph).retain).peak
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
-        start = problem.start(observer.held_from_forward())
-        chosen = shrink(problem, start, int(limit * (1 - _MARGIN_MODELLED)), rounds=80).retain
-        decisions.settle(chosen)
+        found = from_held(graph, held, int(limit * (1 - margin)))
+        decisions.settle(found.retain)
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.
@@ -188,14 +194,16 @@ class Budget:
             if solution.peak > limit and measured:
                 self._refusal = refusal(graph, limit, solution)
                 return
-        prepared = Prepared.of(solution.plan, graph, solution.peak, observer.seen())
+        prepared = Prepared.of(solution.plan, graph, solution.peak, observer.seen(), measured)
         others = [p for p in self._prepared if p.signatures != prepared.signatures]
         self._prepared = [prepared, *others][:_PLANS_KEPT]
 
-    def matching(self, seen: list[Signature]) -> Prepared | None:
-        """A plan for another step that began like this one."""
+    def matching(self, seen: list[Signature], *, whole: bool) -> Prepared | None:
+        """A plan for another step that began like this one, or that was the whole of it."""
         count = len(seen)
         for prepared in self._prepared:
+            if whole and prepared.seen.forward != count:
+                continue
             if list(prepared.signatures[:count]) == seen:
                 self._prepared.remove(prepared)
                 self._prepared.insert(0, prepared)

@@ -33,6 +33,8 @@ class Seen:
     ops: tuple[OpLog, ...]
     carries_grad: frozenset[int]
     parameters: dict[int, tuple[int, int]]
+    forward: int
+    """Operations before backward began."""
 
 
 class Observer:
@@ -52,6 +54,7 @@ class Observer:
         self.timeline: Timeline | None = None
         self._drawn: int | None = None
         self._end = 0
+        self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
@@ -75,12 +78,20 @@ class Observer:
         return observer
 
     def seen(self) -> Seen:
-        return Seen(tuple(self.ops), frozenset(self.carries_grad), dict(self.parameters))
+        return Seen(
+            tuple(self.ops), frozenset(self.carries_grad), dict(self.parameters), self._forward
+        )
 
     # ------------------------------------------------------------------ forward
 
     def operation(
-        self, op: Operation, made: list[Value], args: Any, kwargs: Any, live: int
+        self,
+        op: Operation,
+        made: list[Value],
+        args: Any,
+        kwargs: Any,
+        live: int,
+        reads: tuple[int, ...],
     ) -> None:
         begin, self._drawn = self._drawn, None
         mark = self.memory.mark() if self.memory is not None else 0
@@ -106,6 +117,7 @@ class Observer:
             OpLog(
                 name=name,
                 seconds=op.seconds,
+                reads=reads,
                 inputs=inputs,
                 outputs=tuple(value.number for value in made),
                 sizes=sizes,
@@ -141,6 +153,7 @@ class Observer:
 
     def begin_backward(self) -> None:
         """Take stock of what is held, and of what somebody else holds as well."""
+        self._forward = len(self.ops)
         for value in self.alive():
             if value.held is None:
                 continue

@@ -28,6 +28,8 @@ class OpLog:
 
     name: str
     seconds: float
+    reads: tuple[int, ...]
+    """As called: repeated, -1 for what was made outside."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sizes: tuple[int, ...]
