@@ -105,7 +105,8 @@ class Budget:
 
     def _observer(self) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        if self._steps % _MEASURE_EVERY and self._prepared and self._learned >= _LEARNING_STEPS:
+        known = bool(self._prepared) and self._prepared[0].measured
+        if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
             return Observer(None) if self._varied else None
         return Observer(start_marks(self.device))
 
@@ -187,7 +188,7 @@ class Budget:
         assert limit is not None
         measured = observer.timeline is not None
         share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        margin = 0 if plain <= limit else int(share * limit)
+        margin = 0 if measured and plain <= limit else int(share * limit)
         solution = solve(graph, limit, margin=margin)
         if solution.peak > limit:
             solution = minimum(graph)

@@ -200,7 +200,11 @@ class StepDecisions:
         if self.observer is None:
             assert self.prepared is not None
             self.observer = Observer.resumed(
-                self.prepared.seen, index, self._made, [weak() for weak in self._handles]
+                self.prepared.seen,
+                self.prepared.graph,
+                index,
+                self._made,
+                [weak() for weak in self._handles],
             )
         for anchor in tuple(self._anchors.values()):
             value = anchor()

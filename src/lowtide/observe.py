@@ -33,6 +33,8 @@ class Seen:
     ops: tuple[OpLog, ...]
     carries_grad: frozenset[int]
     parameters: dict[int, tuple[int, int]]
+    leaves: dict[int, weakref.ref[torch.Tensor]]
+    """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
     forward: int
     """Operations before backward began."""
 
@@ -51,6 +53,9 @@ class Observer:
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
+        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.base: Graph | None = None  # of a step that had its first operations in common
+        self.common = 0
         self.timeline: Timeline | None = None
         self._drawn: int | None = None
         self._end = 0
@@ -62,6 +67,7 @@ class Observer:
     @staticmethod
     def resumed(
         seen: Seen,
+        base: Graph,
         count: int,
         values: list[weakref.ref[Value]],
         handles: Iterable[Handle | None],
@@ -70,7 +76,11 @@ class Observer:
         observer = Observer(None)
         observer.ops = list(seen.ops[:count])
         observer.carries_grad = set(seen.carries_grad)
-        observer.parameters = {k: v for k, v in seen.parameters.items() if v[0] < count}
+        observer.base, observer.common = base, count
+        for key, (reader, nbytes) in seen.parameters.items():
+            if reader < count:
+                observer.parameters[key] = (reader, nbytes)
+        observer.leaves = dict(seen.leaves)
         observer._values = list(values)
         for handle in handles:
             if handle is not None and handle.ref.value is not None:
@@ -79,7 +89,11 @@ class Observer:
 
     def seen(self) -> Seen:
         return Seen(
-            tuple(self.ops), frozenset(self.carries_grad), dict(self.parameters), self._forward
+            tuple(self.ops),
+            frozenset(self.carries_grad),
+            dict(self.parameters),
+            dict(self.leaves),
+            self._forward,
         )
 
     # ------------------------------------------------------------------ forward
@@ -103,7 +117,10 @@ class Observer:
                 continue
             grads += tensor.numel() * tensor.element_size()
             leaf = _compat.leaf_of(tensor)
-            if leaf is not None and leaf.grad is None:
+            if leaf is None:
+                continue
+            self.leaves[id(leaf)] = _weak_tensor(leaf)
+            if leaf.grad is None:
                 # from its last reader in the forward on, a gradient stays to the end of backward
                 self.parameters[id(leaf)] = (len(self.ops), leaf.numel() * leaf.element_size())
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
@@ -231,6 +248,10 @@ class Observer:
     def graph(self) -> Graph:
         """The step as a value. Before backward, its events are predicted from the saves."""
         return rebuild(self)
+
+
+def _weak_tensor(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:
+    return weakref.ref(leaf)
 
 
 def _weak(value: Value) -> weakref.ref[Value]:
