@@ -24,7 +24,7 @@ from lowtide.plan import NEVER, Graph, Plan, Simulator
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
-from lowtide.workspace import room_for, unfolds
+from lowtide.workspace import made_by, room_for, unfolds
 
 if TYPE_CHECKING:
     from lowtide.budget import Budget
@@ -45,6 +45,8 @@ class Prepared:
     plan: Plan
     graph: Graph
     signatures: tuple[Signature, ...]
+    needs: tuple[int, ...]
+    """Bytes that each operation allocates, workspace included."""
     choices: tuple[int, ...]
     """The plan's decisions of each value; `_ANCHOR` where the engine must act on its own."""
     peak: int
@@ -74,7 +76,10 @@ class Prepared:
         for value, choice in enumerate(choices):
             if choice < 0 and graph.release[value] < 0:
                 choices[value] = _ANCHOR if needed[value] >= 0 else NEVER
-        return Prepared(plan, graph, signatures, tuple(choices), peak, seen, measured)
+        needs = tuple(
+            sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
+        )
+        return Prepared(plan, graph, signatures, needs, tuple(choices), peak, seen, measured)
 
 
 @dataclass
@@ -129,6 +134,8 @@ class StepDecisions:
             tape.recorder.drawn = self.observer.drawn
         if self.prepared is None:
             self._watch_room()
+        else:
+            tape.recorder.before = self._before_planned
 
     def _watch_room(self) -> None:
         self.evictor = Evictor(self.live)
@@ -197,22 +204,8 @@ class StepDecisions:
         What was held up to here may go, as nothing is final before backward begins.
         """
         self.switched = True
-        if self.observer is None:
-            assert self.prepared is not None
-            self.observer = Observer.resumed(
-                self.prepared.seen,
-                self.prepared.graph,
-                index,
-                self._made,
-                [weak() for weak in self._handles],
-            )
-        for anchor in tuple(self._anchors.values()):
-            value = anchor()
-            if value is not None:
-                value.keep = False
-                if value.held is not None:
-                    value.op = anchor.op
-        self._anchors.clear()
+        observer = self.watched(index)
+        self.release()
         self.prepared = self.owner.matching(self.seen, whole=op is None)
         if self.prepared is not None:
             self._follow(self.prepared, op, made)
@@ -220,9 +213,19 @@ class StepDecisions:
             self.tally.diverged_at = index
             self._watch_room()
             assert self.evictor is not None
-            alive = list(self.observer.alive())
+            alive = list(observer.alive())
             self.evictor.add(alive)
             self.evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+
+    def release(self) -> None:
+        """What is held only because the plan said so may go after all."""
+        for anchor in tuple(self._anchors.values()):
+            value = anchor()
+            if value is not None:
+                value.keep = False
+                if value.held is not None:
+                    value.op = anchor.op
+        self._anchors.clear()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change over to a plan: what it would not have held by now goes."""
@@ -238,6 +241,33 @@ class StepDecisions:
             if choices[value.number] == _ANCHOR and op is not None:
                 self._anchor(value, op)
 
+    def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation of a planned forward is about to allocate: is there room for it?
+
+        Not if it is another one than planned, which is known for sure only when it has run, or if
+        somebody holds on to what the plan took for gone.
+        """
+        prepared, index, limit = self.prepared, len(self.seen), self.owner.limit_now
+        if prepared is None or limit is None:
+            return
+        room = limit - self.live[0]
+        need = 0
+        if index < len(prepared.signatures) and prepared.signatures[index][0] == facts.name:
+            need = prepared.needs[index]
+            if 2 * need <= room:
+                return
+        if not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
+            need = room_for(facts.name, func, args, kwargs)
+        if need <= room:
+            return
+        self.switched = True
+        observer = self.watched(index)
+        self.release()
+        evictor = Evictor(self.live)
+        evictor.add(list(observer.alive()))
+        if not evictor.shrink(max(0, limit - need), self._evicted):
+            self.owner.cannot_fit(self, facts.name, self.live[0], need)
+
     def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation of an unplanned forward is about to allocate."""
         evictor = self.evictor
@@ -248,7 +278,8 @@ class StepDecisions:
             return
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)
-        evictor.shrink(max(0, target - need), self._evicted)
+        if not evictor.shrink(max(0, target - need), self._evicted):
+            self.owner.cannot_fit(self, facts.name, self.live[0], need)
 
     def _make_room(self) -> None:
         evictor = self.evictor
@@ -256,7 +287,7 @@ class StepDecisions:
         live = self.live[0]
         target = self.owner.target(live, evictor.dropped_bytes)
         if live > target and not evictor.shrink(target, self._evicted):
-            self.owner.cannot_fit(self.live[0], self.seen[-1])
+            self.owner.cannot_fit(self, self.seen[-1][0], self.live[0], 0)
 
     def _evicted(self, value: Value) -> None:
         self.tally.evictions += 1
@@ -308,6 +339,24 @@ class StepDecisions:
         if prepared is not None and len(self.seen) != prepared.seen.forward:
             self._diverged(len(self.seen), None, [])
 
+    @property
+    def operations(self) -> int:
+        """Operations recorded so far."""
+        return len(self.seen)
+
+    def watched(self, count: int) -> Observer:
+        """The observer; one is made now if the step seemed to be the planned one so far."""
+        if self.observer is None:
+            assert self.prepared is not None
+            self.observer = Observer.resumed(
+                self.prepared.seen,
+                self.prepared.graph,
+                count,
+                self._made,
+                [weak() for weak in self._handles],
+            )
+        return self.observer
+
     def alive(self) -> Iterator[Value]:
         """The recorded values that something still needs."""
         if self.observer is not None:
@@ -326,6 +375,7 @@ class StepDecisions:
         """Follow `chosen` in this backward: one retention a value number, as in a `Plan`."""
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
+        self.observer.ran = chosen
         for value in self.observer.alive():
             if value.held is None or value.op is None:
                 continue

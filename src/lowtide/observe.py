@@ -33,10 +33,19 @@ class Seen:
     ops: tuple[OpLog, ...]
     carries_grad: frozenset[int]
     parameters: dict[int, tuple[int, int]]
-    leaves: dict[int, weakref.ref[torch.Tensor]]
+    leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]]
     """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
     forward: int
     """Operations before backward began."""
+
+    def appeared(self) -> dict[int, tuple[int, int]]:
+        """Leaves that had a gradient in this step and have none now: it will be allocated."""
+        readers = {}
+        for key, (reader, weak) in self.leaves.items():
+            leaf = weak()
+            if leaf is not None and leaf.grad is None and key not in self.parameters:
+                readers[key] = (reader, leaf.numel() * leaf.element_size())
+        return readers
 
 
 class Observer:
@@ -53,9 +62,10 @@ class Observer:
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
-        self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
         self.base: Graph | None = None  # of a step that had its first operations in common
         self.common = 0
+        self.ran: list[int] | None = None  # the plan followed in backward, where one was made then
         self.timeline: Timeline | None = None
         self._drawn: int | None = None
         self._end = 0
@@ -119,7 +129,7 @@ class Observer:
             leaf = _compat.leaf_of(tensor)
             if leaf is None:
                 continue
-            self.leaves[id(leaf)] = _weak_tensor(leaf)
+            self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
             if leaf.grad is None:
                 # from its last reader in the forward on, a gradient stays to the end of backward
                 self.parameters[id(leaf)] = (len(self.ops), leaf.numel() * leaf.element_size())

@@ -139,6 +139,21 @@ def _in_common(seen: Observer, sizes: list[int], last_use: list[int]) -> list[Op
     ]
 
 
+def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
+    """The step with more gradients allocated: (last reader in the forward, bytes) of each."""
+    more = sorted(appeared)
+    events, reached, extra = [], len(graph.ops), 0
+    for event in graph.events:
+        # what reads a value, or makes it, is at its maker or after it
+        reached = min(reached, graph.values[event.value].producer)
+        while more and more[-1][0] >= reached:
+            extra += more.pop()[1]
+        events.append(
+            replace(event, other=event.other + extra, peak_other=event.peak_other + extra)
+        )
+    return replace(graph, events=tuple(events))
+
+
 def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
     assert seen.timeline is not None
     count = len(seen.requests)

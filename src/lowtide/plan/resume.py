@@ -17,18 +17,22 @@ from lowtide.plan.repair import Candidate, Problem, grow, shrink
 from lowtide.plan.simulate import Simulator
 
 
-def from_held(graph: Graph, held: set[int], limit: int) -> Candidate:
+def forward_over(graph: Graph) -> Graph:
+    """The same step where its forward cannot be changed any more: it weighs nothing."""
+    ops = tuple(replace(op, other=0, peak_other=0) for op in graph.ops)
+    return Graph(graph.values, ops, graph.events)
+
+
+def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) -> Candidate:
     """The cheapest plan found that holds no more than `held`, at most `limit` in backward.
 
-    If none is found, the one of the lowest peak met.
+    If none is found, the one of the lowest peak met. Without `search` only the estimates are
+    followed, not every move tried.
     """
-    over = Graph(
-        graph.values, tuple(replace(op, other=0, peak_other=0) for op in graph.ops), graph.events
-    )
     gone = frozenset(range(len(graph.values))) - held
-    problem = Problem(Simulator(over), gone)
+    problem = Problem(Simulator(graph), gone)
     found = shrink(problem, problem.start(held), limit, rounds=80)
-    if found.result.peak > limit:
+    if search and found.result.peak > limit:
         work = max(WORK // (len(graph.ops) + len(graph.events) + 1), 24)
         found = descend(problem, found, limit, work)
     return grow(problem, found, limit)
