@@ -13,6 +13,11 @@ from typing import Any
 import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+# Their backward is a formula of several operators with temporaries of its own.
+_SEVERAL_STEPS = frozenset(
+    f"aten::{name}"
+    for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
+)
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
@@ -63,7 +68,14 @@ def _padded(nbytes: int, channels: int) -> int:
 
 
 def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
+    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone."""
+    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    made = made_by(func, args, kwargs)
+    return made + workspace_of(name, tensors, args, made)
+
+
+def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the outputs of a call, from shapes alone.
 
     The operator runs on the meta device; where it has no such kernel (its output depends on data)
     the largest input stands for the output.
@@ -72,10 +84,9 @@ def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     try:
         result = func(*[_meta(a) for a in args], **{k: _meta(a) for k, a in kwargs.items()})
         given = {id(t) for t in tensors}
-        made = sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
+        return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
     except Exception:  # any operator may refuse meta tensors, each in its own way
-        made = max(map(_bytes, tensors), default=0)
-    return made + workspace_of(name, tensors, args, made)
+        return max(map(_bytes, tensors), default=0)
 
 
 def _meta(argument: Any) -> Any:
@@ -100,6 +111,8 @@ def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> in
     """Bytes that the backward of an operation allocates, gradients of its inputs included."""
     if "convolution" in name:
         return grads + workspace
+    if name in _SEVERAL_STEPS:
+        return grads + 2 * made
     if "norm" in name or "mm" in name:
         return grads
     if "attention" in name or "softmax" in name:
