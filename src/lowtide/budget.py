@@ -14,13 +14,14 @@ from types import TracebackType
 
 import torch
 
-from lowtide.decide import Prepared, Signature, StepDecisions, Tally
+from lowtide.decide import StepDecisions, Tally
 from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
 from lowtide.plan import Graph, Plan, Simulator, keep_all, minimum, solve
 from lowtide.plan.resume import forward_over, from_held
+from lowtide.prepared import Prepared, Signature
 from lowtide.rebuild import with_gradients
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
@@ -101,11 +102,14 @@ class Budget:
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        decisions = self._active[-1]  # a step begins only when those before it are over
         try:
             recording.__exit__(kind, error, trace)
         finally:
+            decisions.forward_over()
             if error is not None:  # nothing is learned from half a step
-                self._active.pop().discard()
+                self._active.remove(decisions)
+                decisions.discard()
 
     # ------------------------------------------------------------------ a step's life
 
@@ -196,7 +200,7 @@ class Budget:
         A step that has not been so far is left to a later call, but its memory can no longer be
         told from that of the forward that begins now.
         """
-        if decisions.ended or decisions.pending <= 0:
+        if decisions.ended or decisions.abandoned():
             self._active.remove(decisions)
         if not decisions.ended:
             decisions.stop_measuring()
@@ -285,7 +289,7 @@ class Budget:
             plain_peak=self._plain_peak,
             kept_bytes=kept,
             recomputed_bytes=recomputed,
-            recorded_operations=tally.recorded_operations,
+            recorded_operations=0 if last is None else last.operations,
             replayed_operations=tally.replayed_operations,
             replay_seconds=tally.replay_seconds,
             steps=self._steps,

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _compat
-from lowtide.observe import Observer, Seen
+from lowtide import _compat, engine
+from lowtide.observe import Observer
 from lowtide.online import Evictor
-from lowtide.plan import NEVER, Graph, Plan, Simulator
+from lowtide.prepared import ANCHOR, Prepared, Signature
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
@@ -31,62 +31,11 @@ if TYPE_CHECKING:
 
 _PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
 
-_ANCHOR = -2  # a choice: hold it although autograd does not save it
-
-# What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
-# numbers, -1 for what was made outside). Two steps of equal signatures have the same graph.
-Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan with what is needed to follow it operation by operation."""
-
-    plan: Plan
-    graph: Graph
-    signatures: tuple[Signature, ...]
-    needs: tuple[int, ...]
-    """Bytes that each operation allocates, workspace included."""
-    choices: tuple[int, ...]
-    """The plan's decisions of each value; `_ANCHOR` where the engine must act on its own."""
-    peak: int
-    """Predicted peak, in bytes."""
-    seen: Seen
-    """The step it was made from, for the part that a step which changes later has in common."""
-    measured: bool
-    """Whether its memory was measured, or modelled from sizes."""
-
-    def bytes(self) -> tuple[int, int]:
-        """Bytes of activations that the plan keeps, and that it recomputes."""
-        kept = recomputed = 0
-        for value, (node, choice) in enumerate(
-            zip(self.graph.values, self.plan.retain, strict=True)
-        ):
-            if choice < 0:
-                kept += node.nbytes
-            elif self.graph.release[value] >= 0:
-                recomputed += node.nbytes
-        return kept, recomputed
-
-    @staticmethod
-    def of(plan: Plan, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
-        signatures = tuple((log.name, log.sizes, log.reads) for log in seen.ops)
-        needed = Simulator(graph).lifetimes(plan.retain)
-        choices = list(plan.retain)
-        for value, choice in enumerate(choices):
-            if choice < 0 and graph.release[value] < 0:
-                choices[value] = _ANCHOR if needed[value] >= 0 else NEVER
-        needs = tuple(
-            sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
-        )
-        return Prepared(plan, graph, signatures, needs, tuple(choices), peak, seen, measured)
-
 
 @dataclass
 class Tally:
     """What a step did, for the report."""
 
-    recorded_operations: int = 0
     replayed_operations: int = 0
     replay_seconds: float = 0.0
     evictions: int = 0
@@ -115,7 +64,6 @@ class StepDecisions:
         self.live = [0]
         self.tape: Tape | None = None
         self.evictor: Evictor | None = None
-        self.pending = 0  # handles that autograd holds
         self.begun = False
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
@@ -124,6 +72,7 @@ class StepDecisions:
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
         self._anchors: dict[int, _Anchor] = {}
+        self._compiled: Any = None  # the recorder, while it follows the plan by itself
 
     def attach(self, tape: Tape) -> None:
         """The tape, once its recorder is open; it counts the live bytes."""
@@ -136,6 +85,37 @@ class StepDecisions:
             self._watch_room()
         else:
             tape.recorder.before = self._before_planned
+            if self.observer is None:
+                self._let_follow(tape.recorder, self.prepared)
+
+    def _let_follow(self, recorder: Any, prepared: Prepared) -> None:
+        """A compiled recorder compares the step with the plan itself, and calls `produced` only
+        where something has to be done that is not in the plan's list."""
+        core = engine.core()
+        if core is None or not isinstance(recorder, core.State):
+            return
+        self._compiled = recorder
+        recorder.script = prepared.script(core)
+        recorder.made, recorder.handles = self._made, self._handles
+        recorder.limit = -1 if self.owner.limit_now is None else self.owner.limit_now
+
+    def _caught_up(self, count: int) -> None:
+        """Operations that the compiled recorder found to be as planned, up to the `count`-th."""
+        if self._compiled is not None and len(self.seen) < count:
+            assert self.prepared is not None
+            self.seen.extend(self.prepared.signatures[len(self.seen) : count])
+
+    def _on_our_own(self) -> None:
+        """From now on every operation is looked at here."""
+        if self._compiled is not None:
+            self._compiled.script = None
+            self._compiled = None
+
+    def forward_over(self) -> None:
+        """The recording is closed."""
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
+            self._on_our_own()
 
     def _watch_room(self) -> None:
         self.evictor = Evictor(self.live)
@@ -160,7 +140,7 @@ class StepDecisions:
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
-        self.tally.recorded_operations += 1
+        self._caught_up(op.sequence)
         prepared = self.prepared
         signature = (
             op.facts.name,
@@ -177,7 +157,7 @@ class StepDecisions:
                     choice = choices[value.number]
                     if choice >= 0:
                         value.retain_from = choice
-                    elif choice == _ANCHOR:
+                    elif choice == ANCHOR:
                         self._anchor(value, op)
             else:
                 self._diverged(index, op, made)
@@ -204,6 +184,7 @@ class StepDecisions:
         What was held up to here may go, as nothing is final before backward begins.
         """
         self.switched = True
+        self._on_our_own()
         observer = self.watched(index)
         self.release()
         self.prepared = self.owner.matching(self.seen, whole=op is None)
@@ -238,7 +219,7 @@ class StepDecisions:
                 value.held = None
                 self._evicted(value)
         for value in made:
-            if choices[value.number] == _ANCHOR and op is not None:
+            if choices[value.number] == ANCHOR and op is not None:
                 self._anchor(value, op)
 
     def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
@@ -247,6 +228,8 @@ class StepDecisions:
         Not if it is another one than planned, which is known for sure only when it has run, or if
         somebody holds on to what the plan took for gone.
         """
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
         prepared, index, limit = self.prepared, len(self.seen), self.owner.limit_now
         if prepared is None or limit is None:
             return
@@ -261,6 +244,7 @@ class StepDecisions:
         if need <= room:
             return
         self.switched = True
+        self._on_our_own()
         observer = self.watched(index)
         self.release()
         evictor = Evictor(self.live)
@@ -299,13 +283,13 @@ class StepDecisions:
         return prepared is None or prepared.choices[value.number] < 0
 
     def packed(self, handle: Handle, value: Value) -> None:
-        self.pending += 1
-        self._handles.append(weakref.ref(handle, self._dropped))
+        self._handles.append(weakref.ref(handle))
         if self.observer is not None:
             self.observer.saved(value, handle)
 
-    def _dropped(self, _: Any) -> None:
-        self.pending -= 1
+    def abandoned(self) -> bool:
+        """Whether autograd has let go of everything: no backward of this step can come."""
+        return all(weak() is None for weak in self._handles)
 
     # ------------------------------------------------------------------ backward
 
@@ -335,6 +319,8 @@ class StepDecisions:
 
     def complete(self) -> None:
         """Backward begins: is the forward that ran the whole of the planned one?"""
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
         prepared = self.prepared
         if prepared is not None and len(self.seen) != prepared.seen.forward:
             self._diverged(len(self.seen), None, [])

@@ -86,6 +86,7 @@ PyMemberDef state_members[] = {
     {"script", T_OBJECT, offsetof(State, script), 0, nullptr},
     {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
     {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
+    {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
     {"numbers", T_LONGLONG, offsetof(State, numbers), 0, nullptr},
     {"_group", T_LONGLONG, offsetof(State, group), 0, nullptr},
@@ -117,29 +118,48 @@ PyType_Spec state_spec = {
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     state_slots};
 
-// Script(names: tuple of str, sizes: tuple of tuples of int, retain: tuple of int)
+void read_numbers(PyObject* tuple, std::vector<int64_t>& into) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    into.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+  }
+}
+
+void read_lists(PyObject* tuple, std::vector<std::vector<int64_t>>& into) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    into.emplace_back();
+    read_numbers(PyTuple_GET_ITEM(tuple, i), into.back());
+  }
+}
+
+PyObject* all_interned(PyObject* names) {
+  Owned made(checked(PyTuple_New(PyTuple_GET_SIZE(names))));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = Py_NewRef(PyTuple_GET_ITEM(names, i));
+    PyUnicode_InternInPlace(&name);
+    PyTuple_SET_ITEM(made.get(), i, name);
+  }
+  return made.release();
+}
+
+// Script(names, sizes, reads, needs, choices): tuples, one item an operation, or a value.
 PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *names, *sizes, *retain;
-  if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
-                        &PyTuple_Type, &retain)) {
+  PyObject *names, *sizes, *reads, *needs, *choices;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
+                        &PyTuple_Type, &reads, &PyTuple_Type, &needs, &PyTuple_Type, &choices)) {
     return nullptr;
   }
   Owned owner(checked(type->tp_alloc(type, 0)));
   auto* script = reinterpret_cast<Script*>(owner.get());
-  script->names = Py_NewRef(names);
   new (&script->sizes) std::vector<std::vector<int64_t>>();
-  new (&script->retain) std::vector<int64_t>();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); ++i) {
-    script->sizes.emplace_back();
-    PyObject* each = PyTuple_GET_ITEM(sizes, i);
-    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(each); ++k) {
-      script->sizes.back().push_back(integer(PyTuple_GET_ITEM(each, k)));
-    }
-  }
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(retain); ++i) {
-    script->retain.push_back(integer(PyTuple_GET_ITEM(retain, i)));
-  }
+  new (&script->reads) std::vector<std::vector<int64_t>>();
+  new (&script->needs) std::vector<int64_t>();
+  new (&script->choices) std::vector<int64_t>();
+  script->names = all_interned(names);
+  read_lists(sizes, script->sizes);
+  read_lists(reads, script->reads);
+  read_numbers(needs, script->needs);
+  read_numbers(choices, script->choices);
   return owner.release();
   END_HANDLE_TH_ERRORS
 }
@@ -148,7 +168,9 @@ void delete_script(PyObject* self) {
   auto* script = reinterpret_cast<Script*>(self);
   Py_XDECREF(script->names);
   script->sizes.~vector();
-  script->retain.~vector();
+  script->reads.~vector();
+  script->needs.~vector();
+  script->choices.~vector();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);

@@ -66,7 +66,9 @@ inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
   }
   if (!holds(value)) {
     bool keep = external || slot(value, l.value_keep) == Py_True;
-    if (!keep && state->asks && !following(state)) {
+    if (!keep && following(state)) {
+      keep = plan_holds(state, value);
+    } else if (!keep && state->asks) {
       static PyObject* name = interned("saved");
       PyObject* arguments[] = {state->decisions, value, state->region};
       Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));

@@ -38,6 +38,7 @@ struct State {
   PyObject* made;     // where to note what was made while it is followed: weak references
   PyObject* handles;  // and what autograd got
   long long sequence, numbers, group;
+  long long limit;  // bytes that may be alive while the script is followed, -1: any
   char lazy_bits, paused, asks, timed;
   State* outer;  // the recording that this one stands inside of, on the same thread
 };
@@ -47,6 +48,7 @@ inline thread_local State* current = nullptr;
 // What has to be known of an operator here, from `Facts`.
 struct Fact {
   PyObject* facts;
+  PyObject* name;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
@@ -84,7 +86,10 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   py::object facts =
       py::reinterpret_steal<py::object>(checked(PyObject_CallOneArg(facts_of, func.ptr())));
   auto flag = [&](const char* field) { return facts.attr(field).cast<bool>(); };
-  Fact fact{facts.ptr(),    flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
+  Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
+  PyObject* interned_name = text.release();
+  PyUnicode_InternInPlace(&interned_name);
+  Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"),
             !facts.attr("fills_saved").is_none()};
   if (!facts.attr("statistics").is_none()) {
@@ -371,42 +376,66 @@ inline void add_outputs(State* state, Operation* op, const Stack& stack, size_t 
 struct Script {
   PyObject_HEAD
   PyObject* names;  // a tuple of operator names
-  std::vector<std::vector<int64_t>> sizes;
-  std::vector<int64_t> retain;
+  std::vector<std::vector<int64_t>> sizes;  // bytes of what each makes
+  std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
+  std::vector<int64_t> needs;               // bytes that each allocates
+  std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
 };
 
 inline PyTypeObject* script_type;
 
 inline bool following(State* state) { return !is_none(state->script); }
 
-// Decide about what an operation has made; false if it is not the operation that was planned.
-inline bool follow(State* state, Operation* op, PyObject* made) {
+// Whether the operation that is called is the planned one, by its name, and leaves room to spare.
+inline bool has_room(State* state, const Fact& fact) {
+  auto* script = reinterpret_cast<Script*>(state->script);
+  auto index = static_cast<size_t>(state->sequence);
+  if (state->limit < 0) return true;
+  if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, state->sequence)) {
+    return false;
+  }
+  return 2 * script->needs[index] <= state->limit - integer(PyList_GET_ITEM(state->live, 0));
+}
+
+// `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
+inline bool follow(State* state, const Fact& fact, Operation* op, PyObject* made) {
   const Layout& l = layout;
   auto* script = reinterpret_cast<Script*>(state->script);
   auto index = static_cast<size_t>(op->sequence);
-  if (index >= script->sizes.size()) return false;
-  static PyObject* name = interned("name");
-  Owned called(checked(PyObject_GetAttr(op->facts, name)));
-  PyObject* expected = PyTuple_GET_ITEM(script->names, static_cast<Py_ssize_t>(index));
-  if (called.get() != expected && PyUnicode_Compare(called.get(), expected) != 0) return false;
-  const auto& sizes = script->sizes[index];
+  if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, op->sequence)) {
+    return false;
+  }
+  const auto &sizes = script->sizes[index], &reads = script->reads[index];
   auto count = static_cast<size_t>(PyList_GET_SIZE(made));
   if (count != sizes.size()) return false;
+  size_t read = 0;
+  for (const Input& input : op->inputs) {
+    if (input.scratch) continue;
+    int64_t number = input.value == nullptr ? -1 : integer(slot(input.value, l.value_number));
+    if (read >= reads.size() || reads[read++] != number) return false;
+  }
+  if (read != reads.size()) return false;
   for (size_t i = 0; i < count; ++i) {
-    if (integer(slot(PyList_GET_ITEM(made, i), l.value_nbytes)) != sizes[i]) return false;
+    PyObject* value = PyList_GET_ITEM(made, i);
+    if (integer(slot(value, l.value_nbytes)) != sizes[i] ||
+        script->choices.at(integer(slot(value, l.value_number))) < -1) {
+      return false;
+    }
   }
   for (size_t i = 0; i < count; ++i) {
     PyObject* value = PyList_GET_ITEM(made, i);
-    int64_t choice = script->retain.at(integer(slot(value, l.value_number)));
-    if (choice < 0) {
-      put_new(value, l.value_keep, Py_True);
-    } else if (choice > 0) {
-      put(value, l.value_retain_from, PyLong_FromLongLong(choice));
-    }
+    int64_t choice = script->choices[integer(slot(value, l.value_number))];
+    if (choice > 0) put(value, l.value_retain_from, PyLong_FromLongLong(choice));
     Owned weak(checked(PyWeakref_NewRef(value, nullptr)));
     if (PyList_Append(state->made, weak.get()) < 0) throw py::error_already_set();
   }
   return true;
+}
+
+// Whether the plan holds a value that autograd is saving.
+inline bool plan_holds(State* state, PyObject* value) {
+  auto* script = reinterpret_cast<Script*>(state->script);
+  return script->choices.at(integer(slot(value, layout.value_number))) < 0;
 }
 
 // ---------------------------------------------------------------------- writes
@@ -580,6 +609,15 @@ inline bool run_recorded(
     if (!find_written(state, op.schema(), places, values, written)) return false;
   }
   if (fact.random && again && !snapshot(*stack, count, made->drawn)) return false;
+  if (following(state) && written.empty() && !has_room(state, fact)) {
+    static PyObject* name = interned("before");
+    auto [args, kwargs] = python_arguments(op.schema(), values);
+    Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
+    Owned look(checked(PyObject_GetAttr(reinterpret_cast<PyObject*>(state), name)));
+    py::tuple positional(args);
+    PyObject* arguments[] = {fact.facts, func.get(), positional.ptr(), kwargs.ptr()};
+    Owned done(checked(PyObject_Vectorcall(look.get(), arguments, 4, nullptr)));
+  }
   made->facts = Py_NewRef(fact.facts);
   made->outputs = checked(PyList_New(0));
   if (again) {
@@ -605,7 +643,7 @@ inline bool run_recorded(
   Operation* maker = again ? made : nullptr;
   for (Written& each : written) rewritten(state, maker, each, results.get());
   add_outputs(state, maker, *stack, op.schema().returns().size(), results.get());
-  if (!told || (following(state) && follow(state, made, results.get()))) return true;
+  if (!told || (following(state) && follow(state, fact, made, results.get()))) return true;
   static PyObject* name = interned("produced");
   py::tuple args;
   py::dict kwargs;
@@ -663,7 +701,8 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   if (fact == nullptr) fact = learn(op);
   bool ordinary = fact != nullptr && !fact->view && !fact->opaque && !fact->fills_saved &&
       !state->paused && !state->lazy_bits &&
-      !state->timed && state->group == 0 && is_none(state->read) && is_none(state->before) &&
+      !state->timed && state->group == 0 && is_none(state->read) &&
+      (is_none(state->before) || following(state)) &&
       !c10::InferenceMode::is_enabled() && !asks_for_arguments(state->region);
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;
   run_python(state, op, stack);

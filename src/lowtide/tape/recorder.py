@@ -130,9 +130,9 @@ class Recorder(Known, _compat.Mode):
             return result
         op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
                        self._ambient() if facts.ambient else None)  # fmt: skip
-        self.sequence += 1
         if self.before is not None:
             self.before(facts, func, args, kwargs)
+        self.sequence += 1
         result = func(*args, **kwargs)
         made: list[Value] = []
         self._register(op, result, made)
@@ -160,7 +160,6 @@ class Recorder(Known, _compat.Mode):
             op = RareOperation(facts, template, named, refs, self.sequence,
                                torch.is_grad_enabled(),
                                self._ambient() if facts.ambient else None)  # fmt: skip
-            self.sequence += 1
             if facts.random:
                 op.draws = states_before(args, kwargs)
                 if self.drawn is not None:
@@ -172,6 +171,8 @@ class Recorder(Known, _compat.Mode):
                 overwriting(entry.key)
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
+        if op is not None:
+            self.sequence += 1
         if self.timed and op is not None:
             if self.cuda:
                 _compat.synchronize()
