@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+_NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 # Their backward is a formula of several operators with temporaries of its own.
 _SEVERAL_STEPS = frozenset(
     f"aten::{name}"
@@ -58,7 +59,9 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     )
     if plain:
         return source.shape[1] * kernel * made // max(1, channels_out)
-    blocked = _padded(_bytes(source), source.shape[1]) + _padded(made, channels_out)
+    blocked = _padded(made, channels_out)
+    if source.shape[1] >= _NARROW or source.requires_grad:
+        blocked += _padded(_bytes(source), source.shape[1])
     return blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
