@@ -44,7 +44,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
 def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:
     """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies.
 
-    torch unfolds small 3D inputs of batch 1: kernel volume times channels times output points.
+    torch unfolds small inputs of batch 1: kernel volume times channels times output points.
     """
     transposed = len(args) > 6 and bool(args[6])
     kernel = weight[0, 0].numel()
@@ -52,9 +52,9 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     plain = (
         source.device.type == "cpu"
         and not transposed
-        and source.dim() == 5
+        and source.dim() in (4, 5)
         and source.shape[0] == 1
-        and max(weight.shape[-2:]) <= 3
+        and min(weight.shape[-2:]) <= 3
         and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
     )
     if plain:
