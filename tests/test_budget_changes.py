@@ -220,5 +220,5 @@ def test_following_the_advice_ends_soon(name: str, way: str) -> None:
         nbytes = named
         refusals += 1
     assert 1 <= refusals <= 4
-    assert nbytes <= 1.5 * plain  # the workspace of tiny convolutions is overestimated
+    assert nbytes <= 2 * plain  # convolutions of a few KiB take a scratchpad of up to 40
     assert max(peaks) <= nbytes

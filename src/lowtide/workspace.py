@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+_SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 # Their backward is a formula of several operators with temporaries of its own.
 _SEVERAL_STEPS = frozenset(
@@ -62,7 +63,7 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     blocked = _padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
         blocked += _padded(_bytes(source), source.shape[1])
-    return blocked + (made if transposed else 0) + 2 * _bytes(weight)
+    return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
 def _padded(nbytes: int, channels: int) -> int:
