@@ -18,8 +18,8 @@ from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
-from lowtide.plan import Simulator, keep_all, minimum, solve
-from lowtide.plan.repair import Problem, shrink
+from lowtide.planner import Simulator, keep_all, minimum, solve
+from lowtide.planner.repair import Problem, shrink
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 

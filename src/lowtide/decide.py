@@ -20,7 +20,7 @@ import torch
 from lowtide import _compat
 from lowtide.observe import Observer, Seen
 from lowtide.online import Evictor
-from lowtide.plan import Graph, Plan
+from lowtide.planner import Graph, Retention
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
@@ -39,7 +39,7 @@ Signature = tuple[str, tuple[int, ...]]
 class Prepared:
     """A plan with what is needed to follow it operation by operation."""
 
-    plan: Plan
+    plan: Retention
     graph: Graph
     signatures: tuple[Signature, ...]
     peak: int
@@ -60,7 +60,7 @@ class Prepared:
         return kept, recomputed
 
     @staticmethod
-    def of(plan: Plan, graph: Graph, peak: int, seen: Seen) -> Prepared:
+    def of(plan: Retention, graph: Graph, peak: int, seen: Seen) -> Prepared:
         signatures = tuple(
             (op.name, tuple(graph.values[v].nbytes for v in op.outputs)) for op in graph.ops
         )
@@ -245,7 +245,7 @@ class StepDecisions:
             self.tape.recorder.paused = False
 
     def settle(self, chosen: list[int]) -> None:
-        """Follow `chosen` in this backward: one retention a value number, as in a `Plan`."""
+        """Follow `chosen` in this backward: one retention a value number, as in a `Retention`."""
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
         for value in self.observer.alive():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lowtide.decide import Signature
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.plan import Graph, Simulator, Solution
+from lowtide.planner import Graph, Simulator, Solution
 
 
 @dataclass(frozen=True, slots=True)

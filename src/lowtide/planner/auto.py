@@ -5,7 +5,7 @@ Problem: no single method is best at every limit, and a user waits while it sear
 Invariant: deterministic. Work is counted in simulated operations, not seconds, so the same graph
 and limit give the same plan on any machine; `time_limit` is a guard that only ends a search early.
 
-Imports: the other modules of `lowtide.plan`.
+Imports: the other modules of `lowtide.planner`.
 
 Rejected: annealing. It needs thousands of evaluations and its answer depends on when it is stopped.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from lowtide.plan.cut import (
+from lowtide.planner.cut import (
     Cut,
     CutModel,
     free_holds,
@@ -26,14 +26,14 @@ from lowtide.plan.cut import (
     peak_moment,
     room_at,
 )
-from lowtide.plan.descent import descend
-from lowtide.plan.graph import Graph
-from lowtide.plan.greedy import greedy
-from lowtide.plan.plan import Plan
-from lowtide.plan.repair import Candidate, Problem, grow, shrink
-from lowtide.plan.segments import Boundaries
-from lowtide.plan.simulate import Simulator
-from lowtide.plan.solution import Solution
+from lowtide.planner.descent import descend
+from lowtide.planner.graph import Graph
+from lowtide.planner.greedy import greedy
+from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.retention import Retention
+from lowtide.planner.segments import Boundaries
+from lowtide.planner.simulate import Simulator
+from lowtide.planner.solution import Solution
 
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
@@ -127,7 +127,7 @@ def _solution(search: _Search, graph: Graph, began: float) -> Solution:
     result = search.best.result
     return Solution(
         status="fits" if search.fits else "infeasible",
-        plan=Plan(tuple(search.best.retain), graph.fingerprint),
+        plan=Retention(tuple(search.best.retain), graph.fingerprint),
         peak=result.peak,
         seconds=result.seconds,
         plain_peak=search.plain.result.peak,
