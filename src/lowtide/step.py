@@ -69,6 +69,10 @@ class Recording:
 
     __slots__ = ("_recorder", "tape")
 
+    # A dry run has its own.
+    make: type[Recorder] = Recorder
+    unpack: staticmethod[[Any], Any] = staticmethod(unpack)
+
     def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
         self.tape = Tape(decisions, Region(None, policy), timed=timed)
         self._recorder: Recorder | None = None
@@ -81,8 +85,9 @@ class Recording:
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
-        recorder = Recorder(self.tape)
-        _compat.push_saved_tensor_hooks(recorder.pack, unpack)
+        recorder = self.make(self.tape)
+        recorder.unpack = self.unpack
+        _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
         try:
             recorder.__enter__()
         except BaseException:
@@ -127,7 +132,7 @@ class Nested:
     def __enter__(self) -> Tape:
         # Our hooks again, on top: somebody's own between the two regions (torch's checkpoint,
         # save_on_cpu) must see the same saves whether a recording stands around them or not.
-        _compat.push_saved_tensor_hooks(self.recorder.pack, unpack)
+        _compat.push_saved_tensor_hooks(self.recorder.pack, self.recorder.unpack)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape

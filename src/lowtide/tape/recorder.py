@@ -53,6 +53,7 @@ class Recorder(Known, _compat.Mode):
         self.cuda = _compat.cuda_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
+        self.unpack: Callable[[Any], Any]  # set by who opens it
         self.paused = False  # a backward runs inside the recording
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.cuda
