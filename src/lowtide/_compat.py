@@ -339,7 +339,7 @@ def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor
         fake = FakeTensor(mode, tensor.detach(), device)
         fake.requires_grad_(tensor.requires_grad)
         if isinstance(tensor, torch.nn.Parameter):
-            fake._is_param = True  # type: ignore[attr-defined]
+            fake._is_param = True
         return fake
     fake = mode.from_tensor(tensor)
     return fake
@@ -360,16 +360,17 @@ def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    usual, thread = FakeTensor.tolist, threading.get_ident()
+    cls: Any = FakeTensor
+    usual, thread = cls.tolist, threading.get_ident()
 
     def tolist(tensor: Any) -> Any:
         return elements(tensor) if threading.get_ident() == thread else usual(tensor)
 
-    FakeTensor.tolist = tolist  # type: ignore[method-assign]
+    cls.tolist = tolist
     try:
         yield
     finally:
-        FakeTensor.tolist = usual  # type: ignore[method-assign]
+        cls.tolist = usual
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -10,6 +10,8 @@ standins, costs, observe, step. Rejected: torch.export, which needs the whole mo
 
 from __future__ import annotations
 
+import functools
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,20 +23,19 @@ import torch
 from torch import nn
 
 from lowtide import _compat, foreign
-from lowtide._memory_events import Timeline
 from lowtide.costs import CostModel
 from lowtide.errors import DryRunWarning, LowtideError, UsageError
-from lowtide.marks import Arrived, Marks, start_marks
+from lowtide.fakememory import FakeMemory
+from lowtide.marks import Marks, start_marks
 from lowtide.observe import Observer, Seen
 from lowtide.planner import Graph
-from lowtide.provenance import Unanswered, evaluate
+from lowtide.provenance import UnansweredError, evaluate
 from lowtide.standins import Found, RealState, StandIns
 from lowtide.step import Recording, current_recorder, recordable
 from lowtide.tape.known import Entry
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
-from lowtide.tape.values import Handle, Operation, Region, Value, flatten
-from lowtide.workspace import kernel_workspace
+from lowtide.tape.values import Handle, Operation, Region, Value
 
 
 @dataclass(frozen=True)
@@ -58,106 +59,6 @@ class Dry:
     device: str
 
 
-# ---------------------------------------------------------------------------- memory and time
-
-
-class FakeMemory(_compat.Mode):
-    """Counts the bytes and the seconds of operators on fake tensors; answers as `Marks` do."""
-
-    def __init__(self, costs: CostModel) -> None:
-        super().__init__()
-        self.costs = costs
-        self.seconds = 0.0  # of all operators so far
-        self.last = 0.0  # of the last one
-        self._level = 0
-        self._peak = 0
-        self._levels = [0]
-        self._peaks: list[int] = []
-        self._known: dict[int, _Block] = {}
-
-        def forget(block: Any) -> None:
-            if self._known.pop(block.key, None) is not None:
-                self._level -= block.nbytes
-
-        self._forget = forget
-        self.ask: Callable[[Any, Any, Any], Any] | None = None  # what only data can tell
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        try:
-            result = func(*args, **kwargs)
-        except _compat.depends_on_data():
-            if self.ask is None:
-                raise
-            result = self.ask(func, args, kwargs)
-        if func.namespace == "prim":  # questions about fake tensors, such as their device
-            return result
-        if func.is_view:
-            return result
-        made = self._count(args, kwargs, result)
-        self.last = self.costs.seconds(func, args, kwargs, result)
-        self.seconds += self.last
-        room = _workspace(func, args, kwargs, made) if made else 0
-        self._peak = max(self._peak, self._level + room)
-        return result
-
-    def _count(self, args: Any, kwargs: Any, result: Any) -> int:
-        """Add the storages that a call has made."""
-        made = 0
-        given: set[int] | None = None
-        for tensor in flatten(result):
-            storage = _compat.storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
-            if storage is None or storage._cdata in self._known:
-                continue
-            if given is None:
-                given = _keys((*args, *kwargs.values()))
-            if storage._cdata not in given:
-                block = self._known[storage._cdata] = _Block(storage, self._forget)
-                block.key, block.nbytes = storage._cdata, storage.nbytes()
-                made += block.nbytes
-        self._level += made
-        return made
-
-    def mark(self) -> int:
-        self._peaks.append(max(self._peak, self._level))
-        self._levels.append(self._level)
-        self._peak = self._level
-        return len(self._levels) - 1
-
-    def over(self) -> None:
-        """Nothing runs after the step."""
-
-    def stop(self, then: Arrived) -> None:
-        self.mark()
-        then(Timeline(self._levels[:-1], self._peaks, self._level))
-
-
-class _Block(weakref.ref):  # type: ignore[type-arg]
-    """A live storage that an operator made."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
-
-
-def _keys(arguments: tuple[Any, ...]) -> set[int]:
-    found = set()
-    for argument in arguments:
-        for tensor in flatten(argument):
-            storage = _compat.storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
-            if storage is not None:
-                found.add(storage._cdata)
-    return found
-
-
-def _workspace(func: Any, args: Any, kwargs: Any, made: int) -> int:
-    tensors = [t for a in (*args, *kwargs.values()) for t in flatten(a)
-               if isinstance(t, torch.Tensor)]  # fmt: skip
-    return kernel_workspace(func._schema.name, tensors, args, made)
-
-
 # ---------------------------------------------------------------------------- recording
 
 
@@ -173,7 +74,7 @@ class _FakeRecorder(Recorder):
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that asks what is in fake tensors with the real ones behind them."""
         if kwargs:
-            raise Unanswered(f"{func} asks for what is in a tensor")
+            raise UnansweredError(f"{func} asks for what is in a tensor")
         real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
         with _compat.below_autograd(), torch.no_grad():
             result = func(*real)
@@ -183,7 +84,7 @@ class _FakeRecorder(Recorder):
         """What a fake tensor would be, see `lowtide.provenance`."""
         ref = self._reference(fake)
         if ref is None or ref.value is None:
-            raise Unanswered("a tensor that nobody recorded is asked for what is in it")
+            raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
         base = evaluate(ref.value, self._real)
         with _compat.below_autograd():
             return ref.of(base)
@@ -222,7 +123,7 @@ def _given(packed: Any) -> Any:
 
 class _FakeRecording(Recording):
     __slots__ = ()
-    make = _FakeRecorder  # type: ignore[assignment]
+    make = _FakeRecorder
     unpack = staticmethod(_given)
 
 
@@ -365,9 +266,7 @@ def _record(
 # ---------------------------------------------------------------------------- the two ways
 
 
-def dry_run(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Dry:
+def dry_run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dry:
     """Go through a step on fake tensors; record a real one where that is not possible.
 
     Raises:
@@ -435,18 +334,15 @@ def _fake(
 
 def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[..., Any]:
     """Tensors bound by `functools.partial` are arguments as well."""
-    parts = getattr(function, "func", None), getattr(function, "args", None)
-    if type(function).__name__ != "partial" or parts[0] is None:
+    if not isinstance(function, functools.partial):
         return function
-    bound: Any = function
-    return type(bound)(bound.func, *stand.fake(bound.args), **stand.fake(dict(bound.keywords)))
+    args, keywords = stand.fake(function.args), stand.fake(dict(function.keywords))
+    return functools.partial(function.func, *args, **keywords)
 
 
 def _real(
     found: Found, device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Dry:
-    import time
-
     with RealState(found):
         observer = _Watching(start_marks(device), found.names())
         began = time.perf_counter()
@@ -463,6 +359,4 @@ def _nothing(observer: Observer) -> None:
 
 
 def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
-    return Dry(
-        observer.graph(), observer.seen(), tuple(observer.modules), seconds, source, device
-    )
+    return Dry(observer.graph(), observer.seen(), tuple(observer.modules), seconds, source, device)

@@ -19,7 +19,7 @@ from lowtide.tape.values import Operation, Ref, Value
 _MOST_BYTES = 64 << 20  # made on the way to one answer
 
 
-class Unanswered(Exception):
+class UnansweredError(Exception):
     """What was asked does not depend on data alone."""
 
 
@@ -31,7 +31,7 @@ def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
         real: the tensors that stand behind externals.
 
     Raises:
-        Unanswered: something else than data had a part in it, or it takes much memory.
+        UnansweredError: something else than data had a part in it, or it takes much memory.
     """
     known: dict[Value, torch.Tensor] = {}
     with _compat.below_autograd(), torch.no_grad():
@@ -55,17 +55,17 @@ def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
         value = stack.pop()
         if value in real:
             if real[value].requires_grad:
-                raise Unanswered("it depends on a parameter")
+                raise UnansweredError("it depends on a parameter")
             continue
         op = value.op
         if op is None or op.draws or op.writes or op.facts.random or op.facts.writes:
-            raise Unanswered("it depends on what only a real step can make")
+            raise UnansweredError("it depends on what only a real step can make")
         if op in found:
             continue
         found.add(op)
         nbytes += sum(made.nbytes for made in op.made())
         if nbytes > _MOST_BYTES:
-            raise Unanswered("it takes much memory to find out")
+            raise UnansweredError("it takes much memory to find out")
         stack.extend(op.values())
     return sorted(found, key=lambda op: op.sequence)
 
@@ -75,7 +75,7 @@ def _real_argument(
 ) -> Any:
     if isinstance(argument, Ref):
         if argument.value is None:
-            raise Unanswered("it is written in place")
+            raise UnansweredError("it is written in place")
         base = known[argument.value] if argument.value in known else real[argument.value]
         return argument.of(base.detach())
     if isinstance(argument, list):

@@ -65,9 +65,7 @@ def _padded(nbytes: int, channels: int) -> int:
     return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
 
 
-def kernel_workspace(
-    name: str, tensors: list[torch.Tensor], args: Any, made: int
-) -> int:
+def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """As `workspace_of`, but as near as possible and for backward operators too.
 
     For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
