@@ -9,6 +9,7 @@ much of torch the library leans on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -343,6 +344,32 @@ def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor
         return fake
     fake = mode.from_tensor(tensor)
     return fake
+
+
+def fake_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
+    """Makes a fake tensor out of one on the meta device and the device that is meant."""
+    return functools.partial(fake_type(), mode)
+
+
+def on_shapes(mode: Any) -> Any:
+    """While this is open, operators take fake tensors for tensors on the meta device."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def asks_for_device(func: Any) -> bool:
+    """Whether an "operator" is the question where a fake tensor is meant to be."""
+    return func is _ASKS_FOR_DEVICE
+
+
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
 
 def depends_on_data() -> tuple[type[Exception], ...]:

@@ -71,6 +71,13 @@ class _FakeRecorder(Recorder):
         super().__init__(tape)
         self._real: dict[Value, torch.Tensor] = {}
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _compat.asks_for_device(func):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that asks what is in fake tensors with the real ones behind them."""
         if kwargs:
@@ -311,9 +318,10 @@ def _device(found: Found) -> torch.device:
 def _fake(
     found: Found, device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Dry:
-    memory = FakeMemory(CostModel(device))
+    stand = StandIns(found, device)
+    memory = FakeMemory(CostModel(device), stand.mode)
     observer = _Watching(memory, found.names())
-    with StandIns(found, device) as stand, ExitStack() as stack:
+    with stand, ExitStack() as stack:
         fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
         function = _with_fake_self(stand, function)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)

@@ -18,6 +18,7 @@ import torch
 from lowtide import _compat
 from lowtide._memory_events import Timeline
 from lowtide.costs import CostModel
+from lowtide.fakeshapes import Shapes
 from lowtide.marks import Arrived
 from lowtide.tape.values import flatten
 from lowtide.workspace import kernel_workspace
@@ -26,8 +27,9 @@ from lowtide.workspace import kernel_workspace
 class FakeMemory(_compat.Mode):
     """Counts the bytes and the seconds of operators on fake tensors; answers as `Marks` do."""
 
-    def __init__(self, costs: CostModel) -> None:
+    def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
+        self._call = Shapes(mode)
         self.costs = costs
         self.seconds = 0.0  # of all operators so far
         self.last = 0.0  # of the last one
@@ -47,15 +49,15 @@ class FakeMemory(_compat.Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if _compat.asks_for_device(func):
+            return args[0].fake_device
         kwargs = kwargs or {}
         try:
-            result = func(*args, **kwargs)
+            result = self._call(func, args, kwargs)
         except _compat.depends_on_data():
             if self.ask is None:
                 raise
             result = self.ask(func, args, kwargs)
-        if func.namespace == "prim":  # questions about fake tensors, such as their device
-            return result
         if func.is_view:
             return result
         made = self._count(args, kwargs, result)
