@@ -321,7 +321,9 @@ def _fake(
     stand = StandIns(found, device)
     memory = FakeMemory(CostModel(device), stand.mode)
     observer = _Watching(memory, found.names())
-    with stand, ExitStack() as stack:
+    with warnings.catch_warnings(), stand, ExitStack() as stack:
+        # torch looks at the gradient of whatever it makes a fake tensor of.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
         function = _with_fake_self(stand, function)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)

@@ -71,6 +71,8 @@ def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: in
     For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
     torch's CPU kernels as measured, kernel by kernel; on other devices nothing better is known.
     """
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        return _flash(tensors, name.endswith("_backward"))
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
         return workspace_of(name, tensors, args, made)
@@ -84,6 +86,16 @@ def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: in
         forward = (source, weight), ([None] * 6 + [transposed])
         return _convolution(*forward[0], forward[1], given)
     return _measured(source, weight, given, max(stride), bool(transposed), backward)
+
+
+def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
+    """Attention on the CPU: a block of scores for each thread, two in backward."""
+    query, key = tensors[1:3] if backward else tensors[:2]
+    length, width = query.shape[-2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    scores = rows * min(512, key.shape[-2])
+    each = 2 * scores if backward else scores + rows * (2 + width)
+    return 4 * each * torch.get_num_threads()
 
 
 def _measured(
