@@ -1,4 +1,4 @@
-"""Dry runs: the graph of a step on fake tensors is that of the real step, and nothing is touched."""
+"""Dry runs: the graph on fake tensors is that of the real step, and nothing is touched."""
 
 from __future__ import annotations
 

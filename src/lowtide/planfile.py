@@ -51,13 +51,10 @@ def retained(retention: Retention) -> list[int | None]:
     return [None if choice == NEVER else choice for choice in retention.retain]
 
 
-def read(text: str, path: str) -> tuple[Dry, dict[str, Any]]:
+def read(text: str) -> tuple[Dry, dict[str, Any]]:
     """The step of a plan file, and the rest of it."""
-    try:
-        data = read_document(text, FORMAT, VERSION)
-        return _step(data), data
-    except UsageError as error:
-        raise UsageError(f"cannot read the plan in {path}: {error}") from error
+    data = read_document(text, FORMAT, VERSION)
+    return _step(data), data
 
 
 def _step(data: dict[str, Any]) -> Dry:

@@ -327,15 +327,14 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         UsageError: the file is damaged, is something else, or was written by another version.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{os.fspath(path)} is not a plan: it is not text ({error})") from error
-    step, rest = planfile.read(text, os.fspath(path))
-    return Plan(
-        step,
-        planfile.retention(step.graph, rest),
-        planfile.optional(rest, "limit", int),
-        planfile.optional(rest, "bound", float),
-        planfile.status(rest),
-        0.0,
-    )
+        step, rest = planfile.read(Path(path).read_text(encoding="utf-8"))
+        return Plan(
+            step,
+            planfile.retention(step.graph, rest),
+            planfile.optional(rest, "limit", int),
+            planfile.optional(rest, "bound", float),
+            planfile.status(rest),
+            0.0,
+        )
+    except (UnicodeDecodeError, UsageError) as error:
+        raise UsageError(f"cannot read the plan in {os.fspath(path)}: {error}") from error
