@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lowtide.errors import UsageError
 from lowtide.tape.values import flatten
 from lowtide.workspace import unfolded
 
@@ -91,12 +92,22 @@ def device_model(device: torch.device) -> DeviceModel:
     return _KNOWN[_USUAL]
 
 
+def named_model(name: str) -> DeviceModel:
+    """The model of a device that need not be there."""
+    known = _KNOWN.get(name)
+    if known is None:
+        raise UsageError(
+            f"no rates are known of a device named {name!r}; known are {', '.join(_KNOWN)}."
+        )
+    return known
+
+
 class CostModel:
     """Seconds of operator calls on one device, from their arguments and results."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.model = device_model(device)
+    def __init__(self, device: torch.device, name: str | None = None) -> None:
+        self.model = device_model(device) if name is None else named_model(name)
+        self._cpu = name is None and device.type == "cpu"
         # torch's own table of formulas; importing it at need keeps `import lowtide` light.
         from torch.utils.flop_counter import flop_registry
 
@@ -111,7 +122,7 @@ class CostModel:
         moved = sum(t.numel() * t.element_size() for t in (*tensors, *made))
         base = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
         seconds = moved / model.bandwidth
-        if self.device.type == "cpu":
+        if self._cpu:
             if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 seconds += _DRAW * 1e-9 * sum(t.numel() for t in made[:1])
             else:
@@ -120,7 +131,7 @@ class CostModel:
         if flops:
             half = bool(tensors) and tensors[0].element_size() < 4
             rate = model.half_flops if half else model.flops
-            if self.device.type == "cpu" and _unfolded(base, tensors):
+            if self._cpu and _unfolded(base, tensors):
                 rate /= _UNFOLDING
             seconds = max(seconds, flops / rate)
         return seconds + model.launch

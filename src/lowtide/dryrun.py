@@ -273,8 +273,15 @@ def _record(
 # ---------------------------------------------------------------------------- the two ways
 
 
-def dry_run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dry:
+def dry_run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on: str | None = None,
+) -> Dry:
     """Go through a step on fake tensors; record a real one where that is not possible.
+
+    Times are those of the device named `on`; of the one that the step would run on by default.
 
     Raises:
         UsageError: called inside a budget or region, or with grad disabled.
@@ -286,8 +293,9 @@ def dry_run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         )
     found = Found(function, args, kwargs)
     device = _device(found)
+    costs = CostModel(device, on)
     try:
-        return _fake(found, device, function, args, kwargs)
+        return _fake(found, device, costs, function, args, kwargs)
     except LowtideError:
         raise
     except Exception as error:
@@ -316,10 +324,15 @@ def _device(found: Found) -> torch.device:
 
 
 def _fake(
-    found: Found, device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any
+    found: Found,
+    device: torch.device,
+    costs: CostModel,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
 ) -> Dry:
     stand = StandIns(found, device)
-    memory = FakeMemory(CostModel(device), stand.mode)
+    memory = FakeMemory(costs, stand.mode)
     observer = _Watching(memory, found.names())
     with warnings.catch_warnings(), stand, ExitStack() as stack:
         # torch looks at the gradient of whatever it makes a fake tensor of.

@@ -249,6 +249,7 @@ def plan(
     /,
     *args: Any,
     limit: int | float | str | None = None,
+    on: str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """What a memory limit would cost a training step: a dry run.
@@ -264,6 +265,8 @@ def plan(
             Backward starts from the sum of what it returns, in any nesting, that requires grad.
         limit: as for `lowtide.budget`: bytes, text or a fraction of the plain peak. None: nothing
             is recomputed, to learn the plain peak.
+        on: the device whose times to model, "H100" for instance, where it is not the one that
+            the model stands on.
 
     Where the forward asks for what is in a tensor that depends on parameters or random numbers,
     one real step is recorded instead, with a `DryRunWarning`; gradients, buffers and random state
@@ -285,7 +288,7 @@ def plan(
             f"{type(fn).__name__}."
         )
     wanted = None if limit is None else parse_limit(limit)
-    step = dry_run(fn, args, kwargs)
+    step = dry_run(fn, args, kwargs, on)
     return plan_step(step, wanted)
 
 

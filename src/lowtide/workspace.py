@@ -16,6 +16,14 @@ _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorde
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
+# Of the CPU's kernels, what they take besides as a share of what they make.
+_SCRATCH = {
+    "aten::nll_loss_forward": 0.0,
+    "aten::nll_loss2d_forward": 0.0,
+    "aten::_safe_softmax": 0.25,  # where a row is masked out entirely
+}
+
+
 def unfolds(name: str) -> bool:
     """Whether an operator's workspace may be many times its output."""
     return "convolution" in name
@@ -73,6 +81,11 @@ def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: in
     """
     if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         return _flash(tensors, name.endswith("_backward"))
+    cpu = bool(tensors) and tensors[0].device.type == "cpu"
+    if cpu and name in _SCRATCH:
+        return int(_SCRATCH[name] * made)
+    if cpu and name == "aten::native_batch_norm_backward":
+        return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
         return workspace_of(name, tensors, args, made)
@@ -118,7 +131,9 @@ def _measured(
             return into if few else into + out
         return 2 * max(out, into) if few else 2 * out
     if back:
-        strided = 2 * into - parameter if stride > 1 and not narrow else 0
+        if narrow:
+            return into + out + 2 * parameter
+        strided = 2 * into - parameter if stride > 1 else 0
         return max(into + out, parameter, strided)
     return max(parameter + (0 if narrow else into), out)
 
