@@ -293,3 +293,14 @@ def test_what_backward_starts_from() -> None:
     assert total is not None
     assert total.item() == 10
     assert loss_of([torch.ones(2), None]) is None
+
+
+def test_repeated_layers_are_recorded_like_the_first() -> None:
+    # The short way through repeated shapes must know a view that does not say it is one.
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
+    step = dry_run(model, (torch.ones(2, 4, 16),), {})
+    made = {op.name: {len(op.outputs)} for op in step.graph.ops}
+    for op in step.graph.ops:
+        made[op.name].add(len(op.outputs))
+    assert made["aten::mm"] == {1}
+    assert made["aten::_unsafe_view"] == {0}

@@ -75,7 +75,7 @@ class Shapes:
         known = self._results.get(key)
         if known is None:
             result = self._short(func, args, kwargs, device)
-            self._results[key] = _fresh(result) or ()
+            self._results[key] = _fresh(result, args) or ()
             return result
         if not known:
             return self._short(func, args, kwargs, device)
@@ -107,8 +107,10 @@ def _key(argument: Any) -> Any:
     return type(argument), argument
 
 
-def _fresh(result: Any) -> tuple[Any, list[Any]] | None:
+def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
     """How to make this result again; None if it is more than tensors with memory of their own."""
+    given = {t.untyped_storage()._cdata for a in args for t in flatten(a)
+             if isinstance(t, torch.Tensor)}  # fmt: skip
     several = type(result) if isinstance(result, tuple | list) else None
     made = []
     for tensor in flatten(result):
@@ -116,6 +118,8 @@ def _fresh(result: Any) -> tuple[Any, list[Any]] | None:
             return None
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage = tensor.untyped_storage()
+        if storage._cdata in given:  # `_unsafe_view` does not say that it is a view
+            return None
         if tensor.numel() and storage.nbytes() != span * tensor.element_size():
             return None
         made.append((tensor.shape, tensor.stride(), tensor.dtype))
