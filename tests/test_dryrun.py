@@ -302,5 +302,4 @@ def test_repeated_layers_are_recorded_like_the_first() -> None:
     made = {op.name: {len(op.outputs)} for op in step.graph.ops}
     for op in step.graph.ops:
         made[op.name].add(len(op.outputs))
-    assert made["aten::mm"] == {1}
-    assert made["aten::_unsafe_view"] == {0}
+    assert made == {"aten::mm": {1}}

@@ -20,6 +20,7 @@ from lowtide._memory_events import Timeline
 from lowtide.costs import CostModel
 from lowtide.fakeshapes import Shapes
 from lowtide.marks import Arrived
+from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 from lowtide.workspace import kernel_workspace
 
@@ -58,7 +59,7 @@ class FakeMemory(_compat.Mode):
             if self.ask is None:
                 raise
             result = self.ask(func, args, kwargs)
-        if func.is_view:
+        if (FACTS.get(func) or facts_of(func)).view:
             return result
         made = self._count(args, kwargs, result)
         self.last = self.costs.seconds(func, args, kwargs, result)
