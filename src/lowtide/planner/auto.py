@@ -45,7 +45,9 @@ SMALL = 2e-3
 """A share of the forward's time that is not worth searching for."""
 HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
-SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+LARGE = 1000
+"""Operations above which a search has too few simulations to try everything in turn."""
+SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass
@@ -103,6 +105,8 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     search = _Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
     if not search.fits:
         search.offer(greedy(search.problem, search.limit), "greedy")
+        if len(search.problem.sim.cost) > LARGE:
+            _anchors(search)
         _cuts(search)
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
@@ -191,10 +195,30 @@ def _interleave(
     yield from (cut.held for cut in near[4:])
 
 
+def _anchors(search: _Search) -> None:
+    """Offer every number of anchors as it is, one simulation each, and improve the best.
+
+    A large graph leaves a search too few simulations to shrink each of them.
+    """
+    problem, limit = search.problem, search.limit
+    bounds = Boundaries(problem.sim)
+    found = []
+    for segments in SEGMENTS:
+        retain = problem.start(bounds.anchors(bounds.places(segments)))
+        found.append(Candidate(retain, problem.run(retain)))
+    best = min(found, key=lambda candidate: candidate.key(limit))
+    search.offer(best, "anchors")
+    if best.result.peak <= limit:
+        search.offer(grow(problem, best, limit), "anchors")
+    search.stop += len(SEGMENTS)
+
+
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:
     """Search for the lowest peak; ends once it is at most `enough`, on the same path."""
     search = _Search(problem, 0, deadline)
     search.offer(greedy(problem, 0), "greedy")
+    if len(problem.sim.cost) > LARGE:
+        _anchors(search)
     bounds = Boundaries(problem.sim)
     for segments in SEGMENTS:
         held = bounds.anchors(bounds.places(segments))
