@@ -5,16 +5,20 @@
 #
 # Variables: PYTHON (3.11 or later), VENV, WORKERS (processes that run tests), TORCH_INDEX (a package
 # index with CPU builds of torch, where the default one has only larger builds), ARGS (for pytest or
-# the demo: make test ARGS="tests/test_measure.py", make demo ARGS="--steps 10").
+# the demo: make test ARGS="tests/test_measure.py", make demo ARGS="--steps 10"), ENGINES (which
+# recorders the tests run on: "python compiled", each where it can be had).
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 TORCH_INDEX ?=
 ARGS ?=
+ENGINES ?= python compiled
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The compiled recorder is kept inside the environment.
+export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
 # One thread a process: WORKERS processes share the cores, and sums keep one order.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -28,7 +32,13 @@ demo: $(VENV)/.demo
 	$(BIN)/python examples/segment_brain.py $(ARGS)
 
 test: lint
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	@for engine in $(ENGINES); do \
+	    if [ $$engine = compiled ] && ! $(BIN)/python -m lowtide.compiled.build >/dev/null; then \
+	        echo "no compiled recorder here: tested in Python only"; continue; fi; \
+	    echo "Tests on the engine: $$engine"; \
+	    LOWTIDE_ENGINE=$$engine $(ONE_THREAD) \
+	        $(BIN)/python -m pytest -n $(WORKERS) $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -56,6 +66,8 @@ $(VENV)/.torch: constraints.txt
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the demo needs"
 	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
+	@echo "Building the compiled recorder"
+	@$(BIN)/python -m lowtide.compiled.build >/dev/null || echo "going on without it"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide import replay
+from lowtide import engine, replay
 from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
 
@@ -74,7 +74,10 @@ def counted() -> Iterator[Replayed]:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the operations that a recorder sees inside, views left out."""
+    """Names of the operations that a recorder sees inside, views left out.
+
+    Recorded in Python: the compiled recorder cannot be looked into.
+    """
     seen: list[str] = []
     original = Recorder.__torch_dispatch__
 
@@ -86,7 +89,8 @@ def recorded() -> Iterator[list[str]]:
 
     Recorder.__torch_dispatch__ = run  # type: ignore[method-assign]
     try:
-        yield seen
+        with engine.use("python"):
+            yield seen
     finally:
         Recorder.__torch_dispatch__ = original  # type: ignore[method-assign]
 

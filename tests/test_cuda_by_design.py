@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide import _compat, marks
+from lowtide import _compat, engine, marks
 from lowtide._memory_events import Timeline
 from lowtide.tape.operators import facts_of
 
@@ -56,8 +56,9 @@ class FakeStreams:
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
-    return FakeStreams(monkeypatch)
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStreams]:
+    with engine.use("python"):  # the compiled engine asks the device, which cannot be faked
+        yield FakeStreams(monkeypatch)
 
 
 @pytest.fixture

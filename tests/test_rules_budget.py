@@ -105,16 +105,7 @@ def test_the_first_step_holds_at_every_limit() -> None:
     ("shapes", "skips"),
     [
         pytest.param([512, 512, 512, 384, 512, 448, 320, 512], [0] * 8, id="shapes"),
-        pytest.param(
-            [512] * 8,
-            [0, 0, 0, 3, 0, 2, 0, 3],
-            id="branches",
-            marks=pytest.mark.xfail(
-                reason="engine defect: a step is matched to the plan of another branch of the same "
-                "shape by its first operations, and overruns the limit when they part",
-                strict=False,  # which plan is in force depends on measured seconds
-            ),
-        ),
+        pytest.param([512] * 8, [0, 0, 0, 3, 0, 2, 0, 3], id="branches"),
     ],
 )
 def test_the_limit_holds_when_steps_change(shapes: list[int], skips: list[int]) -> None:
@@ -172,8 +163,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> N
     assert "the step does not fit in 4.0 KiB" in str(error)
     assert str(error.minimum) in str(error)
     assert "Use a smaller batch or a larger limit." in str(error)
-    asked = error.minimum
-    named = [asked]
+    named = [error.minimum]
     found: list[Tensor] = []
     while not found:  # each refusal names more, until one limit does
         model, limit = tower(3), lowtide.budget(named[-1])
@@ -183,7 +173,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> N
         except lowtide.BudgetError as error:
             named.append(error.minimum)
             found = []
-        assert len(named) < 12
+        assert len(named) < 7
     assert named == sorted(set(named))
     assert named[-1] < 0.7 * plain
     assert all(map(torch.equal, expected, found))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +64,26 @@ class Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+# The key of the compiled recorder: nothing but `compiled/recorder.h` uses it, see there. Python has
+# no name for it.
+
+
+def use_recorder_key(key: int) -> None:
+    """From now on what runs `below_autograd` is not seen by the compiled recorder."""
+    global _AUTOCAST_AND_ABOVE
+    _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
+
+
+def higher_order_operators() -> list[Any]:
+    """Operators that exist in Python only. torch has no public list of them."""
+    return list(torch._ops._higher_order_ops.values())
+
+
+def kernel_at_key(operator: Any, key: int, kernel: Callable[..., Any]) -> None:
+    """Register a kernel for a higher-order operator; `py_impl` does not know the key."""
+    operator.py_kernels.setdefault(torch._C.DispatchKey(key), kernel)
 
 
 # An alias made without telling the modes on the stack; goes with a public equivalent.
@@ -124,15 +146,52 @@ class _EagerWhileRecording:
         return self.users.backend
 
 
+_DYNAMO = "torch._dynamo.eval_frame"
+
+
+class _OnImportOfDynamo(importlib.abc.MetaPathFinder):
+    """Calls back once Dynamo has been imported, which a recording must not do by itself."""
+
+    installed = False
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    @classmethod
+    def install(cls, then: Callable[[], None]) -> None:
+        if not cls.installed:
+            cls.installed = True
+            sys.meta_path.insert(0, cls(then))
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: Any) -> None:
+                execute(module)
+                self.then()
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
+
+
 def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]) -> None:
     """From now on compiled functions run eagerly on a thread where `recording()` is true.
 
-    Each such call says so to `lost`. Does nothing while nobody has used torch.compile.
+    Each such call says so to `lost`. While nobody has used torch.compile it only sees to it that
+    whoever is the first to do so, be it inside a recording, finds things as they should be.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo: Any = sys.modules.get(_DYNAMO)
+    if dynamo is None:
+        _OnImportOfDynamo.install(lambda: run_compiled_eagerly(recording, lost))
+        return
     users = getattr(dynamo, "_stance", None)
     if users is not None and type(users) is not _EagerWhileRecording:
-        dynamo._stance = _EagerWhileRecording(users, recording, lost)  # type: ignore[union-attr]
+        dynamo._stance = _EagerWhileRecording(users, recording, lost)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

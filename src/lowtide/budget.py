@@ -9,23 +9,27 @@ planning from the model's code, which does not say what autograd saves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 
-from lowtide.decide import Prepared, Signature, StepDecisions, Tally
+from lowtide.decide import StepDecisions, Tally
 from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
-from lowtide.planner import Simulator, keep_all, minimum, solve
-from lowtide.planner.repair import Problem, shrink
+from lowtide.planner import Graph, Retention, Simulator, keep_all, minimum, solve
+from lowtide.planner.resume import forward_over, from_held
 from lowtide.plans import Plan
+from lowtide.prepared import Prepared, Signature
+from lowtide.rebuild import with_gradients
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
 _MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
+_ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
 _PLANS_KEPT = 16
@@ -56,6 +60,7 @@ class Budget:
         if given is not None:
             self._prepared.append(given.prepared())
             self._plain_peak = given.plain_peak
+        self.limit_now: int | None = None  # in bytes, as far as known when the step began
 
     # ------------------------------------------------------------------ the context
 
@@ -76,7 +81,9 @@ class Budget:
         for decisions in tuple(self._active):
             self._finish(decisions)
         if self._refusal is not None:
-            raise self._refusal
+            refused, self._refusal = self._refusal, None  # the step after that may be another one
+            raise refused
+        self.limit_now = self.limit_bytes()
         observer = self._observer()
         prepared = self._prepared[0] if self._prepared else None
         decisions = StepDecisions(prepared, observer, self)
@@ -104,17 +111,21 @@ class Budget:
         recording, self._recording = self._recording, None
         if recording is None:
             return
+        decisions = self._active[-1]  # a step begins only when those before it are over
         try:
             recording.__exit__(kind, error, trace)
         finally:
+            decisions.forward_over()
             if error is not None:  # nothing is learned from half a step
-                self._active.pop().discard()
+                self._active.remove(decisions)
+                decisions.discard()
 
     # ------------------------------------------------------------------ a step's life
 
     def _observer(self) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        if self._steps % _MEASURE_EVERY and self._prepared and self._learned >= _LEARNING_STEPS:
+        known = bool(self._prepared) and self._prepared[0].measured
+        if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
             return Observer(None) if self._varied else None
         return Observer(start_marks(self.device))
 
@@ -138,25 +149,59 @@ class Budget:
         decisions.watch_end(decisions.backward_ended)
         if not decisions.begun:
             return
-        observer = decisions.observer
-        if observer is not None and not observer.requests:
-            observer.begin_backward()
-            if decisions.prepared is None or decisions.switched:
-                self._settle(decisions, observer)
+        if decisions.event >= 0:
+            return
+        decisions.complete()
+        prepared = decisions.prepared
+        if prepared is not None and not decisions.switched:
+            appeared = prepared.seen.appeared()
+            if not appeared:
+                if decisions.observer is not None:
+                    decisions.observer.begin_backward()
+                decisions.settle_as_planned()
+                return
+            prepared = self._with_gradients(prepared, appeared)
+            decisions.prepared = prepared
+            decisions.release()
+        observer = decisions.watched(decisions.operations)
+        observer.begin_backward()
+        self._settle(decisions, observer)
+
+    def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
+        """A plan for the same step with gradients to allocate that were there when it was made."""
+        graph = with_gradients(prepared.graph, appeared.values())
+        limit = self.limit_bytes()
+        assert limit is not None
+        margin = int(limit * (_MARGIN_MEASURED if prepared.measured else _MARGIN_MODELLED))
+        solution = solve(graph, limit, margin=margin)
+        seen = prepared.seen
+        seen = replace(seen, parameters={**seen.parameters, **appeared})
+        found = Prepared.of(solution.plan, graph, solution.peak, seen, prepared.measured)
+        self._remember(found)
+        return found
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
-        """An unplanned forward is over: plan its backward from what is still held."""
-        graph = observer.graph()
+        """Not the step that was planned: plan its backward from what is still held."""
+        held = observer.held_from_forward()
+        prepared = decisions.prepared
+        graph = observer.graph() if prepared is None else prepared.graph
         if not graph.events:
             return
-        problem = Problem(Simulator(graph))
-        plain = problem.run(problem.keep_all()).peak
+        measured = prepared is not None and prepared.measured
+        margin = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
+        plain = Simulator(graph).run(keep_all(graph).retain).peak
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
-        start = problem.start(observer.held_from_forward())
-        chosen = shrink(problem, start, int(limit * (1 - _MARGIN_MODELLED)), rounds=80).retain
-        decisions.settle(chosen)
+        graph = forward_over(graph)
+        # A fraction of a peak that is only modelled is not refused before it is measured.
+        strict = measured or isinstance(self.limit, int)
+        found = from_held(graph, held, int(limit * (1 - margin)), search=strict)
+        if found.result.peak > limit and strict:
+            observer.mark_end()
+            decisions.begun = False  # should backward be called again, this is said again
+            raise refusal(graph, limit, found.retain, measured=measured)
+        decisions.settle(found.retain)
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.
@@ -164,7 +209,7 @@ class Budget:
         A step that has not been so far is left to a later call, but its memory can no longer be
         told from that of the forward that begins now.
         """
-        if decisions.ended or decisions.pending <= 0:
+        if decisions.ended or decisions.abandoned():
             self._active.remove(decisions)
         if not decisions.ended:
             decisions.stop_measuring()
@@ -190,31 +235,52 @@ class Budget:
         assert limit is not None
         measured = observer.timeline is not None
         share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        margin = 0 if plain <= limit else int(share * limit)
+        margin = 0 if measured and plain <= limit else int(share * limit)
         solution = solve(graph, limit, margin=margin)
-        if solution.peak > limit:
-            solution = minimum(graph)
-            if solution.peak > limit and measured:
-                self._refusal = refusal(graph, limit, solution)
+        plan, peak = solution.plan, solution.peak
+        if peak > limit:
+            plan, peak = _lowest(graph, observer)
+            if peak > limit and measured:
+                self._refusal = refusal(graph, limit, plan.retain, measured=True)
                 return
-        prepared = Prepared.of(solution.plan, graph, solution.peak, observer.seen())
+        self._remember(Prepared.of(plan, graph, peak, observer.seen(), measured))
+
+    def _remember(self, prepared: Prepared) -> None:
         others = [p for p in self._prepared if p.signatures != prepared.signatures]
         self._prepared = [prepared, *others][:_PLANS_KEPT]
 
-    def matching(self, seen: list[Signature]) -> Prepared | None:
-        """A plan for another step that began like this one."""
+    def matching(self, seen: list[Signature], *, whole: bool) -> Prepared | None:
+        """A plan for another step that began like this one, or that was the whole of it."""
         count = len(seen)
         for prepared in self._prepared:
+            if whole and prepared.seen.forward != count:
+                continue
             if list(prepared.signatures[:count]) == seen:
                 self._prepared.remove(prepared)
                 self._prepared.insert(0, prepared)
                 return prepared
         return None
 
-    def cannot_fit(self, live: int, signature: Signature) -> None:
+    def cannot_fit(self, decisions: StepDecisions, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward."""
-        if isinstance(self.limit, int) and live > self.limit:
-            raise too_small(self.limit, live, signature)
+        if not isinstance(self.limit, int) or live + need <= self.limit:
+            return
+        observer = decisions.observer
+        assert observer is not None
+        least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
+        if observer.last_save:
+            graph = observer.graph()
+            least = max(least, from_held(forward_over(graph), set(), 0).result.peak)
+        to_come = self.gradients_to_come(observer)
+        count = len(observer.ops)
+        # The less is known, the more is added: else each attempt gets a few operations further.
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
+        named = int((least + rest + to_come) / (1 - _MARGIN_MODELLED))
+        raise too_small(name, live, need, self.limit, count, least + to_come, named)
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        """Bytes of gradients known to be allocated that no operation so far has asked for."""
+        return 0
 
     def report(self) -> BudgetReport:
         """What the last finished step did; see `BudgetReport`."""
@@ -232,12 +298,22 @@ class Budget:
             plain_peak=self._plain_peak,
             kept_bytes=kept,
             recomputed_bytes=recomputed,
-            recorded_operations=tally.recorded_operations,
+            recorded_operations=0 if last is None else last.operations,
             replayed_operations=tally.replayed_operations,
             replay_seconds=tally.replay_seconds,
             steps=self._steps,
             planned=prepared is not None,
         )
+
+
+def _lowest(graph: Graph, observer: Observer) -> tuple[Retention, int]:
+    """The plan of the lowest peak known: found by a search, or the one that ran."""
+    found = minimum(graph)
+    if observer.ran is not None and len(observer.ran) == len(graph.values):
+        peak = Simulator(graph).run(observer.ran).peak
+        if peak < found.peak:
+            return Retention(tuple(observer.ran), graph.fingerprint), peak
+    return found.plan, found.peak
 
 
 def _nothing(observer: Observer) -> None:

@@ -11,71 +11,43 @@ when it is too late to keep the limit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _compat
-from lowtide.observe import Observer, Seen
+from lowtide import _compat, engine
+from lowtide.observe import Observer
 from lowtide.online import Evictor
-from lowtide.planner import Graph, Retention
+from lowtide.prepared import ANCHOR, Prepared, Signature
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
-from lowtide.workspace import room_for, unfolds
+from lowtide.workspace import made_by, room_for, unfolds
 
 if TYPE_CHECKING:
     from lowtide.budget import Budget
 
 _PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
 
-# What an operation looks like to a plan: its name and the bytes it makes.
-Signature = tuple[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A plan with what is needed to follow it operation by operation."""
-
-    plan: Retention
-    graph: Graph
-    signatures: tuple[Signature, ...]
-    peak: int
-    """Predicted peak, in bytes."""
-    seen: Seen
-    """The step it was made from, for the part that a step which changes later has in common."""
-
-    def bytes(self) -> tuple[int, int]:
-        """Bytes of activations that the plan keeps, and that it recomputes."""
-        kept = recomputed = 0
-        for value, (node, choice) in enumerate(
-            zip(self.graph.values, self.plan.retain, strict=True)
-        ):
-            if choice < 0:
-                kept += node.nbytes
-            elif self.graph.release[value] >= 0:
-                recomputed += node.nbytes
-        return kept, recomputed
-
-    @staticmethod
-    def of(plan: Retention, graph: Graph, peak: int, seen: Seen) -> Prepared:
-        signatures = tuple(
-            (op.name, tuple(graph.values[v].nbytes for v in op.outputs)) for op in graph.ops
-        )
-        return Prepared(plan, graph, signatures, peak, seen)
-
 
 @dataclass
 class Tally:
     """What a step did, for the report."""
 
-    recorded_operations: int = 0
     replayed_operations: int = 0
     replay_seconds: float = 0.0
     evictions: int = 0
     diverged_at: int | None = None
+
+
+class _Anchor(weakref.ref):  # type: ignore[type-arg]
+    """A held value that autograd does not save, and what makes it."""
+
+    __slots__ = ("op",)
+
+    op: Operation
 
 
 class StepDecisions:
@@ -92,7 +64,6 @@ class StepDecisions:
         self.live = [0]
         self.tape: Tape | None = None
         self.evictor: Evictor | None = None
-        self.pending = 0  # handles that autograd holds
         self.begun = False
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
@@ -100,6 +71,8 @@ class StepDecisions:
         self._made: list[weakref.ref[Value]] = []  # what nobody observes, should it be needed
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
+        self._anchors: dict[int, _Anchor] = {}
+        self._compiled: Any = None  # the recorder, while it follows the plan by itself
 
     def attach(self, tape: Tape) -> None:
         """The tape, once its recorder is open; it counts the live bytes."""
@@ -110,6 +83,39 @@ class StepDecisions:
             tape.recorder.drawn = self.observer.drawn
         if self.prepared is None:
             self._watch_room()
+        else:
+            tape.recorder.before = self._before_planned
+            if self.observer is None:
+                self._let_follow(tape.recorder, self.prepared)
+
+    def _let_follow(self, recorder: Any, prepared: Prepared) -> None:
+        """A compiled recorder compares the step with the plan itself, and calls `produced` only
+        where something has to be done that is not in the plan's list."""
+        core = engine.core()
+        if core is None or not isinstance(recorder, core.State):
+            return
+        self._compiled = recorder
+        recorder.script = prepared.script(core)
+        recorder.made, recorder.handles = self._made, self._handles
+        recorder.limit = -1 if self.owner.limit_now is None else self.owner.limit_now
+
+    def _caught_up(self, count: int) -> None:
+        """Operations that the compiled recorder found to be as planned, up to the `count`-th."""
+        if self._compiled is not None and len(self.seen) < count:
+            assert self.prepared is not None
+            self.seen.extend(self.prepared.signatures[len(self.seen) : count])
+
+    def _on_our_own(self) -> None:
+        """From now on every operation is looked at here."""
+        if self._compiled is not None:
+            self._compiled.script = None
+            self._compiled = None
+
+    def forward_over(self) -> None:
+        """The recording is closed."""
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
+            self._on_our_own()
 
     def _watch_room(self) -> None:
         self.evictor = Evictor(self.live)
@@ -123,6 +129,7 @@ class StepDecisions:
         self.observer = None
         self._handles.clear()
         self._made.clear()
+        self._anchors.clear()
 
     def stop_measuring(self) -> None:
         if self.observer is not None:
@@ -133,53 +140,117 @@ class StepDecisions:
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
-        self.tally.recorded_operations += 1
+        self._caught_up(op.sequence)
         prepared = self.prepared
-        signature = (op.facts.name, tuple([value.nbytes for value in made]))
+        signature = (
+            op.facts.name,
+            tuple([value.nbytes for value in made]),
+            tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
+        )
         self.seen.append(signature)
         if prepared is not None:
             index = op.sequence
             signatures = prepared.signatures
             if index < len(signatures) and signatures[index] == signature:
-                retain = prepared.plan.retain
+                choices = prepared.choices
                 for value in made:
-                    choice = retain[value.number]
-                    if choice < 0:
-                        value.keep = True
-                    else:
+                    choice = choices[value.number]
+                    if choice >= 0:
                         value.retain_from = choice
+                    elif choice == ANCHOR:
+                        self._anchor(value, op)
             else:
-                self._diverged(index, made)
+                self._diverged(index, op, made)
         if self.observer is not None:
-            self.observer.operation(op, made, args, kwargs, self.live[0])
+            self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
         else:
             self._made.extend([weakref.ref(value) for value in made])
         if self.evictor is not None:
             self.evictor.add(made)
             self._make_room()
 
-    def _diverged(self, index: int, made: list[Value]) -> None:
+    def _anchor(self, value: Value, op: Operation) -> None:
+        """Hold `value`. The tape forgets its operation then; here it is not, while the value lives,
+        so that it can be let go after all if the step turns out to be another one."""
+        anchors, number = self._anchors, value.number
+        value.keep = True
+        anchor = _Anchor(value, lambda _: anchors.pop(number, None))
+        anchor.op = op
+        anchors[number] = anchor
+
+    def _diverged(self, index: int, op: Operation | None, made: list[Value]) -> None:
         """Not the step that was planned: another plan that fits so far, or none.
 
-        What was decided up to here stays; backward is planned anew when it begins (`switched`).
+        What was held up to here may go, as nothing is final before backward begins.
         """
         self.switched = True
-        self._watch_room()
-        assert self.evictor is not None
-        if self.observer is None and self.prepared is not None:
-            self.observer = Observer.resumed(
-                self.prepared.seen, index, self._made, [weak() for weak in self._handles]
-            )
-        if self.observer is not None:
-            self.evictor.add(list(self.observer.alive()))
-        self.prepared = self.owner.matching(self.seen)
+        self._on_our_own()
+        observer = self.watched(index)
+        self.release()
+        self.prepared = self.owner.matching(self.seen, whole=op is None)
         if self.prepared is not None:
-            retain = self.prepared.plan.retain
-            for value in made:
-                value.keep = retain[value.number] < 0
-                value.retain_from = max(0, retain[value.number])
+            self._follow(self.prepared, op, made)
         else:
             self.tally.diverged_at = index
+            self._watch_room()
+            assert self.evictor is not None
+            alive = list(observer.alive())
+            self.evictor.add(alive)
+            self.evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+
+    def release(self) -> None:
+        """What is held only because the plan said so may go after all."""
+        for anchor in tuple(self._anchors.values()):
+            value = anchor()
+            if value is not None:
+                value.keep = False
+                if value.held is not None:
+                    value.op = anchor.op
+        self._anchors.clear()
+
+    def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
+        """Change over to a plan: what it would not have held by now goes."""
+        assert self.observer is not None
+        choices = prepared.choices
+        for value in (*self.observer.alive(), *made):
+            choice = choices[value.number]
+            value.retain_from = max(0, choice)
+            if choice >= 0 and value.held is not None and value.op is not None:
+                value.held = None
+                self._evicted(value)
+        for value in made:
+            if choices[value.number] == ANCHOR and op is not None:
+                self._anchor(value, op)
+
+    def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation of a planned forward is about to allocate: is there room for it?
+
+        Not if it is another one than planned, which is known for sure only when it has run, or if
+        somebody holds on to what the plan took for gone.
+        """
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
+        prepared, index, limit = self.prepared, len(self.seen), self.owner.limit_now
+        if prepared is None or limit is None:
+            return
+        room = limit - self.live[0]
+        need = 0
+        if index < len(prepared.signatures) and prepared.signatures[index][0] == facts.name:
+            need = prepared.needs[index]
+            if 2 * need <= room:
+                return
+        if not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
+            need = room_for(facts.name, func, args, kwargs)
+        if need <= room:
+            return
+        self.switched = True
+        self._on_our_own()
+        observer = self.watched(index)
+        self.release()
+        evictor = Evictor(self.live)
+        evictor.add(list(observer.alive()))
+        if not evictor.shrink(max(0, limit - need), self._evicted):
+            self.owner.cannot_fit(self, facts.name, self.live[0], need)
 
     def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation of an unplanned forward is about to allocate."""
@@ -191,7 +262,8 @@ class StepDecisions:
             return
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)
-        evictor.shrink(max(0, target - need), self._evicted)
+        if not evictor.shrink(max(0, target - need), self._evicted):
+            self.owner.cannot_fit(self, facts.name, self.live[0], need)
 
     def _make_room(self) -> None:
         evictor = self.evictor
@@ -199,7 +271,7 @@ class StepDecisions:
         live = self.live[0]
         target = self.owner.target(live, evictor.dropped_bytes)
         if live > target and not evictor.shrink(target, self._evicted):
-            self.owner.cannot_fit(self.live[0], self.seen[-1])
+            self.owner.cannot_fit(self, self.seen[-1][0], self.live[0], 0)
 
     def _evicted(self, value: Value) -> None:
         self.tally.evictions += 1
@@ -207,16 +279,17 @@ class StepDecisions:
             self.observer.evicted[value.number] = len(self.observer.ops)
 
     def saved(self, value: Value, region: Region) -> bool:
-        return self.prepared is None
+        prepared = self.prepared
+        return prepared is None or prepared.choices[value.number] < 0
 
     def packed(self, handle: Handle, value: Value) -> None:
-        self.pending += 1
-        self._handles.append(weakref.ref(handle, self._dropped))
+        self._handles.append(weakref.ref(handle))
         if self.observer is not None:
             self.observer.saved(value, handle)
 
-    def _dropped(self, _: Any) -> None:
-        self.pending -= 1
+    def abandoned(self) -> bool:
+        """Whether autograd has let go of everything: no backward of this step can come."""
+        return all(weak() is None for weak in self._handles)
 
     # ------------------------------------------------------------------ backward
 
@@ -244,10 +317,51 @@ class StepDecisions:
         if self.tape is not None and self.tape.recorder is not None:
             self.tape.recorder.paused = False
 
+    def complete(self) -> None:
+        """Backward begins: is the forward that ran the whole of the planned one?"""
+        if self._compiled is not None:
+            self._caught_up(self._compiled.sequence)
+        prepared = self.prepared
+        if prepared is not None and len(self.seen) != prepared.seen.forward:
+            self._diverged(len(self.seen), None, [])
+
+    @property
+    def operations(self) -> int:
+        """Operations recorded so far."""
+        return len(self.seen)
+
+    def watched(self, count: int) -> Observer:
+        """The observer; one is made now if the step seemed to be the planned one so far."""
+        if self.observer is None:
+            assert self.prepared is not None
+            self.observer = Observer.resumed(
+                self.prepared.seen,
+                self.prepared.graph,
+                count,
+                self._made,
+                [weak() for weak in self._handles],
+            )
+        return self.observer
+
+    def alive(self) -> Iterator[Value]:
+        """The recorded values that something still needs."""
+        if self.observer is not None:
+            yield from self.observer.alive()
+        else:
+            yield from (value for weak in self._made if (value := weak()) is not None)
+
+    def settle_as_planned(self) -> None:
+        """The step is the planned one: what it holds is held for good."""
+        self._anchors.clear()
+        for value in self.alive():
+            if value.held is not None and value.op is not None:
+                value.settle()
+
     def settle(self, chosen: list[int]) -> None:
         """Follow `chosen` in this backward: one retention a value number, as in a `Retention`."""
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
+        self.observer.ran = chosen
         for value in self.observer.alive():
             if value.held is None or value.op is None:
                 continue

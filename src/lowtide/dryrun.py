@@ -128,10 +128,12 @@ def _given(packed: Any) -> Any:
     return torch.as_strided(base, ref.size, ref.stride, ref.offset)
 
 
+_FakeRecorder.unpack = staticmethod(_given)
+
+
 class _FakeRecording(Recording):
     __slots__ = ()
-    make = _FakeRecorder
-    unpack = staticmethod(_given)
+    new_recorder = _FakeRecorder
 
 
 class _Watching(Observer):
@@ -144,10 +146,16 @@ class _Watching(Observer):
         self.modules: list[str] = []
 
     def operation(
-        self, op: Operation, made: list[Value], args: Any, kwargs: Any, live: int
+        self,
+        op: Operation,
+        made: list[Value],
+        args: Any,
+        kwargs: Any,
+        live: int,
+        reads: tuple[int, ...],
     ) -> None:
         fake = self.memory if isinstance(self.memory, FakeMemory) else None
-        super().operation(op, made, args, kwargs, live)
+        super().operation(op, made, args, kwargs, live, reads)
         if fake is not None:
             self.ops[-1].seconds = fake.last
         self.modules.append(self._inside[-1] if self._inside else "")
@@ -174,7 +182,8 @@ class _Everything:
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
-        self.observer.operation(op, made, args, kwargs, self.live[0])
+        reads = tuple([-1 if ref.value is None else ref.value.number for ref in op.refs])
+        self.observer.operation(op, made, args, kwargs, self.live[0], reads)
 
     def saved(self, value: Value, region: Region) -> bool:
         return True

@@ -19,7 +19,8 @@ class BudgetError(LowtideError, RuntimeError):
 
     Attributes:
         limit: the limit asked for, in bytes.
-        minimum: the smallest limit known to do, in bytes.
+        minimum: the smallest limit known to do, in bytes; where the step was refused before it was
+            known to its end, one that leaves room for the rest.
     """
 
     def __init__(self, message: str, *, limit: int, minimum: int) -> None:

@@ -20,6 +20,7 @@ from lowtide.budget import Budget
 from lowtide.errors import CompiledWarning, UsageError
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import check_model
+from lowtide.observe import Observer
 from lowtide.override import Restore, has_override, override_forward
 from lowtide.step import current_recorder, recordable
 
@@ -32,11 +33,25 @@ class FittedBudget(Budget):
     def __init__(self, limit: int | float | str, device: torch.device | str | None = None) -> None:
         super().__init__(limit, device=device)
         self._restore: Restore | None = None
+        self._model: weakref.ref[torch.nn.Module] | None = None
 
     def attach(self, model: torch.nn.Module) -> None:
         reference = weakref.ref(model)
+        self._model = reference
         make = functools.partial(_inside, self, reference)
         self._restore = override_forward(model, make, kind=_KIND)
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return 0
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parameter.requires_grad
+            and parameter.grad is None
+            and id(parameter) not in observer.parameters
+        )
 
     def detach(self) -> None:
         """Give the model its plain forward back. Calling it again does nothing."""

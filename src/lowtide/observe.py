@@ -33,6 +33,19 @@ class Seen:
     ops: tuple[OpLog, ...]
     carries_grad: frozenset[int]
     parameters: dict[int, tuple[int, int]]
+    leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]]
+    """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
+    forward: int
+    """Operations before backward began."""
+
+    def appeared(self) -> dict[int, tuple[int, int]]:
+        """Leaves that had a gradient in this step and have none now: it will be allocated."""
+        readers = {}
+        for key, (reader, weak) in self.leaves.items():
+            leaf = weak()
+            if leaf is not None and leaf.grad is None and key not in self.parameters:
+                readers[key] = (reader, leaf.numel() * leaf.element_size())
+        return readers
 
 
 class Observer:
@@ -49,9 +62,14 @@ class Observer:
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
+        self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
+        self.base: Graph | None = None  # of a step that had its first operations in common
+        self.common = 0
+        self.ran: list[int] | None = None  # the plan followed in backward, where one was made then
         self.timeline: Timeline | None = None
         self._drawn: int | None = None
         self._end = 0
+        self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
@@ -59,6 +77,7 @@ class Observer:
     @staticmethod
     def resumed(
         seen: Seen,
+        base: Graph,
         count: int,
         values: list[weakref.ref[Value]],
         handles: Iterable[Handle | None],
@@ -67,7 +86,11 @@ class Observer:
         observer = Observer(None)
         observer.ops = list(seen.ops[:count])
         observer.carries_grad = set(seen.carries_grad)
-        observer.parameters = {k: v for k, v in seen.parameters.items() if v[0] < count}
+        observer.base, observer.common = base, count
+        for key, (reader, nbytes) in seen.parameters.items():
+            if reader < count:
+                observer.parameters[key] = (reader, nbytes)
+        observer.leaves = dict(seen.leaves)
         observer._values = list(values)
         for handle in handles:
             if handle is not None and handle.ref.value is not None:
@@ -75,12 +98,24 @@ class Observer:
         return observer
 
     def seen(self) -> Seen:
-        return Seen(tuple(self.ops), frozenset(self.carries_grad), dict(self.parameters))
+        return Seen(
+            tuple(self.ops),
+            frozenset(self.carries_grad),
+            dict(self.parameters),
+            dict(self.leaves),
+            self._forward,
+        )
 
     # ------------------------------------------------------------------ forward
 
     def operation(
-        self, op: Operation, made: list[Value], args: Any, kwargs: Any, live: int
+        self,
+        op: Operation,
+        made: list[Value],
+        args: Any,
+        kwargs: Any,
+        live: int,
+        reads: tuple[int, ...],
     ) -> None:
         begin, self._drawn = self._drawn, None
         mark = self.memory.mark() if self.memory is not None else 0
@@ -92,7 +127,10 @@ class Observer:
                 continue
             grads += tensor.numel() * tensor.element_size()
             leaf = _compat.leaf_of(tensor)
-            if leaf is not None and leaf.grad is None:
+            if leaf is None:
+                continue
+            self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
+            if leaf.grad is None:
                 # from its last reader in the forward on, a gradient stays to the end of backward
                 self.parameters[id(leaf)] = (len(self.ops), leaf.numel() * leaf.element_size())
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
@@ -106,6 +144,7 @@ class Observer:
             OpLog(
                 name=name,
                 seconds=op.seconds,
+                reads=reads,
                 inputs=inputs,
                 outputs=tuple(value.number for value in made),
                 sizes=sizes,
@@ -141,6 +180,7 @@ class Observer:
 
     def begin_backward(self) -> None:
         """Take stock of what is held, and of what somebody else holds as well."""
+        self._forward = len(self.ops)
         for value in self.alive():
             if value.held is None:
                 continue
@@ -218,6 +258,10 @@ class Observer:
     def graph(self) -> Graph:
         """The step as a value. Before backward, its events are predicted from the saves."""
         return rebuild(self)
+
+
+def _weak_tensor(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:
+    return weakref.ref(leaf)
 
 
 def _weak(value: Value) -> weakref.ref[Value]:

@@ -38,6 +38,8 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
         **rest,
         "module_names": names,
         "modules": [place[name] for name in step.modules],
+        "forward": step.seen.forward,
+        "reads": [list(log.reads) for log in step.seen.ops],
         "live": [log.live for log in step.seen.ops],
         "workspace": [log.workspace for log in step.seen.ops],
         "temporaries": [log.temporaries for log in step.seen.ops],
@@ -83,11 +85,21 @@ def _step(data: dict[str, Any]) -> Dry:
 
 def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
     count = len(graph.ops)
+    called, forward = data.get("reads"), data.get("forward")
+    if (
+        not isinstance(called, list)
+        or len(called) != count
+        or not all(isinstance(row, list) and all(type(n) is int for n in row) for row in called)
+    ):
+        raise UsageError(f"damaged document: 'reads' must be {count} lists of whole numbers")
+    if type(forward) is not int or not 0 <= forward <= count:
+        raise UsageError(f"damaged document: {count} operations cannot end at {forward!r}")
     columns = (_whole(data, key, count) for key in ("live", "workspace", "temporaries"))
     ops = tuple(
         OpLog(
             name=op.name,
             seconds=op.seconds,
+            reads=tuple(reads),
             inputs=op.inputs,
             outputs=op.outputs,
             sizes=tuple(graph.values[value].nbytes for value in op.outputs),
@@ -97,7 +109,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             workspace=workspace,
             temporaries=temporaries,
         )
-        for op, live, workspace, temporaries in zip(graph.ops, *columns, strict=True)
+        for op, reads, live, workspace, temporaries in zip(graph.ops, called, *columns, strict=True)
     )
     pairs = data.get("parameters")
     if not isinstance(pairs, list) or any(
@@ -107,7 +119,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
     # Negative keys: those of a running step are identities of tensors.
     parameters = {-1 - place: (pair[0], pair[1]) for place, pair in enumerate(pairs)}
-    return Seen(ops, frozenset(_whole(data, "carries_grad", None)), parameters)
+    return Seen(ops, frozenset(_whole(data, "carries_grad", None)), parameters, {}, forward)
 
 
 def retention(graph: Graph, data: dict[str, Any]) -> Retention:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from lowtide import planfile
-from lowtide.decide import Prepared
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
@@ -35,6 +34,7 @@ from lowtide.planner import (
     minimum,
     solve,
 )
+from lowtide.prepared import Prepared
 from lowtide.report import refusal
 
 _MARGIN = {"fake": 0.02, "recorded": 0.005}
@@ -183,7 +183,9 @@ class Plan:
 
     def prepared(self) -> Prepared:
         """For a budget: what follows the plan operation by operation."""
-        return Prepared.of(self.retention, self.step.graph, self.peak, self.step.seen)
+        return Prepared.of(
+            self.retention, self.step.graph, self.peak, self.step.seen, self.source == "recorded"
+        )
 
     # ------------------------------------------------------------------ files and text
 
@@ -307,7 +309,7 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:
-            raise refusal(graph, limit, least)
+            raise refusal(graph, limit, least.plan.retain, measured=step.source == "recorded")
         solution = least
     return from_solution(step, limit, solution)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
@@ -28,6 +28,8 @@ class OpLog:
 
     name: str
     seconds: float
+    reads: tuple[int, ...]
+    """As called: repeated, -1 for what was made outside."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -88,9 +90,11 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
         if not from_forward and end > last_use[number] + 1:
             held[last_use[number] + 1] += sizes[number]
             held[min(end, len(seen.ops))] -= sizes[number]
-    nodes = []
+    nodes = _in_common(seen, sizes, last_use)
     before = 0
-    for log, bytes_held in zip(seen.ops, itertools.accumulate(held), strict=False):
+    for log, bytes_held in itertools.islice(
+        zip(seen.ops, itertools.accumulate(held), strict=False), len(nodes), None
+    ):
         if seen.timeline is not None:
             level = seen.timeline.levels[log.mark]
             peak = max(seen.timeline.peaks[log.begin or before : log.mark])
@@ -112,6 +116,42 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
             )
         )
     return tuple(nodes)
+
+
+def _in_common(seen: Observer, sizes: list[int], last_use: list[int]) -> list[OpNode]:
+    """What was known already of the first operations: they had their memory in another step.
+
+    A value that is read further on in this one was there all the time.
+    """
+    base = seen.base
+    if base is None:
+        return []
+    longer = [0] * (seen.common + 1)
+    for number, (value, last) in enumerate(zip(base.values, base.last_use, strict=True)):
+        if value.producer < seen.common and number < len(last_use):
+            end = min(last_use[number], seen.common - 1)
+            if end > last:
+                longer[last + 1] += sizes[number]
+                longer[end + 1] -= sizes[number]
+    return [
+        replace(op, other=op.other + more, peak_other=op.peak_other + more)
+        for op, more in zip(base.ops[: seen.common], itertools.accumulate(longer), strict=False)
+    ]
+
+
+def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
+    """The step with more gradients allocated: (last reader in the forward, bytes) of each."""
+    more = sorted(appeared)
+    events, reached, extra = [], len(graph.ops), 0
+    for event in graph.events:
+        # what reads a value, or makes it, is at its maker or after it
+        reached = min(reached, graph.values[event.value].producer)
+        while more and more[-1][0] >= reached:
+            extra += more.pop()[1]
+        events.append(
+            replace(event, other=event.other + extra, peak_other=event.peak_other + extra)
+        )
+    return replace(graph, events=tuple(events))
 
 
 def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:

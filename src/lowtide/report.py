@@ -7,12 +7,15 @@ measured is None, never a guess. Imports plan, limits, errors. Rejected: logging
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.decide import Signature
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.planner import Graph, Simulator, Solution
+from lowtide.planner import Graph, Simulator
+
+_DRIFT = 0.006  # of a measured peak, that a refusal adds for what differs from step to step
+_MISJUDGED = 0.02  # of a modelled one
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +67,28 @@ class BudgetReport:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def too_small(limit: int, live: int, signature: Signature) -> BudgetError:
+def too_small(
+    name: str, live: int, need: int, limit: int, count: int, least: int, named: int
+) -> BudgetError:
     """Nothing is left to drop at an operation of a forward that is not planned yet."""
+    making = f", and it allocates {format_bytes(need)}" if need else ""
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}: at operation {signature[0]}, which makes "
-        f"{format_bytes(sum(signature[1]))}, {format_bytes(live)} are allocated and nothing more "
-        f"can be dropped. The smallest limit that gets past it is {live} bytes; the rest of the "
-        "step may need more. Use a smaller batch or a larger limit.",
+        f"the step does not fit in {format_bytes(limit)}: at operation {count} of the forward "
+        f"({name}), {format_bytes(live)} are allocated of which nothing more can be "
+        f"dropped{making}. What has run so far needs at least {format_bytes(least)} with its "
+        "backward; the rest of the step is not known yet. A limit that gets past it, with room "
+        f"for the rest, is {named} bytes ({format_bytes(named)}). Use a smaller batch or a larger "
+        "limit.",
         limit=limit,
-        minimum=live,
+        minimum=named,
     )
 
 
-def refusal(graph: Graph, limit: int, least: Solution) -> BudgetError:
-    """A known step whose smallest reachable peak is above the limit."""
-    result = Simulator(graph).run(least.plan.retain)
+def refusal(graph: Graph, limit: int, retain: Sequence[int], *, measured: bool) -> BudgetError:
+    """A known step whose smallest reachable peak, that of this plan, is above the limit."""
+    result = Simulator(graph).run(retain)
+    minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
+    known = "" if measured else " The memory of its backward is computed from sizes so far."
     phase, index = result.peak_at
     if phase == "forward":
         where = f"operation {index} ({graph.ops[index].name}) of the forward"
@@ -87,10 +97,10 @@ def refusal(graph: Graph, limit: int, least: Solution) -> BudgetError:
         where = f"the backward that reads the output of {maker.name}"
     return BudgetError(
         f"the step does not fit in {format_bytes(limit)}. The smallest limit that would do is "
-        f"{least.peak} bytes ({format_bytes(least.peak)}): at that peak stands {where}, with "
+        f"{minimum} bytes ({format_bytes(minimum)}): at its peak stands {where}, with "
         f"{format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
-        "kernel workspace. Use a smaller batch or a larger limit.",
+        f"kernel workspace.{known} Use a smaller batch or a larger limit.",
         limit=limit,
-        minimum=least.peak,
+        minimum=minimum,
     )

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide.errors import CompiledWarning, UnsupportedError
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
@@ -70,8 +71,7 @@ class Recording:
     __slots__ = ("_recorder", "tape")
 
     # A dry run has its own.
-    make: type[Recorder] = Recorder
-    unpack: staticmethod[[Any], Any] = staticmethod(unpack)
+    new_recorder: Callable[[Tape], Recorder] = staticmethod(engine.new_recorder)
 
     def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
         self.tape = Tape(decisions, Region(None, policy), timed=timed)
@@ -85,8 +85,7 @@ class Recording:
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
-        recorder = self.make(self.tape)
-        recorder.unpack = self.unpack
+        recorder = self.new_recorder(self.tape)
         _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
         try:
             recorder.__enter__()

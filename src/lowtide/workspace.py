@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+_NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
+# Their backward is a formula of several operators with temporaries of its own.
+_SEVERAL_STEPS = frozenset(
+    f"aten::{name}"
+    for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
+)
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
@@ -53,7 +59,9 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     channels_out = weight.shape[1] if transposed else weight.shape[0]
     if not transposed and unfolded(source, weight):
         return source.shape[1] * kernel * made // max(1, channels_out)
-    blocked = _padded(_bytes(source), source.shape[1]) + _padded(made, channels_out)
+    blocked = _padded(made, channels_out)
+    if source.shape[1] >= _NARROW or source.requires_grad:
+        blocked += _padded(_bytes(source), source.shape[1])
     return blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
@@ -139,7 +147,14 @@ def _measured(
 
 
 def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
+    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone."""
+    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    made = made_by(func, args, kwargs)
+    return made + workspace_of(name, tensors, args, made)
+
+
+def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the outputs of a call, from shapes alone.
 
     The operator runs on the meta device; where it has no such kernel (its output depends on data)
     the largest input stands for the output.
@@ -148,10 +163,9 @@ def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     try:
         result = func(*[_meta(a) for a in args], **{k: _meta(a) for k, a in kwargs.items()})
         given = {id(t) for t in tensors}
-        made = sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
+        return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
     except Exception:  # any operator may refuse meta tensors, each in its own way
-        made = max(map(_bytes, tensors), default=0)
-    return made + workspace_of(name, tensors, args, made)
+        return max(map(_bytes, tensors), default=0)
 
 
 def _meta(argument: Any) -> Any:
@@ -176,6 +190,8 @@ def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> in
     """Bytes that the backward of an operation allocates, gradients of its inputs included."""
     if "convolution" in name:
         return grads + workspace
+    if name in _SEVERAL_STEPS:
+        return grads + 2 * made
     if "norm" in name or "mm" in name:
         return grads
     if "attention" in name or "softmax" in name:

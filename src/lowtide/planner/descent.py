@@ -78,7 +78,10 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
             for op, times in enumerate(trace.replays)
             if times
             for value in sim.outputs[op]
-            if trace.start[value] != -1 and not problem.fixed[value] and trace.alive[value] >= 0
+            if trace.start[value] != -1
+            and not problem.fixed[value]
+            and trace.alive[value] >= 0
+            and value not in problem.gone
         ]
         anchors.sort(key=lambda value: (sim.nbytes[value], -value))
         moves += [(value, HOLD) for value in anchors]

@@ -29,6 +29,8 @@ class Problem:
     """A simulator with what every solver asks of it, and a count of what they asked."""
 
     sim: Simulator
+    gone: frozenset[int] = frozenset()
+    """Values that no plan may hold from the forward on: they are not in memory any more."""
     fixed: list[bool] = field(init=False)
     """Of each value, whether no plan may let it go (or need not, being free)."""
     seconds_cap: float = field(init=False)
@@ -245,6 +247,8 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
     ranked = []
     for value, at in enumerate(trace.start):
         if at == -1 or trace.alive[value] < 0 or not replays[max(sim.producer[value], 0)]:
+            continue
+        if value in problem.gone:
             continue
         saving = _saving(sim, trace, value, replays)[0]
         if saving > 0:

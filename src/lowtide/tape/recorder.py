@@ -42,7 +42,13 @@ _weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
 class Recorder(Known, _compat.Mode):
-    """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
+    """A dispatch mode that records onto one tape. Open on one thread, for one forward.
+
+    Attributes:
+        unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
+    """
+
+    unpack: Callable[[Any], Any]
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
@@ -53,7 +59,6 @@ class Recorder(Known, _compat.Mode):
         self.cuda = _compat.cuda_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
-        self.unpack: Callable[[Any], Any]  # set by who opens it
         self.paused = False  # a backward runs inside the recording
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.cuda
@@ -125,9 +130,9 @@ class Recorder(Known, _compat.Mode):
             return result
         op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
                        self._ambient() if facts.ambient else None)  # fmt: skip
-        self.sequence += 1
         if self.before is not None:
             self.before(facts, func, args, kwargs)
+        self.sequence += 1
         result = func(*args, **kwargs)
         made: list[Value] = []
         self._register(op, result, made)
@@ -155,7 +160,6 @@ class Recorder(Known, _compat.Mode):
             op = RareOperation(facts, template, named, refs, self.sequence,
                                torch.is_grad_enabled(),
                                self._ambient() if facts.ambient else None)  # fmt: skip
-            self.sequence += 1
             if facts.random:
                 op.draws = states_before(args, kwargs)
                 if self.drawn is not None:
@@ -167,6 +171,8 @@ class Recorder(Known, _compat.Mode):
                 overwriting(entry.key)
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
+        if op is not None:
+            self.sequence += 1
         if self.timed and op is not None:
             if self.cuda:
                 _compat.synchronize()

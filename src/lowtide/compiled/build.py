@@ -1,0 +1,154 @@
+"""Compiling the extension and finding it again.
+
+Problem: a compiled core must fit one version of Python, torch and these sources, and must never
+stand in the way of a user without a compiler. Invariant: a finished build is a file whose name is a
+digest of all that went into it; it appears in one move, so that ranks and processes may build at
+the same time. Imports the standard library; torch's own `cpp_extension` for its paths, in the
+process that builds. Rejected: `cpp_extension.load`, which needs ninja and waits on a lock file that
+a killed build leaves behind; wheels for each torch version, as long as the sources still move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+MODULE = "_lowtide_core"
+_HERE = Path(__file__).parent
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+
+
+class BuildError(RuntimeError):
+    """The extension cannot be built here; the text says why."""
+
+
+def sources() -> list[Path]:
+    return sorted([*_HERE.glob("*.h"), *_HERE.glob("*.cpp")])
+
+
+def cache_directory() -> Path:
+    """Where builds are kept: ``$LOWTIDE_CACHE``, else the user's cache directory."""
+    named = os.environ.get("LOWTIDE_CACHE")
+    if named:
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "lowtide"
+
+
+def target() -> Path:
+    """The file that a build for this Python, this torch and these sources makes."""
+    digest = hashlib.sha256()
+    parts = (torch.__version__, sys.version, platform.machine(), str(_FLAGS), _compiler() or "")
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    for path in sources():
+        digest.update(path.read_bytes() + b"\0")
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+    return cache_directory() / digest.hexdigest()[:20] / f"{MODULE}{suffix}"
+
+
+def _compiler() -> str | None:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+def possible() -> str | None:
+    """None if a build can be tried here, else the reason why not."""
+    if os.name != "posix":
+        return f"the compiled recorder is not built on {platform.system()} yet"
+    if _compiler() is None:
+        return "no C++ compiler was found (c++, g++, clang++ or $CXX)"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Python's C headers are not installed"
+    return None
+
+
+def command(output: Path) -> list[str]:
+    from torch.utils import cpp_extension
+
+    includes = [
+        flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)
+    ]  # fmt: skip
+    libraries = cpp_extension.library_paths()
+    abi = int(torch.compiled_with_cxx11_abi())
+    return [
+        _compiler() or "c++",
+        *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *includes,
+        f"-I{sysconfig.get_paths()['include']}",
+        str(_HERE / "core.cpp"),
+        "-o",
+        str(output),
+        *(f"-L{path}" for path in libraries),
+        *(f"-Wl,-rpath,{path}" for path in libraries),
+        *("-lc10", "-ltorch_cpu", "-ltorch_python"),
+        *(("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()),
+    ]
+
+
+def build() -> Path:
+    """Compile the extension if that has not been done; returns its path.
+
+    Takes half a minute to a minute. Raises:
+        BuildError: with what the compiler said.
+    """
+    output = target()
+    if output.exists():
+        return output
+    reason = possible()
+    if reason is not None:
+        raise BuildError(reason)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+            made = Path(scratch) / output.name
+            with _one_at_a_time(output.parent):
+                if output.exists():
+                    return output
+                done = subprocess.run(command(made), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"the C++ compiler failed: {_first_error(done.stderr)}")
+            made.replace(output)
+    except OSError as error:
+        raise BuildError(f"the build directory cannot be written: {error}") from error
+    return output
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines()
+    return next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+
+
+class _one_at_a_time:
+    """A lock that goes with its process. Others wait, and then find the finished file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "lock"
+
+    def __enter__(self) -> None:
+        import fcntl
+
+        self._file = self._path.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.stdout.write(f"{build()}\n")
+    except BuildError as failure:
+        sys.exit(str(failure))

@@ -1,0 +1,315 @@
+// The compiled part of lowtide: a Python module with the type that a recorder is derived from.
+//
+// Problem: see `recorder.h`. Invariant: without this module everything works, and gives the same
+// bits, only slower; it is built for one version of Python and torch and loaded by no other.
+// Rejected: pybind11 classes, whose calls cost more than the work behind them.
+
+#include "hooks.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace lowtide {
+namespace {
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  auto* state = reinterpret_cast<State*>(self);
+  Py_VISIT(state->region);
+  Py_VISIT(state->table);
+  Py_VISIT(state->live);
+  Py_VISIT(state->forget);
+  Py_VISIT(state->read);
+  Py_VISIT(state->before);
+  Py_VISIT(state->tape);
+  Py_VISIT(state->decisions);
+  Py_VISIT(state->script);
+  Py_VISIT(state->made);
+  Py_VISIT(state->handles);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear(PyObject* self) {
+  auto* state = reinterpret_cast<State*>(self);
+  Py_CLEAR(state->region);
+  Py_CLEAR(state->table);
+  Py_CLEAR(state->live);
+  Py_CLEAR(state->forget);
+  Py_CLEAR(state->read);
+  Py_CLEAR(state->before);
+  Py_CLEAR(state->tape);
+  Py_CLEAR(state->decisions);
+  Py_CLEAR(state->script);
+  Py_CLEAR(state->made);
+  Py_CLEAR(state->handles);
+  return 0;
+}
+
+void dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear(self);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* open(PyObject* self, PyObject*) {
+  auto* state = reinterpret_cast<State*>(self);
+  state->outer = current;
+  current = state;
+  c10::impl::tls_set_dispatch_key_included(KEY, true);
+  Py_RETURN_NONE;
+}
+
+PyObject* shut(PyObject* self, PyObject*) {
+  auto* state = reinterpret_cast<State*>(self);
+  current = state->outer;
+  state->outer = nullptr;
+  if (current == nullptr) c10::impl::tls_set_dispatch_key_included(KEY, false);
+  Py_RETURN_NONE;
+}
+
+PyObject* pack(PyObject* self, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  return pack_tensor(reinterpret_cast<State*>(self), tensor);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMemberDef state_members[] = {
+    {"region", T_OBJECT_EX, offsetof(State, region), 0, nullptr},
+    {"table", T_OBJECT_EX, offsetof(State, table), 0, nullptr},
+    {"live", T_OBJECT_EX, offsetof(State, live), 0, nullptr},
+    {"_forget", T_OBJECT_EX, offsetof(State, forget), 0, nullptr},
+    {"_read", T_OBJECT, offsetof(State, read), 0, nullptr},
+    {"before", T_OBJECT, offsetof(State, before), 0, nullptr},
+    {"tape", T_OBJECT_EX, offsetof(State, tape), 0, nullptr},
+    {"decisions", T_OBJECT_EX, offsetof(State, decisions), 0, nullptr},
+    {"script", T_OBJECT, offsetof(State, script), 0, nullptr},
+    {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
+    {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
+    {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
+    {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
+    {"numbers", T_LONGLONG, offsetof(State, numbers), 0, nullptr},
+    {"_group", T_LONGLONG, offsetof(State, group), 0, nullptr},
+    {"_lazy_bits", T_BOOL, offsetof(State, lazy_bits), 0, nullptr},
+    {"paused", T_BOOL, offsetof(State, paused), 0, nullptr},
+    {"_asks", T_BOOL, offsetof(State, asks), 0, nullptr},
+    {"timed", T_BOOL, offsetof(State, timed), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+PyMethodDef state_methods[] = {
+    {"open", open, METH_NOARGS, nullptr},
+    {"shut", shut, METH_NOARGS, nullptr},
+    {"pack", pack, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot state_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(PyType_GenericNew)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear)},
+    {Py_tp_members, state_members},
+    {Py_tp_methods, state_methods},
+    {0, nullptr}};
+
+PyType_Spec state_spec = {
+    "lowtide.compiled.State",
+    sizeof(State),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    state_slots};
+
+void read_numbers(PyObject* tuple, std::vector<int64_t>& into) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    into.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+  }
+}
+
+void read_lists(PyObject* tuple, std::vector<std::vector<int64_t>>& into) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+    into.emplace_back();
+    read_numbers(PyTuple_GET_ITEM(tuple, i), into.back());
+  }
+}
+
+PyObject* all_interned(PyObject* names) {
+  Owned made(checked(PyTuple_New(PyTuple_GET_SIZE(names))));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = Py_NewRef(PyTuple_GET_ITEM(names, i));
+    PyUnicode_InternInPlace(&name);
+    PyTuple_SET_ITEM(made.get(), i, name);
+  }
+  return made.release();
+}
+
+// Script(names, sizes, reads, needs, choices): tuples, one item an operation, or a value.
+PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  PyObject *names, *sizes, *reads, *needs, *choices;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
+                        &PyTuple_Type, &reads, &PyTuple_Type, &needs, &PyTuple_Type, &choices)) {
+    return nullptr;
+  }
+  Owned owner(checked(type->tp_alloc(type, 0)));
+  auto* script = reinterpret_cast<Script*>(owner.get());
+  new (&script->sizes) std::vector<std::vector<int64_t>>();
+  new (&script->reads) std::vector<std::vector<int64_t>>();
+  new (&script->needs) std::vector<int64_t>();
+  new (&script->choices) std::vector<int64_t>();
+  script->names = all_interned(names);
+  read_lists(sizes, script->sizes);
+  read_lists(reads, script->reads);
+  read_numbers(needs, script->needs);
+  read_numbers(choices, script->choices);
+  return owner.release();
+  END_HANDLE_TH_ERRORS
+}
+
+void delete_script(PyObject* self) {
+  auto* script = reinterpret_cast<Script*>(self);
+  Py_XDECREF(script->names);
+  script->sizes.~vector();
+  script->reads.~vector();
+  script->needs.~vector();
+  script->choices.~vector();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot script_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_script)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(delete_script)},
+    {0, nullptr}};
+
+PyType_Spec script_spec = {
+    "lowtide.compiled.Script", sizeof(Script), 0, Py_TPFLAGS_DEFAULT, script_slots};
+
+// What an entry calls when its storage goes: takes it from the table, and its bytes from those alive.
+struct Forget {
+  PyObject_HEAD
+  PyObject* table;
+  PyObject* live;
+};
+
+PyObject* new_forget(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *table, *live;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &table, &PyList_Type, &live)) return nullptr;
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made == nullptr) return nullptr;
+  reinterpret_cast<Forget*>(made)->table = Py_NewRef(table);
+  reinterpret_cast<Forget*>(made)->live = Py_NewRef(live);
+  return made;
+}
+
+PyObject* call_forget(PyObject* self, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  auto* forget = reinterpret_cast<Forget*>(self);
+  Owned entry(Py_NewRef(PyTuple_GET_ITEM(args, 0)));
+  PyObject* key = slot(entry.get(), layout.entry_key);
+  if (PyDict_GetItemWithError(forget->table, key) != nullptr) {
+    int64_t left = integer(PyList_GET_ITEM(forget->live, 0)) -
+        integer(slot(entry.get(), layout.entry_counted));
+    if (PyList_SetItem(forget->live, 0, PyLong_FromLongLong(left)) < 0) return nullptr;
+    if (PyDict_DelItem(forget->table, key) < 0) return nullptr;
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+int traverse_forget(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<Forget*>(self)->table);
+  Py_VISIT(reinterpret_cast<Forget*>(self)->live);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear_forget(PyObject* self) {
+  Py_CLEAR(reinterpret_cast<Forget*>(self)->table);
+  Py_CLEAR(reinterpret_cast<Forget*>(self)->live);
+  return 0;
+}
+
+void delete_forget(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear_forget(self);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot forget_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_forget)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(delete_forget)},
+    {Py_tp_call, reinterpret_cast<void*>(call_forget)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_forget)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_forget)},
+    {0, nullptr}};
+
+PyType_Spec forget_spec = {
+    "lowtide.compiled.Forget", sizeof(Forget), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    forget_slots};
+
+// Call `function(*args)` with this thread's operators unseen.
+PyObject* aside(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  c10::impl::ExcludeDispatchKeyGuard guard(KEY);
+  Owned rest(PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args)));
+  return PyObject_CallObject(PyTuple_GET_ITEM(args, 0), rest.get());
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {
+    {"unpack", unpack, METH_O, nullptr},
+    {"aside", aside, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_lowtide_core", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+PyObject* forever(const char* module, const char* name) {
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
+}
+
+// For the life of the process. Raises where somebody else has taken the key.
+void take_key() {
+  static auto* registration = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().registerFallback(
+          KEY, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lowtide"));
+  (void)registration;
+}
+
+PyObject* make_module() {
+  find_layout(py::module_::import("lowtide.tape.values"), py::module_::import("lowtide.tape.known"));
+  torch_size = forever("torch", "Size");
+  facts_of = forever("lowtide.tape.operators", "facts_of");
+  ambient_function = forever("lowtide._compat", "ambient");
+  watch_function = forever("lowtide.tape.watch", "watch");
+  overwriting_function = forever("lowtide.tape.watch", "overwriting");
+  watched = forever("lowtide.tape.watch", "_watched");
+  python_unpack = forever("lowtide.replay", "unpack");
+  python_run = forever("lowtide.replay", "run");
+  python_lost = forever("lowtide.replay", "_lost");
+  listeners = forever("lowtide.replay", "listeners");
+  operation_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&operation_spec)));
+  Owned state(checked(PyType_FromSpec(&state_spec)));
+  Owned module(checked(PyModule_Create(&definition)));
+  script_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&script_spec)));
+  Owned forget(checked(PyType_FromSpec(&forget_spec)));
+  PyModule_AddObjectRef(module.get(), "State", state.get());
+  PyModule_AddObjectRef(module.get(), "Script", reinterpret_cast<PyObject*>(script_type));
+  PyModule_AddObjectRef(module.get(), "Forget", forget.get());
+  PyModule_AddObjectRef(
+      module.get(), "Operation", reinterpret_cast<PyObject*>(operation_type));
+  PyModule_AddIntConstant(module.get(), "KEY", static_cast<long>(KEY));
+  take_key();
+  return module.release();
+}
+
+}  // namespace
+}  // namespace lowtide
+
+PyMODINIT_FUNC PyInit__lowtide_core() {
+  HANDLE_TH_ERRORS
+  return lowtide::make_module();
+  END_HANDLE_TH_ERRORS
+}

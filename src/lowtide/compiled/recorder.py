@@ -1,0 +1,82 @@
+"""The recorder whose hot path is compiled.
+
+Problem: recording in Python costs more than small kernels do. Invariant: same records, same rules;
+what `core` leaves to Python runs the very methods of `Recorder`. Imports the tape and, once it has
+been built, the extension. Rejected: choosing by subclass tests all over the package; a recording
+is made by `engine.new_recorder`, which knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.recorder import Recorder
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+
+def recorder_class(core: Any) -> type[Recorder]:
+    """The recorder over a loaded extension."""
+
+    class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
+        """Sees operators through a boxed fallback in place of a dispatch mode."""
+
+        unpack = staticmethod(core.unpack)
+
+        def __enter__(self) -> CompiledRecorder:
+            _let_through(core)
+            self.open()
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            self.shut()
+
+        def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """An operator call that is out of the ordinary."""
+            return Recorder.__torch_dispatch__(self, func, (), args, kwargs)
+
+        def pack_slowly(self, tensor: torch.Tensor) -> Any:
+            return Recorder.pack(self, tensor)
+
+        def name(self, tensor: torch.Tensor, label: str) -> None:
+            core.aside(Recorder.name, self, tensor, label)
+
+    for function in (CompiledRecorder.run, CompiledRecorder.pack_slowly):
+        _compat.never_compiled(function)
+    return CompiledRecorder
+
+
+_known_higher_order = 0
+
+
+def _let_through(core: ModuleType) -> None:
+    """Higher-order operators are Python's own and look for a kernel under our key."""
+    global _known_higher_order
+    operators = _compat.higher_order_operators()
+    if len(operators) != _known_higher_order:
+        _known_higher_order = len(operators)
+        for operator in operators:
+            _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))
+
+
+class _HigherOrder:
+    """Runs a higher-order operator as an opaque call (rule 5)."""
+
+    def __init__(self, core: Any, operator: Any) -> None:
+        self.core = core
+        self.operator = operator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from lowtide.step import current_recorder
+
+        recorder: Any = current_recorder()
+        if recorder is None:
+            return self.core.aside(self._call, args, kwargs)
+        return self.core.aside(recorder.run, self.operator, args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.operator(*args, **kwargs)

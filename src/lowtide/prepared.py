@@ -1,0 +1,76 @@
+"""A plan in the form in which a running step follows it.
+
+Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
+and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
+decisions of every step that follows it, in Python or compiled. Imports plan and observe. Rejected:
+looking the graph up while the step runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowtide.observe import Seen
+from lowtide.planner import NEVER, Graph, Retention, Simulator
+
+ANCHOR = -2  # a choice: hold it although autograd does not save it
+
+# What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
+# numbers, -1 for what was made outside). Two steps of equal signatures have the same graph.
+Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what is needed to follow it operation by operation."""
+
+    plan: Retention
+    graph: Graph
+    signatures: tuple[Signature, ...]
+    needs: tuple[int, ...]
+    """Bytes that each operation allocates, workspace included."""
+    choices: tuple[int, ...]
+    """The plan's decisions of each value; `ANCHOR` where the engine must act on its own."""
+    peak: int
+    """Predicted peak, in bytes."""
+    seen: Seen
+    """The step it was made from, for the part that a step which changes later has in common."""
+    measured: bool
+    """Whether its memory was measured, or modelled from sizes."""
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of activations that the plan keeps, and that it recomputes."""
+        kept = recomputed = 0
+        for value, (node, choice) in enumerate(
+            zip(self.graph.values, self.plan.retain, strict=True)
+        ):
+            if choice < 0:
+                kept += node.nbytes
+            elif self.graph.release[value] >= 0:
+                recomputed += node.nbytes
+        return kept, recomputed
+
+    _scripts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def script(self, core: Any) -> Any:
+        """What the compiled recorder reads of this plan; made at its first use."""
+        if not self._scripts:
+            names = tuple(signature[0] for signature in self.signatures)
+            sizes = tuple(signature[1] for signature in self.signatures)
+            reads = tuple(signature[2] for signature in self.signatures)
+            self._scripts["core"] = core.Script(names, sizes, reads, self.needs, self.choices)
+        return self._scripts["core"]
+
+    @staticmethod
+    def of(plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
+        signatures = tuple((log.name, log.sizes, log.reads) for log in seen.ops)
+        needed = Simulator(graph).lifetimes(plan.retain)
+        choices = list(plan.retain)
+        for value, choice in enumerate(choices):
+            if choice < 0 and graph.release[value] < 0:
+                choices[value] = ANCHOR if needed[value] >= 0 else NEVER
+        needs = tuple(
+            sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
+        )
+        return Prepared(plan, graph, signatures, needs, tuple(choices), peak, seen, measured)

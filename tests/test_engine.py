@@ -1,0 +1,333 @@
+"""The compiled recorder and the one in Python: same records, same replays, and who runs when."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from against_plain import counted
+from lowtide import engine
+from lowtide.checkpoint import RegionDecisions
+from lowtide.compiled import build
+from lowtide.step import Recording
+from lowtide.tape.values import Operation, Region, Value
+
+BUILDABLE = build.target().exists() or build.possible() is None
+needs_compiler = pytest.mark.skipif(not BUILDABLE, reason="no compiled recorder here")
+
+
+# ------------------------------------------------------------------ the same records
+
+
+class Told(RegionDecisions):
+    """Writes down what a recorder tells of each operation and each save."""
+
+    __slots__ = ("lines", "saves")
+    asks = True
+
+    def __init__(self) -> None:
+        self.lines: list[Any] = []
+        self.saves: list[Any] = []
+
+    def produced(
+        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
+    ) -> None:
+        reads = [
+            (ref.value.number if ref.value is not None else ref.blank, *geometry(ref))
+            for ref in op.refs
+        ]
+        constants = [a for a in op.args if isinstance(a, bool | int | float | str)]
+        writes = [(op.refs.index(ref), weak().number) for ref, weak in op.writes]  # type: ignore[union-attr]
+        outputs = [(place, weak().number) for place, weak in op.outputs]  # type: ignore[union-attr]
+        self.lines.append(
+            (op.facts.name, op.sequence, op.grad_mode, op.ambient, reads, constants, writes,
+             outputs, [(v.number, v.nbytes) for v in made], len(op.draws), len(args),
+             sorted(kwargs))
+        )  # fmt: skip
+
+    def packed(self, handle: Any, value: Value) -> None:
+        self.saves.append((value.number, handle.sequence, *geometry(handle.ref)))
+
+
+def geometry(ref: Any) -> tuple[Any, ...]:
+    return (ref.dtype, tuple(ref.size), tuple(ref.stride), ref.offset)
+
+
+def lists(x: Tensor) -> Tensor:
+    a, b = x.chunk(2)
+    pieces = torch.cat([a.sin(), b.cos(), a * 0.5]).split(3)
+    index = torch.tensor([0, 2, 1])
+    return (
+        torch.stack([p[:3].exp() for p in pieces if len(p) == 3])[:, index].sum()
+        + x[None, ::2].sum()
+    )
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.mul_(2).add_(x)
+    y[0].zero_()
+    z = torch.zeros_like(y)
+    z[:2] = y[:2]
+    return (z.relu_() + y.clamp_(max=1.0)).sum()
+
+
+def random(x: Tensor) -> Tensor:
+    y = F.dropout(x.exp(), 0.3)
+    noise = torch.randn_like(y)
+    return (F.dropout(y * noise, 0.5).tanh() + torch.bernoulli(torch.full_like(y, 0.5))).sum()
+
+
+def views(x: Tensor) -> Tensor:
+    y = x.sin()
+    z = y.t().reshape(-1)[1:7].view(2, 3)
+    return (z.expand(2, 2, 3).contiguous() * y[0, 1]).unfold(0, 2, 1).exp().sum()
+
+
+def in_bfloat16(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ x.t()
+    return (y.float() + y.view(torch.int16).float() * 0).softmax(-1).sum()
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().mean().sqrt()
+        hidden = torch.zeros(3) + 1
+    return (x * scale).exp().sum() * hidden.sum()
+
+
+CASES: dict[str, Callable[[Tensor], Tensor]] = {
+    f.__name__: f for f in (lists, in_place, random, views, in_bfloat16, without_grad)
+}
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1), nn.BatchNorm1d(3), nn.ReLU(inplace=True)
+    ),
+    "frozen batch norm": lambda: nn.Sequential(nn.BatchNorm1d(4).eval(), nn.Tanh()),
+    "instance norm": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2), nn.ELU()),
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(0, (1, 6)), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    ),
+    "lstm": lambda: nn.LSTM(4, 3, 2, dropout=0.2),
+}
+
+
+def recorded(function: Callable[[Tensor], Any]) -> tuple[Told, Tensor]:
+    torch.manual_seed(3)
+    x = torch.randn(6, 4, requires_grad=True)
+    told = Told()
+    with Recording(told):
+        out = function(x)
+        out = (out[0] if isinstance(out, tuple) else out).sum()
+    out.backward()
+    assert x.grad is not None
+    return told, x.grad
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [*CASES, *MODULES])
+def test_both_recorders_write_the_same(name: str) -> None:
+    found = {}
+    for way in ("python", "compiled"):
+        torch.manual_seed(5)
+        function = CASES[name] if name in CASES else MODULES[name]()
+        with engine.use(way), counted() as replayed:
+            told, grad = recorded(function)
+        found[way] = (told, grad, replayed.requests)
+    (a, grad_a, replays_a), (b, grad_b, replays_b) = found["python"], found["compiled"]
+    assert a.lines, "nothing was recorded"
+    for mine, other in zip(b.lines, a.lines, strict=True):
+        assert mine == other
+    assert b.saves == a.saves
+    assert replays_b == replays_a
+    assert torch.equal(grad_a, grad_b)
+
+
+@needs_compiler
+def test_an_operation_of_the_compiled_recorder_reads_as_one_of_python() -> None:
+    """Reports and listeners look at operations without knowing who recorded them."""
+    with engine.use("compiled"):
+        seen: list[Any] = []
+        lowtide.replay.listeners.append(seen.extend)
+        try:
+            x = torch.randn(4, 4, requires_grad=True)
+            lowtide.checkpoint(lambda v: (v @ v).sin().add_(1).cos(), x).sum().backward()
+        finally:
+            lowtide.replay.listeners.remove(seen.extend)
+    names = [op.facts.name for op in seen]
+    assert "aten::mm" in names
+    assert "aten::add_" in names
+    for op in seen:
+        assert len(op.values()) == sum(ref.value is not None for ref in op.refs)
+        assert op.seconds == 0.0
+        assert op.stream is None
+        assert isinstance(op.args, list)
+        assert isinstance(op.kwargs, dict)
+        assert [ref for ref, _ in op.writes] == [
+            r for r in op.refs if any(r is w for w, _ in op.writes)
+        ]
+
+
+@needs_compiler
+def test_a_step_begun_on_one_engine_ends_on_the_other() -> None:
+    x = torch.randn(5, 5, requires_grad=True)
+    (plain,) = torch.autograd.grad(x.sin().exp().tanh().sum(), x)
+    for first, second in (("python", "compiled"), ("compiled", "python")):
+        with engine.use(first):
+            y = lowtide.checkpoint(lambda v: v.sin().exp().tanh(), x)
+        with engine.use(second):
+            lowtide.checkpoint(lambda v: v.cos(), x).sum().backward()
+            (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, plain)
+
+
+@needs_compiler
+def test_the_key_is_given_back_after_an_error() -> None:
+    def fails(x: Tensor) -> Tensor:
+        x.sin()
+        raise KeyError("from the forward")
+
+    with engine.use("compiled"):
+        x = torch.randn(3, requires_grad=True)
+        with pytest.raises(KeyError):
+            lowtide.checkpoint(fails, x)
+        with pytest.raises(RuntimeError, match=r"shapes cannot be|mismatch|must match"):
+            lowtide.checkpoint(lambda v: v.sin() @ torch.randn(4, 4), x)
+        y = lowtide.checkpoint(lambda v: v.sin().exp(), x)
+        y.sum().backward()
+    (plain,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain)
+
+
+# ------------------------------------------------------------------ who runs
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with (
+        pytest.raises(
+            lowtide.UsageError, match="no engine 'fast': choose one of auto, python, compiled"
+        ),
+        engine.use("fast"),
+    ):
+        pass
+
+
+def test_python_can_be_asked_for() -> None:
+    with engine.use("python"):
+        assert engine.name() == "python"
+        assert engine.reason() == "the engine 'python' was asked for"
+
+
+REPORT = (
+    "import sys, time, logging, torch, lowtide\n"
+    "from lowtide import engine\n"
+    "x = torch.randn(3, requires_grad=True)\n"
+    "def step():\n"
+    "    lowtide.checkpoint(lambda v: v.sin().cos(), x).sum().backward()\n"
+    "step()\n"
+    "first = engine.name()\n"
+    "if engine._choice.building is not None:\n"
+    "    engine._choice.building.join()\n"
+    "step()\n"
+    "print(first, engine.name(), '|', engine.reason())\n"
+)
+
+
+def report(cache: Path, **environment: str) -> tuple[str, str]:
+    source = str(Path(lowtide.__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT],
+        env={**os.environ, "PYTHONPATH": source, "LOWTIDE_ENGINE": "auto",
+             "LOWTIDE_CACHE": str(cache), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def extension() -> Iterator[Path]:
+    with engine.use("compiled") if BUILDABLE else nullcontext():
+        yield build.target()
+
+
+@needs_compiler
+def test_it_is_built_beside_training_and_then_used(tmp_path: Path, extension: Path) -> None:
+    compiler = script(
+        tmp_path / "compiler",
+        'while [ "$1" != "-o" ]; do shift; done\n' + f'cp "{extension}" "$2"\n',
+    )
+    cache = tmp_path / "cache"
+    said, message = report(cache, CXX=compiler)
+    assert said == "python compiled | it has been built for this version of torch"
+    assert "builds its compiled recorder in the background, once" in message
+    again, silence = report(cache, CXX=compiler)
+    assert again == "compiled compiled | it has been built for this version of torch"
+    assert silence == ""
+
+
+def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "compiler", "echo 'core.cpp:1: error: no such key' >&2; exit 1\n")
+    said, _ = report(tmp_path / "cache", CXX=compiler)
+    assert said == ("python python | the C++ compiler failed: core.cpp:1: error: no such key")
+
+
+def test_without_a_compiler_python_records(tmp_path: Path) -> None:
+    said, message = report(tmp_path, CXX="", PATH=str(tmp_path))
+    assert said == ("python python | no C++ compiler was found (c++, g++, clang++ or $CXX)")
+    assert message == ""
+
+
+@needs_compiler
+def test_a_damaged_build_is_not_used(tmp_path: Path) -> None:
+    damaged = tmp_path / build.target().relative_to(build.cache_directory())
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"not an extension")
+    said, _ = report(tmp_path)
+    assert said.startswith("python python | the compiled recorder cannot be loaded: ")
+
+
+def test_what_cannot_be_built_is_said_when_it_is_asked_for(tmp_path: Path) -> None:
+    code = (
+        "import lowtide\n"
+        "from lowtide import engine\n"
+        "try:\n"
+        "    engine.name()\n"
+        "except lowtide.UsageError as error:\n"
+        "    print(error)\n"
+    )
+    source = str(Path(lowtide.__file__).resolve().parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": source, "LOWTIDE_ENGINE": "compiled", "CXX": "",
+             "LOWTIDE_CACHE": str(tmp_path), "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip() == (
+        "the compiled engine cannot be used here: no C++ compiler was found (c++, g++, clang++ or "
+        "$CXX). Use the engine 'python' or 'auto': results are the same."
+    )
