@@ -228,6 +228,26 @@ def test_a_frozen_norm_whose_statistics_move_between(seen: bool) -> None:
     check(scenario)
 
 
+def test_statistics_that_are_saved_and_read_and_then_move() -> None:
+    """Autograd reads its saved statistics as they are in backward, a replay as they were."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        frozen, trained = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)
+        frozen.running_mean = trained.running_mean = torch.rand(4)
+        scale = leaf(4)
+        x = leaf(6, 4)
+
+        def region(x: Tensor) -> Tensor:
+            assert frozen.running_mean is not None
+            y = frozen(x) * (frozen.running_mean.tanh() * scale).exp()
+            return trained(y).sin().exp()
+
+        loss = way(region, x).sum()
+        return [*gradients(loss, x, scale, *frozen.parameters()), *trained.buffers()]
+
+    check(scenario)
+
+
 def test_a_parameter_changed_inside_the_region_is_seen() -> None:
     def scenario(way: Way) -> list[Tensor | None]:
         layer = nn.Linear(4, 4)

@@ -52,7 +52,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
 def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:
     """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies.
 
-    torch unfolds small 3D inputs of batch 1: kernel volume times channels times output points.
+    torch unfolds small inputs of batch 1: kernel volume times channels times output points.
     """
     transposed = len(args) > 6 and bool(args[6])
     kernel = weight[0, 0].numel()
@@ -66,12 +66,12 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
 
 
 def unfolded(source: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether torch unfolds the input itself: small 3D inputs of batch 1 on the CPU."""
+    """Whether torch unfolds the input itself: small inputs of batch 1 on the CPU."""
     return (
         source.device.type == "cpu"
-        and source.dim() == 5
+        and source.dim() in (4, 5)
         and source.shape[0] == 1
-        and max(weight.shape[-2:]) <= 3
+        and min(weight.shape[-2:]) <= 3
         and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
     )
 
@@ -125,7 +125,7 @@ def _measured(
     """Workspace of a convolution on the CPU, where `out` is the size of its forward's result."""
     into, parameter = _bytes(source), _bytes(weight)
     kernel = weight[0, 0].numel()
-    if source.dim() == 5 and unfolded(source, weight):
+    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight):
         channels = weight.shape[1] if transposed else source.shape[1]
         points = source if transposed else out // (source.element_size() * weight.shape[0])
         count = points[0, 0].numel() if isinstance(points, torch.Tensor) else points

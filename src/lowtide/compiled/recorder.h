@@ -454,7 +454,8 @@ struct Written {
   Owned entry;
   int place;
   at::Tensor tensor;
-  int input = -1;  // its place among the inputs, where what it becomes can be made again
+  int input = -1;       // its place among the inputs, where what it becomes can be made again
+  bool hidden = false;  // running statistics, of which autograd is not told
 };
 
 inline PyObject *overwriting_function, *watched;  // `watch.overwriting`, `watch._watched`
@@ -606,7 +607,9 @@ inline bool run_recorded(
     for (int place : {fact.mean, fact.variance}) {
       if (!contains(fact.writes, place)) places.push_back(place);
     }
+    size_t declared = written.size();
     if (!find_written(state, op.schema(), places, values, written)) return false;
+    for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
   if (fact.random && again && !snapshot(*stack, count, made->drawn)) return false;
   if (following(state) && written.empty() && !has_room(state, fact)) {
@@ -629,7 +632,8 @@ inline bool run_recorded(
   for (const Written& each : written) {
     PyObject* key = slot(each.entry.get(), layout.entry_key);
     if (PyDict_GetItemWithError(watched, key) == nullptr) continue;
-    Owned done(checked(PyObject_CallOneArg(overwriting_function, key)));
+    PyObject* arguments[] = {key, each.hidden ? Py_True : Py_False};
+    Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
   }
   Stack before;  // for a decision that looks at the arguments, should the plan not hold
   if (state->asks && again) before.assign(stack->end() - static_cast<long>(count), stack->end());

@@ -168,7 +168,7 @@ class Recorder(Known, _compat.Mode):
                 op.stream = _compat.stream_of(args)
         for entry, place in written:
             if place != facts.fills_saved:
-                overwriting(entry.key)
+                overwriting(entry.key, place in statistics and place not in facts.writes)
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         if op is not None:

@@ -45,8 +45,12 @@ def watch(key: int, value: Value) -> None:
     _watched.setdefault(key, []).append(reference)
 
 
-def overwriting(key: int) -> None:
-    """The content of storage `key` is about to change."""
+def overwriting(key: int, hidden: bool = False) -> None:
+    """The content of storage `key` is about to change.
+
+    `hidden`: by a kernel that moves running statistics without telling autograd, which then reads
+    the new content of what it has saved of them.
+    """
     for reference in _watched.pop(key, ()):
         value = reference()
         if value is None or value.held is None:
@@ -54,8 +58,21 @@ def overwriting(key: int) -> None:
         if value.op is not None:
             value.held = None  # it can be replayed
         elif value.read and value.intact():
+            if hidden and value.saves is not None:
+                _leave_to_autograd(value)
             value.held = copy_of(value.held)
             value.version = _compat.version_of(value.held)
+
+
+def _leave_to_autograd(value: Value) -> None:
+    """What autograd has saved of this value stays the live memory, as in the plain step."""
+    live = Value(None, value.nbytes, value.region)
+    live.held, live.version = value.held, value.version
+    live.saves, value.saves = value.saves, None
+    for weak in live.saves or ():
+        handle = weak()
+        if handle is not None:
+            handle.ref.value = live
 
 
 def hold(value: Value, tensor: torch.Tensor) -> None:
