@@ -1,4 +1,4 @@
-"""The code in the guides on modules, levels and MONAI runs as it stands there."""
+"""The code in the guides runs as it stands there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ def blocks() -> Iterator[object]:
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
+    text = (GUIDES / "planning.md").read_text(encoding="utf-8")
+    yield pytest.param("\n".join(BLOCK.findall(text)), id="planning")  # each builds on the last
 
 
 @pytest.mark.parametrize("code", list(blocks()))

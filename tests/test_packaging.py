@@ -140,7 +140,7 @@ def under(prefix: str) -> set[str]:
         ("lowtide.errors", set()),
         ("lowtide._compat", set()),
         # A plan is a value: it never sees the tape and holds no tensor.
-        ("lowtide.plan", {"lowtide.errors"}),
+        ("lowtide.planner", {"lowtide.errors"}),
         # The tape records; it knows neither plans nor budgets.
         ("lowtide.tape", {"lowtide._compat", "lowtide.errors", "lowtide.policies"}),
     ],
@@ -151,7 +151,7 @@ def test_lower_floors_import_nothing_from_above(floor: str, may_import: set[str]
 
 
 def test_the_planner_does_not_import_torch() -> None:
-    for name in under("lowtide.plan"):
+    for name in under("lowtide.planner"):
         assert not re.search(r"^\s*(import|from) torch\b", MODULES[name].read_text(), re.M), name
 
 

@@ -1,6 +1,6 @@
 """Rule 13: a budget is a promise, from the first step on and for every step that changes.
 
-Rules of docs/semantics.md are cited by number. The planner's own tests stand in tests/plan; the
+Rules of docs/semantics.md are cited by number. The planner's own tests stand in tests/planner; the
 figures on whole models, in the benchmarks.
 """
 

@@ -11,12 +11,14 @@ from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
 from lowtide.errors import (
     BudgetError,
     CompiledWarning,
+    DryRunWarning,
     LowtideError,
     ReplayError,
     UnsupportedError,
     UsageError,
 )
 from lowtide.fitting import fit
+from lowtide.frontier import Curve, curve
 from lowtide.levels import checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
@@ -24,6 +26,7 @@ from lowtide.modules import (
     ActivationCheckpointWrapper,
     checkpoint_modules,
 )
+from lowtide.plans import Plan, load_plan, plan
 from lowtide.report import BudgetReport
 from lowtide.selection import every
 
@@ -34,8 +37,11 @@ __all__ = [
     "BudgetError",
     "BudgetReport",
     "CompiledWarning",
+    "Curve",
+    "DryRunWarning",
     "LowtideError",
     "Measurement",
+    "Plan",
     "ReplayError",
     "UnsupportedError",
     "UsageError",
@@ -44,10 +50,13 @@ __all__ = [
     "checkpoint_levels",
     "checkpoint_modules",
     "checkpoint_sequential",
+    "curve",
     "every",
     "find_levels",
     "fit",
+    "load_plan",
     "measure",
     "name",
+    "plan",
     "policies",
 ]

@@ -9,11 +9,12 @@ much of torch the library leans on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +88,22 @@ def kernel_at_key(operator: Any, key: int, kernel: Callable[..., Any]) -> None:
 
 # An alias made without telling the modes on the stack; goes with a public equivalent.
 disable_dispatch = torch._C._DisableTorchDispatch
+
+
+class under_modes:
+    """Lets the modes on the stack see what runs, also inside `disable_dispatch`."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False)
+        self._state = torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.PythonTLSSnapshot, False
+        )
+        self._guard.__enter__()
+        self._state.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._state.__exit__(None, None, None)
+        self._guard.__exit__(None, None, None)
 
 
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,9 +217,19 @@ def never_compiled(function: Callable[..., Any]) -> None:
 _DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
+class _DryRun(threading.local):
+    """Whether this thread records a step of fake tensors, which then count as plain ones."""
+
+    on = False
+
+
+dry_run = _DryRun()
+
+
 def has_own_dispatch(cls: type) -> bool:
     """Whether `cls` is a tensor subclass that intercepts operators (DTensor, FakeTensor)."""
-    return getattr(cls, "__torch_dispatch__", _DISABLED_DISPATCH) is not _DISABLED_DISPATCH
+    own = getattr(cls, "__torch_dispatch__", _DISABLED_DISPATCH) is not _DISABLED_DISPATCH
+    return own and not (dry_run.on and cls.__name__ == "FakeTensor")
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -337,6 +364,129 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
         policy: Callable[..., Any] = context.policy_fn
         return policy
     return None
+
+
+# --- fake tensors: shapes without memory --------------------------------------------------------
+
+# Public to users of torch.compile only as an idea; all of this goes when torch documents a way to
+# run a program on shapes.
+
+
+def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
+    """A mode under which operators compute shapes only; that of a fake tensor given, if any."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    for tensor in around:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A stand-in of the same geometry; one on the meta device is taken to be on `device`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    fake: torch.Tensor
+    if tensor.device.type == "meta":
+        fake = FakeTensor(mode, tensor.detach(), device)
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake._is_param = True
+        return fake
+    fake = mode.from_tensor(tensor)
+    return fake
+
+
+def fake_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
+    """Makes a fake tensor out of one on the meta device and the device that is meant."""
+    return functools.partial(fake_type(), mode)
+
+
+def on_shapes(mode: Any) -> Any:
+    """While this is open, operators take fake tensors for tensors on the meta device."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def asks_for_device(func: Any) -> bool:
+    """Whether an "operator" is the question where a fake tensor is meant to be."""
+    return func is _ASKS_FOR_DEVICE
+
+
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+
+
+def depends_on_data() -> tuple[type[Exception], ...]:
+    """What a fake tensor raises when it is asked for what is in it."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
+@contextlib.contextmanager
+def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While this is open, `tolist()` of a fake tensor on this thread is `elements(tensor)`.
+
+    Its own asks for one element after the other, in operators that a real tensor does not run.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    cls: Any = FakeTensor
+    usual, thread = cls.tolist, threading.get_ident()
+
+    def tolist(tensor: Any) -> Any:
+        return elements(tensor) if threading.get_ident() == thread else usual(tensor)
+
+    cls.tolist = tolist
+    try:
+        yield
+    finally:
+        cls.tolist = usual
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor, None where it has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward from `outputs` would give gradients to."""
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in outputs]
+    found = [output for output in outputs if output.grad_fn is None]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dictionaries themselves: they can be changed without the module's `__setattr__`."""
+    return module._parameters, module._buffers
 
 
 # --- state that operators read without being given it -----------------------------------------

@@ -19,8 +19,9 @@ from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
-from lowtide.plan import Graph, Plan, Simulator, keep_all, minimum, solve
-from lowtide.plan.resume import forward_over, from_held
+from lowtide.planner import Graph, Retention, Simulator, keep_all, minimum, solve
+from lowtide.planner.resume import forward_over, from_held
+from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
 from lowtide.rebuild import with_gradients
 from lowtide.report import BudgetReport, refusal, too_small
@@ -37,7 +38,12 @@ _PLANS_KEPT = 16
 class Budget:
     """A memory limit for training steps; see `budget`. One object serves all steps of a loop."""
 
-    def __init__(self, limit: int | float | str, *, device: torch.device | str | None = None):
+    def __init__(
+        self, limit: int | float | str | Plan, *, device: torch.device | str | None = None
+    ):
+        given = limit if isinstance(limit, Plan) else None
+        if isinstance(limit, Plan):
+            limit = limit.limit or max(1, limit.peak)
         self.limit = parse_limit(limit)
         self.device = torch.device(device) if device is not None else None
         self._recording: Recording | None = None
@@ -51,6 +57,9 @@ class Budget:
         self._plain_peak: int | None = None
         self._measured_peak: int | None = None
         self._refusal: BudgetError | None = None
+        if given is not None:
+            self._prepared.append(given.prepared())
+            self._plain_peak = given.plain_peak
         self.limit_now: int | None = None  # in bytes, as far as known when the step began
 
     # ------------------------------------------------------------------ the context
@@ -297,13 +306,13 @@ class Budget:
         )
 
 
-def _lowest(graph: Graph, observer: Observer) -> tuple[Plan, int]:
+def _lowest(graph: Graph, observer: Observer) -> tuple[Retention, int]:
     """The plan of the lowest peak known: found by a search, or the one that ran."""
     found = minimum(graph)
     if observer.ran is not None and len(observer.ran) == len(graph.values):
         peak = Simulator(graph).run(observer.ran).peak
         if peak < found.peak:
-            return Plan(tuple(observer.ran), graph.fingerprint), peak
+            return Retention(tuple(observer.ran), graph.fingerprint), peak
     return found.plan, found.peak
 
 
@@ -311,7 +320,7 @@ def _nothing(observer: Observer) -> None:
     """A step that went as planned teaches nothing."""
 
 
-def budget(limit: int | float | str, *, device: torch.device | str | None = None) -> Budget:
+def budget(limit: int | float | str | Plan, *, device: torch.device | str | None = None) -> Budget:
     """Keep a training step inside a memory limit, with the same bits as without it.
 
     Put it around forward and loss; ``backward()`` may come after it closes::
@@ -329,7 +338,9 @@ def budget(limit: int | float | str, *, device: torch.device | str | None = None
 
     Args:
         limit: bytes (``int``); text, ``"6 GiB"`` or ``"800 MB"``; or a ``float`` in (0, 1], a
-            fraction of the peak of the same step with nothing recomputed.
+            fraction of the peak of the same step with nothing recomputed; or a `Plan`, which is
+            followed from the first step on. A step that is not the one it was made for is noticed
+            at the first operation that differs, and planned like any unknown step.
         device: where to count. Default: the current CUDA device if the process uses CUDA, else
             the CPU.
 

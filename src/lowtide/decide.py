@@ -358,7 +358,7 @@ class StepDecisions:
                 value.settle()
 
     def settle(self, chosen: list[int]) -> None:
-        """Follow `chosen` in this backward: one retention a value number, as in a `Plan`."""
+        """Follow `chosen` in this backward: one retention a value number, as in a `Retention`."""
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
         self.observer.ran = chosen

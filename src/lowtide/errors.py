@@ -43,3 +43,7 @@ class UnsupportedError(LowtideError, RuntimeError):
 
 class CompiledWarning(UserWarning):
     """A compiled function runs without its compilation, or a compiled model without its budget."""
+
+
+class DryRunWarning(UserWarning):
+    """A step had to be run, because it cannot be gone through on fake tensors."""

@@ -10,7 +10,9 @@ behind its owner's back.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,3 +125,22 @@ def _runs_lowtide(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__module__", "")).split(".")[0] == "lowtide"
+
+
+@contextlib.contextmanager
+def taken_for_real() -> Iterator[None]:
+    """While this is open, libraries that ask whether a tensor is fake are told that it is not.
+
+    transformers takes other ways through its masks for fake tensors than for real ones; a plan has
+    to be for the way that the step will take.
+    """
+    home = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(home, "is_fake_tensor", None)
+    if home is None or asked is None:
+        yield
+        return
+    home.is_fake_tensor = lambda tensor: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        home.is_fake_tensor = asked  # type: ignore[attr-defined]

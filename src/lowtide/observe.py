@@ -20,7 +20,7 @@ import torch
 from lowtide import _compat
 from lowtide._memory_events import Timeline
 from lowtide.marks import Marks
-from lowtide.plan.graph import Graph
+from lowtide.planner.graph import Graph
 from lowtide.rebuild import FOREVER, OpLog, rebuild
 from lowtide.tape.values import Handle, Operation, Value, flatten
 from lowtide.workspace import backward_temporaries, workspace_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.observe import Seen
-from lowtide.plan import NEVER, Graph, Plan, Simulator
+from lowtide.planner import NEVER, Graph, Retention, Simulator
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
@@ -25,7 +25,7 @@ Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
 class Prepared:
     """A plan with what is needed to follow it operation by operation."""
 
-    plan: Plan
+    plan: Retention
     graph: Graph
     signatures: tuple[Signature, ...]
     needs: tuple[int, ...]
@@ -63,7 +63,7 @@ class Prepared:
         return self._scripts["core"]
 
     @staticmethod
-    def of(plan: Plan, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
+    def of(plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
         signatures = tuple((log.name, log.sizes, log.reads) for log in seen.ops)
         needed = Simulator(graph).lifetimes(plan.retain)
         choices = list(plan.retain)

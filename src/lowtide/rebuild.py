@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lowtide.plan.graph import Event, Graph, OpNode, ValueNode
+from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
     from lowtide.observe import Observer

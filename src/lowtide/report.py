@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.plan import Graph, Simulator
+from lowtide.planner import Graph, Simulator
 
 _DRIFT = 0.006  # of a measured peak, that a refusal adds for what differs from step to step
 _MISJUDGED = 0.02  # of a modelled one

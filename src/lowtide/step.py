@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +70,9 @@ class Recording:
 
     __slots__ = ("_recorder", "tape")
 
+    # A dry run has its own.
+    new_recorder: Callable[[Tape], Recorder] = staticmethod(engine.new_recorder)
+
     def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
         self.tape = Tape(decisions, Region(None, policy), timed=timed)
         self._recorder: Recorder | None = None
@@ -81,7 +85,7 @@ class Recording:
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
-        recorder = engine.new_recorder(self.tape)
+        recorder = self.new_recorder(self.tape)
         _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
         try:
             recorder.__enter__()

@@ -23,6 +23,14 @@ _SEVERAL_STEPS = frozenset(
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
+# Of the CPU's kernels, what they take besides as a share of what they make.
+_SCRATCH = {
+    "aten::nll_loss_forward": 0.0,
+    "aten::nll_loss2d_forward": 0.0,
+    "aten::_safe_softmax": 0.25,  # where a row is masked out entirely
+}
+
+
 def unfolds(name: str) -> bool:
     """Whether an operator's workspace may be many times its output."""
     return "convolution" in name
@@ -50,15 +58,7 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     transposed = len(args) > 6 and bool(args[6])
     kernel = weight[0, 0].numel()
     channels_out = weight.shape[1] if transposed else weight.shape[0]
-    plain = (
-        source.device.type == "cpu"
-        and not transposed
-        and source.dim() in (4, 5)
-        and source.shape[0] == 1
-        and min(weight.shape[-2:]) <= 3
-        and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
-    )
-    if plain:
+    if not transposed and unfolded(source, weight):
         return source.shape[1] * kernel * made // max(1, channels_out)
     blocked = _padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
@@ -66,9 +66,85 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
+def unfolded(source: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch unfolds the input itself: small inputs of batch 1 on the CPU."""
+    return (
+        source.device.type == "cpu"
+        and source.dim() in (4, 5)
+        and source.shape[0] == 1
+        and min(weight.shape[-2:]) <= 3
+        and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
+    )
+
+
 def _padded(nbytes: int, channels: int) -> int:
     blocks = -(-channels // _CHANNEL_BLOCK)
     return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
+
+
+def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """As `workspace_of`, but as near as possible and for backward operators too.
+
+    For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
+    torch's CPU kernels as measured, kernel by kernel; on other devices nothing better is known.
+    """
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        return _flash(tensors, name.endswith("_backward"))
+    cpu = bool(tensors) and tensors[0].device.type == "cpu"
+    if cpu and name in _SCRATCH:
+        return int(_SCRATCH[name] * made)
+    if cpu and name == "aten::native_batch_norm_backward":
+        return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
+    backward = name == "aten::convolution_backward"
+    if not backward and name != "aten::convolution":
+        return workspace_of(name, tensors, args, made)
+    shift = 1 if backward else 0
+    if len(tensors) < shift + 2 or len(args) < 7:
+        return 0
+    source, weight = tensors[shift], tensors[shift + 1]
+    stride, transposed = (args[4], args[7]) if backward else (args[3], args[6])
+    given = _bytes(tensors[0]) if backward else made
+    if source.device.type != "cpu":
+        forward = (source, weight), ([None] * 6 + [transposed])
+        return _convolution(*forward[0], forward[1], given)
+    return _measured(source, weight, given, max(stride), bool(transposed), backward)
+
+
+def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
+    """Attention on the CPU: a block of scores for each thread, two in backward."""
+    query, key = tensors[1:3] if backward else tensors[:2]
+    length, width = query.shape[-2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    scores = rows * min(512, key.shape[-2])
+    each = 2 * scores if backward else scores + rows * (2 + width)
+    return 4 * each * torch.get_num_threads()
+
+
+def _measured(
+    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, transposed: bool, back: bool
+) -> int:
+    """Workspace of a convolution on the CPU, where `out` is the size of its forward's result."""
+    into, parameter = _bytes(source), _bytes(weight)
+    kernel = weight[0, 0].numel()
+    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight):
+        channels = weight.shape[1] if transposed else source.shape[1]
+        points = source if transposed else out // (source.element_size() * weight.shape[0])
+        count = points[0, 0].numel() if isinstance(points, torch.Tensor) else points
+        return channels * kernel * count * source.element_size()
+    if kernel == 1 and stride == 1:
+        return max(0, into - parameter) if back and source.dim() == 5 else 0
+    narrow = source.shape[1] < _CHANNEL_BLOCK // 2  # such an input is read as it is
+    if transposed:
+        few = weight.shape[1] < _CHANNEL_BLOCK // 2
+        if back:
+            return into if few else into + out
+        return 2 * max(out, into) if few else 2 * out
+    if back:
+        if narrow:
+            return into + out + 2 * parameter
+        strided = 2 * into - parameter if stride > 1 else 0
+        return max(into + out, parameter, strided)
+    return max(parameter + (0 if narrow else into), out)
 
 
 def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:

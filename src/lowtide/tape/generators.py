@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
+
 Draw = tuple[torch.Generator, torch.Tensor]
 
 
@@ -44,9 +46,10 @@ def _state_of(generator: torch.Generator) -> torch.Tensor:
 
     On the CPU a state is 5 KiB.
     """
-    state = generator.get_state()
-    kept = torch.frombuffer(bytearray(state.numel()), dtype=torch.uint8)
-    return kept.copy_(state)
+    with _compat.disable_dispatch():  # a record is no tensor of a dry run either
+        state = generator.get_state()
+        kept = torch.frombuffer(bytearray(state.numel()), dtype=torch.uint8)
+        return kept.copy_(state)
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:

@@ -38,6 +38,10 @@ _NEVER_REPLAYED = frozenset(
     }
 )
 
+# Views whose schema does not say so: recorded, they would make nothing and yet read what they see,
+# and a kept value that nobody else reads yet would be forgotten with them.
+_UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})
+
 # Outputs hold whatever was in memory: somebody unseen may fill them (rule 5).
 _BLANK = frozenset(
     {
@@ -187,6 +191,7 @@ class Facts:
         self.writes = _written_arguments(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
         self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
+        self.view = self.view or schema.name in _UNDECLARED_VIEWS
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")

@@ -63,7 +63,7 @@ class Value:
         saves: weak references to handles, once autograd has saved it.
         region: where it was made; scope: the outermost region that needs it.
         number: its place in the order of recording, -1 for externals.
-        retain_from: the plan's decision, see `lowtide.plan`.
+        retain_from: the plan's decision, see `lowtide.planner`.
     """
 
     version: int

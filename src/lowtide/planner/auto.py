@@ -5,7 +5,7 @@ Problem: no single method is best at every limit, and a user waits while it sear
 Invariant: deterministic. Work is counted in simulated operations, not seconds, so the same graph
 and limit give the same plan on any machine; `time_limit` is a guard that only ends a search early.
 
-Imports: the other modules of `lowtide.plan`.
+Imports: the other modules of `lowtide.planner`.
 
 Rejected: annealing. It needs thousands of evaluations and its answer depends on when it is stopped.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from lowtide.plan.cut import (
+from lowtide.planner.cut import (
     Cut,
     CutModel,
     free_holds,
@@ -26,14 +26,14 @@ from lowtide.plan.cut import (
     peak_moment,
     room_at,
 )
-from lowtide.plan.descent import descend
-from lowtide.plan.graph import Graph
-from lowtide.plan.greedy import greedy
-from lowtide.plan.plan import Plan
-from lowtide.plan.repair import Candidate, Problem, grow, shrink
-from lowtide.plan.segments import Boundaries
-from lowtide.plan.simulate import Simulator
-from lowtide.plan.solution import Solution
+from lowtide.planner.descent import descend
+from lowtide.planner.graph import Graph
+from lowtide.planner.greedy import greedy
+from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.retention import Retention
+from lowtide.planner.segments import Boundaries
+from lowtide.planner.simulate import Simulator
+from lowtide.planner.solution import Solution
 
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
@@ -45,7 +45,9 @@ SMALL = 2e-3
 """A share of the forward's time that is not worth searching for."""
 HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
-SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+LARGE = 1000
+"""Operations above which a search has too few simulations to try everything in turn."""
+SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 @dataclass
@@ -103,6 +105,8 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     search = _Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
     if not search.fits:
         search.offer(greedy(search.problem, search.limit), "greedy")
+        if len(search.problem.sim.cost) > LARGE:
+            _anchors(search)
         _cuts(search)
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
@@ -127,7 +131,7 @@ def _solution(search: _Search, graph: Graph, began: float) -> Solution:
     result = search.best.result
     return Solution(
         status="fits" if search.fits else "infeasible",
-        plan=Plan(tuple(search.best.retain), graph.fingerprint),
+        plan=Retention(tuple(search.best.retain), graph.fingerprint),
         peak=result.peak,
         seconds=result.seconds,
         plain_peak=search.plain.result.peak,
@@ -191,10 +195,30 @@ def _interleave(
     yield from (cut.held for cut in near[4:])
 
 
+def _anchors(search: _Search) -> None:
+    """Offer every number of anchors as it is, one simulation each, and improve the best.
+
+    A large graph leaves a search too few simulations to shrink each of them.
+    """
+    problem, limit = search.problem, search.limit
+    bounds = Boundaries(problem.sim)
+    found = []
+    for segments in SEGMENTS:
+        retain = problem.start(bounds.anchors(bounds.places(segments)))
+        found.append(Candidate(retain, problem.run(retain)))
+    best = min(found, key=lambda candidate: candidate.key(limit))
+    search.offer(best, "anchors")
+    if best.result.peak <= limit:
+        search.offer(grow(problem, best, limit), "anchors")
+    search.stop += len(SEGMENTS)
+
+
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:
     """Search for the lowest peak; ends once it is at most `enough`, on the same path."""
     search = _Search(problem, 0, deadline)
     search.offer(greedy(problem, 0), "greedy")
+    if len(problem.sim.cost) > LARGE:
+        _anchors(search)
     bounds = Boundaries(problem.sim)
     for segments in SEGMENTS:
         held = bounds.anchors(bounds.places(segments))

@@ -2,19 +2,19 @@
 
 Problem: a step that no plan covers reaches its backward with whatever was held; from there on the
 order is known, and the rest can be planned. Invariant: what is not held is never held from the
-forward on; the forward, which is over, weighs nothing. Imports the other modules of `lowtide.plan`.
-Rejected: `solve`, whose starting points hold what is gone.
+forward on; the forward, which is over, weighs nothing. Imports the other modules of
+`lowtide.planner`. Rejected: `solve`, whose starting points hold what is gone.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from lowtide.plan.auto import WORK
-from lowtide.plan.descent import descend
-from lowtide.plan.graph import Graph
-from lowtide.plan.repair import Candidate, Problem, grow, shrink
-from lowtide.plan.simulate import Simulator
+from lowtide.planner.auto import WORK
+from lowtide.planner.descent import descend
+from lowtide.planner.graph import Graph
+from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.simulate import Simulator
 
 
 def forward_over(graph: Graph) -> Graph:

@@ -3,8 +3,8 @@
 Problem: reports, errors and tests want one answer with its evidence, whatever found it.
 Invariant: `peak` and `seconds` are the simulator's for exactly this plan; `status` is "fits" only
 if that peak is under the limit that was asked for, margin included.
-Imports: `lowtide.plan.plan`. Rejected: raising when nothing fits. The caller needs the peak that
-would do.
+Imports: `lowtide.planner.retention`. Rejected: raising when nothing fits. The caller needs the peak
+that would do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lowtide.plan.plan import Plan
+from lowtide.planner.retention import Retention
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Solution:
     """A plan with what it costs and how it was found."""
 
     status: Literal["fits", "infeasible"]
-    plan: Plan
+    plan: Retention
     peak: int
     seconds: float
     """Replayed time, the constant for each operation included."""

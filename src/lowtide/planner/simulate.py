@@ -15,7 +15,7 @@ Invariant: this module is the definition of what a plan means. The rules:
 4. While an operation is replayed, all its outputs and its workspace count. The unpacked value lives
    to the end of its event even where it is not retained.
 
-Imports: `lowtide.plan.graph`, `lowtide.plan.plan`, `lowtide.errors`.
+Imports: `lowtide.planner.graph`, `lowtide.planner.retention`, `lowtide.errors`.
 
 Rejected: vectorising with numpy. A replay is a walk with few independent steps, and numpy would be
 the package's only dependency besides torch.
@@ -29,8 +29,8 @@ from itertools import accumulate
 from operator import add
 
 from lowtide.errors import UsageError
-from lowtide.plan.graph import Graph
-from lowtide.plan.plan import HOLD
+from lowtide.planner.graph import Graph
+from lowtide.planner.retention import HOLD
 
 REPLAY_OVERHEAD = 20e-6
 """Seconds added to each replayed operation: dispatch costs time even where no kernel does."""

@@ -7,16 +7,16 @@ Invariant: the objective is the excess summed over the whole step, then time. A 
 where several moments share the peak and no single move lowers the maximum. Moves are tried in a
 fixed order and accepted when they improve, so equal input gives equal output.
 
-Imports: `lowtide.plan.repair`, `lowtide.plan.simulate`.
+Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`.
 
 Rejected: annealing, which gives up that determinism for nothing at these sizes.
 """
 
 from __future__ import annotations
 
-from lowtide.plan.plan import HOLD
-from lowtide.plan.repair import Candidate, Problem, live_at_peak, trace_of
-from lowtide.plan.simulate import Simulation
+from lowtide.planner.repair import Candidate, Problem, live_at_peak, trace_of
+from lowtide.planner.retention import HOLD
+from lowtide.planner.simulate import Simulation
 
 
 def excess(result: Simulation, limit: int) -> int:

@@ -5,14 +5,14 @@ bytes are spread evenly it is as good as anything.
 
 Invariant: as `repair`: estimates choose, the simulator decides.
 
-Imports: `lowtide.plan.repair`.
+Imports: `lowtide.planner.repair`.
 
 Rejected: recomputing whole blocks. A block is a unit of source code, not of memory.
 """
 
 from __future__ import annotations
 
-from lowtide.plan.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.repair import Candidate, Problem, grow, shrink
 
 
 def greedy(problem: Problem, limit: int) -> Candidate:

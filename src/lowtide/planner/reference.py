@@ -5,8 +5,8 @@ Invariant: tries every combination in which a value waits at most for its own fi
 what the solvers propose: after it, autograd may hold the value next to the others that the same
 backward operation unpacks, and a plan that counts on its absence would be wrong. Refuses graphs
 where that would take long.
-Imports: `lowtide.plan.repair`, `lowtide.plan.simulate`. Rejected: branch and bound, which would
-need an argument for why it is exact.
+Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`. Rejected: branch and bound, which
+would need an argument for why it is exact.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import product
 from math import prod
 
 from lowtide.errors import UsageError
-from lowtide.plan.graph import Graph
-from lowtide.plan.plan import HOLD, NEVER
-from lowtide.plan.repair import Candidate, Problem
-from lowtide.plan.simulate import Simulator
+from lowtide.planner.graph import Graph
+from lowtide.planner.repair import Candidate, Problem
+from lowtide.planner.retention import HOLD, NEVER
+from lowtide.planner.simulate import Simulator
 
 MOST = 100_000
 """Combinations that are still tried."""
@@ -45,7 +45,7 @@ def brute_force(graph: Graph, limit: int) -> tuple[Candidate | None, int]:
     if combinations > MOST:
         raise UsageError(
             f"{combinations} combinations are too many to try one by one (at most {MOST}); "
-            "use lowtide.plan.solve"
+            "use lowtide.planner.solve"
         )
     best: Candidate | None = None
     lowest = 1 << 100

@@ -1,13 +1,13 @@
 """The rules of the simulator, followed literally: reachability from pending handles at each event.
 
-Slow and short on purpose; it shares no code with `lowtide.plan.simulate`.
+Slow and short on purpose; it shares no code with `lowtide.planner.simulate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.plan import Graph
+from lowtide.planner import Graph
 
 
 def reachable(graph: Graph, retain: Sequence[int], event: int) -> set[int]:

@@ -7,7 +7,7 @@ Invariant: a boundary is a place between two operations; its crossing values are
 it and read after it. Holding them means that no replay of a later value reaches back over it.
 Boundaries are spread by saved bytes and moved to the narrowest crossing nearby.
 
-Imports: `lowtide.plan.simulate`.
+Imports: `lowtide.planner.simulate`.
 
 Rejected: square-root segments by number of operations. Bytes and crossings differ by orders of
 magnitude along a real network.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
-from lowtide.plan.simulate import Simulator
+from lowtide.planner.simulate import Simulator
 
 
 class Boundaries:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from naive import peak_and_replays
 
 from lowtide.errors import UsageError
-from lowtide.plan import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
-from lowtide.plan.simulate import ABSENT, REPLAY_OVERHEAD
+from lowtide.planner import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
+from lowtide.planner.simulate import ABSENT, REPLAY_OVERHEAD
 
 
 def line(*, workspace: int = 0, pinned: bool = False) -> Graph:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from lowtide.plan.graph import Event, Graph, OpNode, ValueNode
+from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 MIB = 1 << 20
 

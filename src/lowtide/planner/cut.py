@@ -10,7 +10,7 @@ requires its inputs. Values nobody saved can be held too: holding a layer's own 
 growing concatenation go. Bytes at the price p, for all p, trace the lower hull of time against
 memory at that moment; `p x (bytes over)` of a cut proves a lower bound for every plan.
 
-Imports: `lowtide.plan.flow`, `lowtide.plan.simulate`.
+Imports: `lowtide.planner.flow`, `lowtide.planner.simulate`.
 
 Rejected: an integer program. It needs a solver as a dependency and gains what the repair finds.
 """
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.plan.flow import INFINITE, Network
-from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.planner.flow import INFINITE, Network
+from lowtide.planner.simulate import Simulation, Simulator
 
 SCALE = 10**12
 """Seconds to integer capacities."""

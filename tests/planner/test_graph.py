@@ -8,7 +8,7 @@ import pytest
 from graphs import NETWORKS, chain, random_graph
 
 from lowtide.errors import UsageError
-from lowtide.plan import NEVER, Event, Graph, OpNode, Plan, ValueNode, keep_all
+from lowtide.planner import NEVER, Event, Graph, OpNode, Retention, ValueNode, keep_all
 
 OP = OpNode("f", 1.0, (0,), (1,))
 VALUES = (ValueNode(8, -1), ValueNode(8, 0))
@@ -114,20 +114,20 @@ def test_text_that_is_not_json(text: str) -> None:
 
 
 def test_plan_round_trip() -> None:
-    plan = Plan((-1, 0, 7, NEVER), "abc")
-    assert Plan.from_json(plan.to_json()) == plan
-    with pytest.raises(UsageError, match=r"its format is 'lowtide\.plan'"):
+    plan = Retention((-1, 0, 7, NEVER), "abc")
+    assert Retention.from_json(plan.to_json()) == plan
+    with pytest.raises(UsageError, match=r"its format is 'lowtide\.retention'"):
         Graph.from_json(plan.to_json())
 
 
 def test_plan_refuses_what_means_nothing() -> None:
     with pytest.raises(UsageError, match="cannot say -2 for value 1"):
-        Plan((0, -2), "abc")
+        Retention((0, -2), "abc")
     with pytest.raises(UsageError, match="needs a 'retain' list"):
-        Plan.from_json('{"format": "lowtide.plan", "version": 1}')
-    text = '{"format": "lowtide.plan", "version": 1, "fingerprint": "a", "retain": ["0"]}'
+        Retention.from_json('{"format": "lowtide.retention", "version": 1}')
+    text = '{"format": "lowtide.retention", "version": 1, "fingerprint": "a", "retain": ["0"]}'
     with pytest.raises(UsageError, match="cannot say '0' for value 0"):
-        Plan.from_json(text)
+        Retention.from_json(text)
 
 
 def test_plan_is_for_one_graph() -> None:

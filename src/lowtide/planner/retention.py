@@ -3,7 +3,7 @@
 Problem: the engine needs a decision it can apply without thinking, and a user one they can store,
 compare and load again.
 
-Invariant: a `Plan` is immutable and says for which graph structure it was made. `retain[v]` is
+Invariant: a `Retention` is immutable and says for which graph structure it was made. `retain[v]` is
 - `HOLD` (-1): keep the value from the forward on; its link to its producer is cut;
 - k >= 0: let it go; when a replay at event k or later reproduces it while a handle is pending,
   keep it until its release (0 keeps it the first time it comes back);
@@ -21,16 +21,16 @@ import json
 from dataclasses import dataclass
 
 from lowtide.errors import UsageError
-from lowtide.plan.graph import Graph, read_document
+from lowtide.planner.graph import Graph, read_document
 
 HOLD = -1
 NEVER = 1 << 60
-FORMAT = "lowtide.plan"
+FORMAT = "lowtide.retention"
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Retention:
     """One decision for each value of the graph with this fingerprint."""
 
     retain: tuple[int, ...]
@@ -65,18 +65,18 @@ class Plan:
         )
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str) -> Retention:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
         data = read_document(text, FORMAT, VERSION)
         retain, fingerprint = data.get("retain"), data.get("fingerprint")
         if not isinstance(retain, list) or not isinstance(fingerprint, str):
             raise UsageError("damaged document: a plan needs a 'retain' list and a 'fingerprint'")
-        return Plan(tuple(NEVER if h is None else h for h in retain), fingerprint)
+        return Retention(tuple(NEVER if h is None else h for h in retain), fingerprint)
 
 
-def keep_all(graph: Graph) -> Plan:
+def keep_all(graph: Graph) -> Retention:
     """What plain autograd does: every saved value is held, everything else is let go."""
-    return Plan(
+    return Retention(
         tuple(
             HOLD if release >= 0 or node.pinned or value in graph.must_hold else NEVER
             for value, (node, release) in enumerate(zip(graph.values, graph.release, strict=True))

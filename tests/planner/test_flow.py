@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.plan.flow import INFINITE, Network
+from lowtide.planner.flow import INFINITE, Network
 
 
 def test_two_paths() -> None:

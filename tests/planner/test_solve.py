@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import UsageError
-from lowtide.plan import Graph, Simulator, Solution, keep_all, minimum, simulate, solve
-from lowtide.plan.cut import CutModel
-from lowtide.plan.greedy import greedy
-from lowtide.plan.reference import brute_force, choices
-from lowtide.plan.repair import Problem
-from lowtide.plan.simulate import REPLAY_OVERHEAD
+from lowtide.planner import Graph, Simulator, Solution, keep_all, minimum, simulate, solve
+from lowtide.planner.cut import CutModel
+from lowtide.planner.greedy import greedy
+from lowtide.planner.reference import brute_force, choices
+from lowtide.planner.repair import Problem
+from lowtide.planner.simulate import REPLAY_OVERHEAD
 
 
 def forward(graph: Graph) -> float:
@@ -225,7 +225,7 @@ def test_same_graph_same_plan() -> None:
 def test_same_plan_in_another_process() -> None:
     # Sets of ids must not let the hash seed of a process into a plan.
     code = (
-        "from graphs import resnet; from lowtide.plan import solve, minimum;"
+        "from graphs import resnet; from lowtide.planner import solve, minimum;"
         "g = resnet(3); print(solve(g, 24 << 20).plan.to_json(), minimum(g).plan.to_json())"
     )
     answers = {
@@ -248,7 +248,7 @@ def test_importing_the_planner_needs_only_the_standard_library() -> None:
         # A bare package in place of lowtide's own, which imports torch.
         "bare = types.ModuleType('lowtide');"
         "bare.__path__ = list(spec.submodule_search_locations); sys.modules['lowtide'] = bare;"
-        "import lowtide.plan, lowtide.plan.reference;"
+        "import lowtide.planner, lowtide.planner.reference;"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'scipy')])"
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ the limit elsewhere, or leave room unused.
 Invariant: estimates only choose among moves; the simulator alone decides whether a plan fits and
 what it costs. Every walk goes over ids in a fixed order, so equal input gives equal output.
 
-Imports: `lowtide.plan.simulate`, `lowtide.plan.plan`.
+Imports: `lowtide.planner.simulate`, `lowtide.planner.retention`.
 
 Rejected: trying every move with the simulator. It finds little that the estimates do not, and
 takes a thousand evaluations where this takes a few dozen.
@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from lowtide.plan.plan import HOLD, NEVER
-from lowtide.plan.simulate import ABSENT, Simulation, Simulator, Trace
+from lowtide.planner.retention import HOLD, NEVER
+from lowtide.planner.simulate import ABSENT, Simulation, Simulator, Trace
 
 EXPLODED = 8.0
 """A plan that replays the forward more often than this is not worth simulating to the end."""

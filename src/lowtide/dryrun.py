@@ -1,0 +1,394 @@
+"""A step gone through on fake tensors: the graph of a step that nobody has run.
+
+Problem: a step that does not fit cannot be run to find out what to recompute. Invariant: it is the
+user's own forward and autograd's own backward, seen by the recorder and the observer that see real
+steps; only the tensors have no memory, the bytes are counted from their sizes and the times come
+from a model of the device. Nothing is executed and nothing is left behind. Where a forward asks
+what is in a tensor, one real step is recorded in its place, and the caller is told. Imports
+standins, costs, observe, step. Rejected: torch.export, which needs the whole model to trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import _compat, foreign
+from lowtide.costs import CostModel
+from lowtide.errors import DryRunWarning, LowtideError, UsageError
+from lowtide.fakememory import FakeMemory
+from lowtide.marks import Marks, start_marks
+from lowtide.observe import Observer, Seen
+from lowtide.planner import Graph
+from lowtide.provenance import UnansweredError, evaluate
+from lowtide.standins import Found, RealState, StandIns
+from lowtide.step import Recording, current_recorder, recordable
+from lowtide.tape.known import Entry
+from lowtide.tape.recorder import Recorder
+from lowtide.tape.tape import Tape
+from lowtide.tape.values import Handle, Operation, Region, Value
+
+
+@dataclass(frozen=True)
+class Dry:
+    """A step as it was gone through.
+
+    Attributes:
+        graph: the step.
+        seen: what a budget needs to follow a plan for it.
+        modules: of each operation, the qualified name of the module that called it.
+        seconds: forward and backward together, modelled or measured.
+        source: "fake", or "recorded" where a real step had to be run.
+        device: what the seconds are of.
+    """
+
+    graph: Graph
+    seen: Seen
+    modules: tuple[str, ...]
+    seconds: float
+    source: str
+    device: str
+
+
+# ---------------------------------------------------------------------------- recording
+
+
+class _FakeRecorder(Recorder):
+    """Records fake tensors: held through aliases that the modes have seen, never copied."""
+
+    stand: StandIns
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._real: dict[Value, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _compat.asks_for_device(func):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator that asks what is in fake tensors with the real ones behind them."""
+        if kwargs:
+            raise UnansweredError(f"{func} asks for what is in a tensor")
+        real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
+        with _compat.below_autograd(), torch.no_grad():
+            result = func(*real)
+        return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
+
+    def real(self, fake: torch.Tensor) -> torch.Tensor:
+        """What a fake tensor would be, see `lowtide.provenance`."""
+        ref = self._reference(fake)
+        if ref is None or ref.value is None:
+            raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
+        base = evaluate(ref.value, self._real)
+        with _compat.below_autograd():
+            return ref.of(base)
+
+    def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
+        if value.op is None:
+            real = self.stand.real(tensor)
+            if real is not None:
+                self._real[value] = real
+        with _compat.under_modes():
+            value.held = tensor.detach()
+        value.version = _compat.version_of(value.held)
+        if value.keep:
+            value.settle()
+        entry.weak = weakref.ref(value)
+        entry.value = None
+
+
+def _given(packed: Any) -> Any:
+    """Saved-tensor hook of a dry run, in which everything saved is held."""
+    if not isinstance(packed, Handle):
+        return packed.tensor
+    value, ref = packed.ref.value, packed.ref
+    assert value is not None
+    packed.tape.decisions.requested(packed)
+    base = value.held
+    if base is None:
+        raise RuntimeError("backward needs a tensor that was overwritten in place")
+    packed.tape.decisions.answered(value)
+    if base.dtype != ref.dtype:
+        base = base.view(ref.dtype)
+    if base.shape == ref.size and ref.fits(base):
+        return base
+    return torch.as_strided(base, ref.size, ref.stride, ref.offset)
+
+
+_FakeRecorder.unpack = staticmethod(_given)
+
+
+class _FakeRecording(Recording):
+    __slots__ = ()
+    new_recorder = _FakeRecorder
+
+
+class _Watching(Observer):
+    """An observer that also knows modules and, on fake tensors, modelled times."""
+
+    def __init__(self, memory: Marks | None, names: dict[int, str]) -> None:
+        super().__init__(memory)
+        self._names = names
+        self._inside: list[str] = []
+        self.modules: list[str] = []
+
+    def operation(
+        self,
+        op: Operation,
+        made: list[Value],
+        args: Any,
+        kwargs: Any,
+        live: int,
+        reads: tuple[int, ...],
+    ) -> None:
+        fake = self.memory if isinstance(self.memory, FakeMemory) else None
+        super().operation(op, made, args, kwargs, live, reads)
+        if fake is not None:
+            self.ops[-1].seconds = fake.last
+        self.modules.append(self._inside[-1] if self._inside else "")
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        outer = self._inside[-1] if self._inside else ""
+        self._inside.append(self._names.get(id(module), outer))
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+
+
+class _Everything:
+    """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
+
+    asks = True
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.begun = False
+        self.live = [0]
+
+    def produced(
+        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
+    ) -> None:
+        reads = tuple([-1 if ref.value is None else ref.value.number for ref in op.refs])
+        self.observer.operation(op, made, args, kwargs, self.live[0], reads)
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return True
+
+    def packed(self, handle: Handle, value: Value) -> None:
+        self.observer.saved(value, handle)
+
+    def requested(self, handle: Handle) -> None:
+        recorder = handle.tape.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            return  # a differentiable backward inside the forward, such as a gradient penalty
+        if not self.begun:
+            self.begun = True
+            if recorder is not None:
+                recorder.pause()
+            self.observer.begin_backward()
+        value = handle.ref.value
+        assert value is not None
+        self.observer.request(value, handle.sequence)
+
+    def retained(self, value: Value, request: Handle) -> bool:
+        return False
+
+    def replayed(self, operations: list[Operation], seconds: float) -> None:
+        """A value that was overwritten in place came back."""
+
+    def answered(self, value: Value) -> None:
+        if self.begun and value.number >= 0:
+            self.observer.answered()
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors in any nesting of lists, tuples, dictionaries and dataclass-like outputs."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, dict):
+        return [t for part in result.values() for t in tensors_in(part)]
+    if isinstance(result, list | tuple):
+        return [t for part in result for t in tensors_in(part)]
+    return []
+
+
+def loss_of(result: Any) -> torch.Tensor | None:
+    """What backward starts from: the sum of all that requires grad; None: nothing does."""
+    wanted = [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
+    if not wanted:
+        return None
+    if len(wanted) == 1 and wanted[0].numel() == 1:
+        return wanted[0]
+    parts = [t.sum() if not t.is_complex() else t.real.sum() for t in wanted]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part.to(total.device)
+    return total
+
+
+@contextmanager
+def _module_calls(observer: _Watching) -> Iterator[None]:
+    before = nn.modules.module.register_module_forward_pre_hook(observer.enter)
+    after = nn.modules.module.register_module_forward_hook(observer.leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _record(
+    observer: _Watching,
+    recording: Callable[..., Recording],
+    call: Callable[[], Any],
+    begin: Callable[[Any], None] | None = None,
+) -> None:
+    """Forward and backward under an observer; `begin` is called with the open recorder."""
+    decisions = _Everything(observer)
+    with _module_calls(observer), recording(decisions, timed=begin is None) as tape:
+        assert tape.recorder is not None
+        decisions.live = tape.recorder.live
+        tape.recorder.drawn = observer.drawn
+        if begin is not None:
+            begin(tape.recorder)
+        result = call()
+    if not decisions.begun:  # else the function has done its own backward
+        loss = loss_of(result)
+        del result
+        if loss is not None and loss.grad_fn is not None:
+            leaves = [t for t in _compat.leaves_behind([loss]) if not _compat.is_fake(t)]
+            before = [(leaf, leaf.grad) for leaf in leaves]
+            loss.backward()
+            if isinstance(observer.memory, FakeMemory):
+                for leaf, gradient in before:  # a real leaf that no module told of
+                    leaf.grad = gradient
+    observer.mark_end()
+
+
+# ---------------------------------------------------------------------------- the two ways
+
+
+def dry_run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on: str | None = None,
+) -> Dry:
+    """Go through a step on fake tensors; record a real one where that is not possible.
+
+    Times are those of the device named `on`; of the one that the step would run on by default.
+
+    Raises:
+        UsageError: called inside a budget or region, or with grad disabled.
+    """
+    if current_recorder() is not None or not recordable():
+        raise UsageError(
+            "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
+            "or under torch.compile: there would be no backward to plan for. Call it outside."
+        )
+    found = Found(function, args, kwargs)
+    device = _device(found)
+    costs = CostModel(device, on)
+    try:
+        return _fake(found, device, costs, function, args, kwargs)
+    except LowtideError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if any(t.device.type == "meta" or _compat.is_fake(t) for t in found.state()):
+            raise UsageError(
+                f"the step cannot be gone through on fake tensors ({reason}), and the model has "
+                "no memory of its own to run it with. Build the model on a real device."
+            ) from error
+    warnings.warn(
+        f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
+        "backward was run and recorded in its place. Gradients, buffers and random state were put "
+        "back.",
+        DryRunWarning,
+        stacklevel=4,
+    )
+    return _real(found, device, function, args, kwargs)
+
+
+def _device(found: Found) -> torch.device:
+    """Where the step runs: with its parameters, or its tensors."""
+    for tensor in (*found.state(), *found.tensors):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _fake(
+    found: Found,
+    device: torch.device,
+    costs: CostModel,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+) -> Dry:
+    stand = StandIns(found, device)
+    memory = FakeMemory(costs, stand.mode)
+    observer = _Watching(memory, found.names())
+    with warnings.catch_warnings(), stand, ExitStack() as stack:
+        # torch looks at the gradient of whatever it makes a fake tensor of.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
+        function = _with_fake_self(stand, function)
+        stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
+        _compat.dry_run.on = True
+        stack.enter_context(stand.mode)
+        stack.enter_context(memory)
+        stack.enter_context(foreign.taken_for_real())
+
+        def begin(recorder: _FakeRecorder) -> None:
+            recorder.stand = stand
+            memory.ask = recorder.answer
+            stack.enter_context(_compat.listing(lambda tensor: recorder.real(tensor).tolist()))
+
+        _record(observer, _FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
+        observer.finish(_nothing)
+    return _dry(observer, memory.seconds, "fake", memory.costs.model.name)
+
+
+def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors bound by `functools.partial` are arguments as well."""
+    if not isinstance(function, functools.partial):
+        return function
+    args, keywords = stand.fake(function.args), stand.fake(dict(function.keywords))
+    return functools.partial(function.func, *args, **keywords)
+
+
+def _real(
+    found: Found, device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Dry:
+    with RealState(found):
+        observer = _Watching(start_marks(device), found.names())
+        began = time.perf_counter()
+        try:
+            _record(observer, Recording, lambda: function(*args, **kwargs))
+        finally:
+            seconds = time.perf_counter() - began
+            observer.finish(_nothing)
+    return _dry(observer, seconds, "recorded", str(device))
+
+
+def _nothing(observer: Observer) -> None:
+    """The graph is made by the caller."""
+
+
+def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
+    return Dry(observer.graph(), observer.seen(), tuple(observer.modules), seconds, source, device)

@@ -1,0 +1,148 @@
+"""A short way through torch's fake tensors, for operators whose shapes torch computes by itself.
+
+Problem: torch looks at every argument of every call on fake tensors anew, in Python, for half a
+millisecond; ten thousand operations and their backward take half a minute. Invariant: the short way
+is used only for plain calls on fake tensors of one device, and only for an operator on which it has
+given torch's own answer, geometry for geometry, on its first calls; everything else goes the long
+way. Imports `_compat`. Rejected: meta tensors in place of fake ones, for which torch and its users
+choose other operators than for the device that is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.operators import FACTS, facts_of
+from lowtide.tape.values import flatten
+
+_CHECKED_CALLS = 2
+
+
+class Shapes:
+    """Calls operators on fake tensors of one mode."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._trust: dict[Any, int] = {}  # calls that agreed; -1: never again the short way
+        self._results: dict[Any, Any] = {}
+        self._make: Callable[..., Any] = _compat.fake_maker(mode)
+        self._kind = _compat.fake_type()
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        trust = self._trust.get(func)
+        if trust is None:
+            trust = self._trust[func] = 0 if _plain(func) else -1
+        if trust < 0 or (kwargs and not _harmless(kwargs)):
+            return func(*args, **kwargs)
+        device = self._device(args)
+        if device is None:
+            return func(*args, **kwargs)
+        if trust >= _CHECKED_CALLS:
+            return self._again(func, args, kwargs, device)
+        result = func(*args, **kwargs)
+        try:
+            same = _geometry(self._short(func, args, kwargs, device)) == _geometry(result)
+        except Exception:  # no such kernel on shapes, in whichever way it says so
+            same = False
+        self._trust[func] = trust + 1 if same else -1
+        return result
+
+    def _device(self, args: tuple[Any, ...]) -> torch.device | None:
+        """Where all tensors of a call are; None if they are not all fake and in one place."""
+        found: torch.device | None = None
+        kind = self._kind
+        for argument in args:
+            for tensor in argument if type(argument) is list else (argument,):
+                if isinstance(tensor, torch.Tensor):
+                    if type(tensor) is not kind:
+                        return None
+                    where = tensor.fake_device  # type: ignore[attr-defined]
+                    if found is None:
+                        found = where
+                    elif found != where:
+                        return None
+        return found
+
+    def _again(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """Repeated layers call operators with the same shapes: their results are remembered."""
+        if kwargs or FACTS[func].view:
+            return self._short(func, args, kwargs, device)
+        key = (func, device, *map(_key, args))
+        known = self._results.get(key)
+        if known is None:
+            result = self._short(func, args, kwargs, device)
+            self._results[key] = _fresh(result, args) or ()
+            return result
+        if not known:
+            return self._short(func, args, kwargs, device)
+        with _compat.disable_dispatch():
+            made = [
+                torch.empty_strided(size, stride, dtype=dtype, device="meta")
+                for size, stride, dtype in known[1]
+            ]
+        fakes = [self._make(tensor, device) for tensor in made]
+        return known[0](fakes) if known[0] is not None else fakes[0]
+
+    def _short(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        with _compat.on_shapes(self._mode):
+            result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return self._make(result, device)
+        if isinstance(result, tuple | list):
+            return type(result)(
+                [self._make(r, device) if isinstance(r, torch.Tensor) else r for r in result]
+            )
+        return result
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return argument.shape, argument.stride(), argument.dtype
+    if type(argument) is list:
+        return tuple(map(_key, argument))
+    return type(argument), argument
+
+
+def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
+    """How to make this result again; None if it is more than tensors with memory of their own."""
+    given = {t.untyped_storage()._cdata for a in args for t in flatten(a)
+             if isinstance(t, torch.Tensor)}  # fmt: skip
+    several = type(result) if isinstance(result, tuple | list) else None
+    made = []
+    for tensor in flatten(result):
+        if not isinstance(tensor, torch.Tensor) or tensor.storage_offset():
+            return None
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        storage = tensor.untyped_storage()
+        if storage._cdata in given:  # `_unsafe_view` does not say that it is a view
+            return None
+        if tensor.numel() and storage.nbytes() != span * tensor.element_size():
+            return None
+        made.append((tensor.shape, tensor.stride(), tensor.dtype))
+    return several, made
+
+
+def _plain(func: Any) -> bool:
+    """Whether an operator only makes new tensors, or views, out of what it is given."""
+    facts = FACTS.get(func) or facts_of(func)
+    return (facts.simple or facts.view) and facts.name.startswith("aten::")
+
+
+def _harmless(kwargs: dict[str, Any]) -> bool:
+    return all(
+        key != "device" and not isinstance(value, torch.Tensor | list)
+        for key, value in kwargs.items()
+    )
+
+
+def _geometry(result: Any) -> list[Any]:
+    return [
+        (t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes())
+        if isinstance(t, torch.Tensor)
+        else t
+        for t in flatten(result)
+    ]

@@ -1,0 +1,108 @@
+"""`lowtide.curve`: the time of a step against its memory, over all limits.
+
+Problem: which limit is worth its price is seen when the prices stand side by side. Invariant: each
+point is a plan that can be run; a smaller limit never costs less than a larger one. Imports plans,
+dryrun, planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from lowtide.dryrun import Dry, dry_run
+from lowtide.errors import UsageError
+from lowtide.limits import format_bytes
+from lowtide.planner import minimum, solve
+from lowtide.plans import Plan, from_solution, plan_step
+
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
+
+
+@dataclass(frozen=True)
+class Curve(Sequence[Plan]):
+    """Plans from the plain step down to the smallest peak that can be reached; prints as a table.
+
+    Attributes:
+        plans: the points, by falling limit. Each is a `Plan`, with `peak`, `overhead` and
+            `lower_bound`, and can be run with `lowtide.budget`.
+    """
+
+    plans: tuple[Plan, ...]
+
+    @property
+    def plain_peak(self) -> int:
+        """Peak with nothing recomputed."""
+        return self.plans[0].plain_peak
+
+    @property
+    def minimum_peak(self) -> int:
+        """The lowest peak of the curve."""
+        return min(plan.peak for plan in self.plans)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+        return self.plans[index]
+
+    def __str__(self) -> str:
+        lines = [f"{'peak':>12}  {'of plain':>8}  {'overhead':>8}  {'at least':>8}"]
+        for plan in self.plans:
+            bound = plan.lower_bound
+            share = plan.peak / self.plain_peak if self.plain_peak else 1.0
+            lines.append(
+                f"{format_bytes(plan.peak):>12}  {share:>8.1%}  {plan.overhead:>8.1%}  "
+                f"{'?' if bound is None else f'{bound:.1%}':>8}"
+            )
+        return "\n".join(lines)
+
+
+def curve(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Curve:
+    """The cheapest plans for limits from the plain peak down to the smallest that can be kept.
+
+    A dry run, as `lowtide.plan`; no limit keeps a margin for what predictions are wrong by.
+
+    Args:
+        fn, args, kwargs: the step, as for `lowtide.plan`.
+    """
+    if not callable(fn):
+        raise UsageError(
+            f"curve needs the step as a callable (a module, or a function of its arguments); got "
+            f"{type(fn).__name__}."
+        )
+    return curve_of(dry_run(fn, args, kwargs))
+
+
+def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
+    """The curve of a step that was gone through already."""
+    graph = step.graph
+    plain = plan_step(step, None)
+    least = minimum(graph)
+    points = [plain]
+    for share in shares:
+        limit = int(share * plain.peak)
+        if limit <= least.peak:
+            break
+        solution = solve(graph, limit)
+        if solution.peak <= limit:
+            points.append(from_solution(step, limit, solution))
+    if least.peak < plain.peak:
+        solution = solve(graph, least.peak)
+        best = min((solution, least), key=lambda s: (s.peak > least.peak, s.seconds))
+        points.append(from_solution(step, least.peak, best))
+    # A plan for less memory that costs less replaces those above it.
+    kept: list[Plan] = []
+    for point in points:
+        while len(kept) > 1 and kept[-1].overhead > point.overhead:
+            kept.pop()
+        kept.append(point)
+    return Curve(tuple(kept))

@@ -1,0 +1,168 @@
+"""Plans as files: JSON, with a version, and nothing that could be executed.
+
+Problem: a plan made on one machine is used on another, perhaps by another release. Invariant:
+whatever does not read back as it was meant is a `UsageError` that names the file and the reason;
+what can be derived (peaks, overhead) is not in the file and so cannot contradict it. Imports
+dryrun, planner. Rejected: pickle, which runs what it reads.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from lowtide.dryrun import Dry
+from lowtide.errors import UsageError
+from lowtide.observe import Seen
+from lowtide.planner import NEVER, Graph, Retention
+from lowtide.planner.graph import read_document
+from lowtide.rebuild import OpLog
+
+FORMAT = "lowtide.plan"
+VERSION = 1
+
+T = TypeVar("T", int, float)
+
+
+def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
+    """A plan as what JSON knows."""
+    names = list(dict.fromkeys(step.modules))
+    place = {name: index for index, name in enumerate(names)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": step.graph.fingerprint,
+        "source": step.source,
+        "device": step.device,
+        "seconds": step.seconds,
+        **rest,
+        "module_names": names,
+        "modules": [place[name] for name in step.modules],
+        "forward": step.seen.forward,
+        "reads": [list(log.reads) for log in step.seen.ops],
+        "live": [log.live for log in step.seen.ops],
+        "workspace": [log.workspace for log in step.seen.ops],
+        "temporaries": [log.temporaries for log in step.seen.ops],
+        "carries_grad": sorted(step.seen.carries_grad),
+        "parameters": [list(pair) for pair in step.seen.parameters.values()],
+        "graph": json.loads(step.graph.to_json()),
+    }
+
+
+def retained(retention: Retention) -> list[int | None]:
+    return [None if choice == NEVER else choice for choice in retention.retain]
+
+
+def read(text: str) -> tuple[Dry, dict[str, Any]]:
+    """The step of a plan file, and the rest of it."""
+    data = read_document(text, FORMAT, VERSION)
+    return _step(data), data
+
+
+def _step(data: dict[str, Any]) -> Dry:
+    graph = Graph.from_json(json.dumps(data.get("graph")))
+    if data.get("fingerprint") != graph.fingerprint:
+        raise UsageError(
+            f"damaged document: it is for graph {data.get('fingerprint')!r}, and the graph in it "
+            f"is {graph.fingerprint}"
+        )
+    count = len(graph.ops)
+    names = data.get("module_names")
+    if not isinstance(names, list) or not all(type(name) is str for name in names):
+        raise UsageError("damaged document: 'module_names' must be a list of text")
+    places = _whole(data, "modules", count)
+    if any(not 0 <= place < len(names) for place in places):
+        raise UsageError("damaged document: 'modules' points outside of 'module_names'")
+    seconds = data.get("seconds")
+    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise UsageError(f"damaged document: a step cannot take {seconds!r} seconds")
+    source, device = data.get("source"), data.get("device")
+    if source not in ("fake", "recorded") or not isinstance(device, str):
+        raise UsageError(f"damaged document: source {source!r} and device {device!r}")
+    modules = tuple(names[place] for place in places)
+    return Dry(graph, _seen(graph, data), modules, float(seconds), source, device)
+
+
+def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
+    count = len(graph.ops)
+    called, forward = data.get("reads"), data.get("forward")
+    if (
+        not isinstance(called, list)
+        or len(called) != count
+        or not all(isinstance(row, list) and all(type(n) is int for n in row) for row in called)
+    ):
+        raise UsageError(f"damaged document: 'reads' must be {count} lists of whole numbers")
+    if type(forward) is not int or not 0 <= forward <= count:
+        raise UsageError(f"damaged document: {count} operations cannot end at {forward!r}")
+    columns = (_whole(data, key, count) for key in ("live", "workspace", "temporaries"))
+    ops = tuple(
+        OpLog(
+            name=op.name,
+            seconds=op.seconds,
+            reads=tuple(reads),
+            inputs=op.inputs,
+            outputs=op.outputs,
+            sizes=tuple(graph.values[value].nbytes for value in op.outputs),
+            live=live,
+            begin=None,
+            mark=0,
+            workspace=workspace,
+            temporaries=temporaries,
+        )
+        for op, reads, live, workspace, temporaries in zip(graph.ops, called, *columns, strict=True)
+    )
+    pairs = data.get("parameters")
+    if not isinstance(pairs, list) or any(
+        not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int for n in pair)
+        for pair in pairs
+    ):
+        raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
+    # Negative keys: those of a running step are identities of tensors.
+    parameters = {-1 - place: (pair[0], pair[1]) for place, pair in enumerate(pairs)}
+    return Seen(ops, frozenset(_whole(data, "carries_grad", None)), parameters, {}, forward)
+
+
+def retention(graph: Graph, data: dict[str, Any]) -> Retention:
+    """The decisions of a plan file, which are for this graph."""
+    choices = data.get("retain")
+    if not isinstance(choices, list) or len(choices) != len(graph.values):
+        raise UsageError(
+            f"damaged document: 'retain' must be a list of {len(graph.values)} decisions"
+        )
+    found = Retention(
+        tuple(NEVER if choice is None else choice for choice in choices), graph.fingerprint
+    )
+    for value in graph.must_hold:
+        if found.retain[value] >= 0:
+            raise UsageError(
+                f"damaged document: it lets go of value {value}, which nothing can make again"
+            )
+    return found
+
+
+def optional(data: dict[str, Any], key: str, kind: type[T]) -> T | None:
+    number = data.get(key)
+    if number is None:
+        return None
+    if type(number) not in (int, kind) or not 0 <= number < float("inf"):
+        raise UsageError(f"damaged document: {key!r} cannot be {number!r}")
+    return kind(number)
+
+
+def status(data: dict[str, Any]) -> str:
+    found = data.get("status")
+    if found not in ("plain", "fits"):
+        raise UsageError(f"damaged document: a plan's status cannot be {found!r}")
+    return str(found)
+
+
+def _whole(data: dict[str, Any], key: str, count: int | None) -> list[int]:
+    numbers = data.get(key)
+    if (
+        not isinstance(numbers, list)
+        or any(type(number) is not int or number < 0 for number in numbers)
+        or (count is not None and len(numbers) != count)
+    ):
+        wanted = "" if count is None else f"{count} "
+        raise UsageError(f"damaged document: {key!r} must be a list of {wanted}whole numbers")
+    return numbers

@@ -1,0 +1,345 @@
+"""`lowtide.plan`: what a limit would cost, found out without running anything.
+
+Problem: whether a step fits, at what price, and what would be recomputed should be known before
+the job starts, on a machine that need not be able to run it. Invariant: a `Plan` carries the graph
+it is for; peaks are the simulator's for exactly its decisions, also after loading, and a step that
+turns out to be another one is planned anew, never run on trust (rule 13). A file is data: loading
+one executes nothing. Imports dryrun, planner, report. Rejected: a plan without its graph, which is
+smaller and can be checked against nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import planfile
+from lowtide.dryrun import Dry, dry_run
+from lowtide.errors import UsageError
+from lowtide.limits import format_bytes, parse_limit
+from lowtide.planner import (
+    HOLD,
+    Retention,
+    Simulation,
+    Simulator,
+    Solution,
+    keep_all,
+    minimum,
+    solve,
+)
+from lowtide.prepared import Prepared
+from lowtide.report import refusal
+
+_MARGIN = {"fake": 0.02, "recorded": 0.005}
+"""Of the limit: what a prediction is allowed to be wrong by."""
+_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class OperationDecision:
+    """What a plan does with the results of one operation.
+
+    Attributes:
+        index: its place in the forward.
+        name: of the operator, e.g. ``aten::convolution``.
+        module: qualified name of the module that called it.
+        nbytes: bytes of what it makes.
+        choice: "keep" in memory to its last use; "recompute" when backward asks; "release": nobody
+            asks for it in backward, or only a replay does.
+        replays: how often it is run again.
+        seconds: of one run.
+    """
+
+    index: int
+    name: str
+    module: str
+    nbytes: int
+    choice: str
+    replays: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDecision:
+    """The same, summed over the operations of a module, those of its children left out."""
+
+    module: str
+    kept_bytes: int
+    recomputed_bytes: int
+    replayed_operations: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep and what to recompute in one step. Made by `plan`; run by `lowtide.budget`.
+
+    Attributes:
+        step: the step that it is for, as it was gone through.
+        retention: the decisions, one for each value of ``step.graph``.
+        limit: the limit in bytes; None: nothing is recomputed.
+        bound: seconds that every plan under the limit replays at least; None: not proved.
+        status: "plain" where nothing has to be recomputed, else "fits".
+        solve_seconds: how long the search took.
+    """
+
+    step: Dry
+    retention: Retention
+    limit: int | None
+    bound: float | None
+    status: str
+    solve_seconds: float
+
+    # ------------------------------------------------------------------ what it costs
+
+    @cached_property
+    def _simulation(self) -> Simulation:
+        return Simulator(self.step.graph).run(self.retention.retain, trace=True)
+
+    @property
+    def peak(self) -> int:
+        """Predicted peak of the step in bytes."""
+        return self._simulation.peak
+
+    @cached_property
+    def plain_peak(self) -> int:
+        """Predicted peak with nothing recomputed."""
+        graph = self.step.graph
+        return Simulator(graph).run(keep_all(graph).retain).peak
+
+    @cached_property
+    def minimum_peak(self) -> int:
+        """The lowest peak that the planner reaches. Searched for when first asked for."""
+        return min(minimum(self.step.graph).peak, self.peak)
+
+    @property
+    def overhead(self) -> float:
+        """Replayed time as a share of the plain step's."""
+        return self._share(self._simulation.seconds)
+
+    @property
+    def lower_bound(self) -> float | None:
+        """No plan under the limit has a smaller overhead; None where that was not proved."""
+        return None if self.bound is None else self._share(self.bound)
+
+    @property
+    def gap(self) -> float | None:
+        """How much of the overhead may be avoidable: 0.01 is one point of the step's time."""
+        bound = self.lower_bound
+        return None if bound is None else max(0.0, self.overhead - bound)
+
+    def _share(self, seconds: float) -> float:
+        return seconds / self.step.seconds if self.step.seconds > 0 else 0.0
+
+    @property
+    def source(self) -> str:
+        """ "fake": from fake tensors, nothing was run; "recorded": from one real step."""
+        return self.step.source
+
+    # ------------------------------------------------------------------ what it decides
+
+    @cached_property
+    def operations(self) -> tuple[OperationDecision, ...]:
+        """One decision for each operation of the forward."""
+        graph, trace = self.step.graph, self._simulation.trace
+        assert trace is not None
+        found = []
+        for index, (op, module) in enumerate(zip(graph.ops, self.step.modules, strict=True)):
+            choice = "release"
+            for value in op.outputs:
+                if self.retention.retain[value] == HOLD:
+                    choice = "keep"
+                elif graph.release[value] >= 0 and choice == "release":
+                    choice = "recompute"
+            nbytes = sum(graph.values[value].nbytes for value in op.outputs)
+            found.append(
+                OperationDecision(
+                    index, op.name, module, nbytes, choice, trace.replays[index], op.seconds
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def modules(self) -> tuple[ModuleDecision, ...]:
+        """One line for each module that ran an operation, in the order of the forward."""
+        rows: dict[str, list[float]] = {}
+        for op in self.operations:
+            row = rows.setdefault(op.module, [0, 0, 0, 0.0])
+            row[0] += op.nbytes if op.choice == "keep" else 0
+            row[1] += op.nbytes if op.choice == "recompute" else 0
+            row[2] += op.replays
+            row[3] += op.replays * op.seconds
+        return tuple(
+            ModuleDecision(name, int(kept), int(redone), int(times), seconds)
+            for name, (kept, redone, times, seconds) in rows.items()
+        )
+
+    def prepared(self) -> Prepared:
+        """For a budget: what follows the plan operation by operation."""
+        return Prepared.of(
+            self.retention, self.step.graph, self.peak, self.step.seen, self.source == "recorded"
+        )
+
+    # ------------------------------------------------------------------ files and text
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON; `lowtide.load_plan` reads it."""
+        text = json.dumps(
+            planfile.document(
+                self.step,
+                {
+                    "retain": planfile.retained(self.retention),
+                    "limit": self.limit,
+                    "bound": self.bound,
+                    "status": self.status,
+                    "torch": torch.__version__,
+                },
+            ),
+            separators=(",", ":"),
+        )
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        graph = self.step.graph
+        times = f"{'modelled' if self.source == 'fake' else 'measured'}: {self.step.device}"
+        rows = [
+            ("graph", f"{graph.fingerprint[:12]}, {len(graph.ops)} operations, {self.source}"),
+            ("limit", "none" if self.limit is None else format_bytes(self.limit)),
+            ("peak", format_bytes(self.peak)),
+            ("plain peak", format_bytes(self.plain_peak)),
+            ("overhead", f"{self.overhead:.1%} of the step (times {times})"),
+        ]
+        if self.lower_bound is not None:
+            rows.append(("lower bound", f"{self.lower_bound:.1%}"))
+        width = max(len(label) for label, _ in rows)
+        lines = [f"{label:<{width}}  {text}" for label, text in rows]
+        redone = sorted(
+            (m for m in self.modules if m.recomputed_bytes), key=lambda m: -m.recomputed_bytes
+        )
+        if redone:
+            lines.append("recomputed:")
+        for row in redone[:_ROWS]:
+            lines.append(
+                f"  {row.module or '(outside of modules)'}: "
+                f"{format_bytes(row.recomputed_bytes)} of "
+                f"{format_bytes(row.recomputed_bytes + row.kept_bytes)}"
+            )
+        if len(redone) > _ROWS:
+            lines.append(f"  and {len(redone) - _ROWS} modules more")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        limit = "none" if self.limit is None else format_bytes(self.limit)
+        return (
+            f"<Plan for graph {self.step.graph.fingerprint[:12]}: peak {format_bytes(self.peak)}, "
+            f"limit {limit}, overhead {self.overhead:.1%}>"
+        )
+
+
+# ---------------------------------------------------------------------------- making one
+
+
+def plan(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    limit: int | float | str | None = None,
+    on: str | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """What a memory limit would cost a training step: a dry run.
+
+    Nothing is executed and no tensor is allocated: ``fn(*args, **kwargs)`` is called with fake
+    tensors in place of parameters, buffers and arguments, and so is its backward. A step that does
+    not fit on any machine can be planned. Bytes come from sizes, times from a model of the device;
+    a budget that runs the plan replaces them by what it measures.
+
+    Args:
+        fn: the forward and the loss: a module, or any callable that reaches its modules through
+            arguments, closures, globals that it names, bound methods or ``functools.partial``.
+            Backward starts from the sum of what it returns, in any nesting, that requires grad.
+        limit: as for `lowtide.budget`: bytes, text or a fraction of the plain peak. None: nothing
+            is recomputed, to learn the plain peak.
+        on: the device whose times to model, "H100" for instance, where it is not the one that
+            the model stands on.
+
+    Where the forward asks for what is in a tensor that depends on parameters or random numbers,
+    one real step is recorded instead, with a `DryRunWarning`; gradients, buffers and random state
+    are put back, and ``plan.source`` is "recorded".
+
+    Raises:
+        BudgetError: no plan keeps the limit; the error names the smallest that can be kept.
+        UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
+
+    >>> import torch
+    >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
+    >>> step = plan(torch.nn.Sequential(*layers), torch.ones(512, 64, requires_grad=True))
+    >>> plan(torch.nn.Sequential(*layers), torch.ones(512, 64), limit=0.6).peak < step.plain_peak
+    True
+    """
+    if not callable(fn):
+        raise UsageError(
+            f"plan needs the step as a callable (a module, or a function of its arguments); got "
+            f"{type(fn).__name__}."
+        )
+    wanted = None if limit is None else parse_limit(limit)
+    step = dry_run(fn, args, kwargs, on)
+    return plan_step(step, wanted)
+
+
+def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = None) -> Plan:
+    """Plan a step that was gone through already; `margin` is a share of the limit."""
+    graph = step.graph
+    plain = Plan(step, keep_all(graph), None, 0.0, "plain", 0.0)
+    if limit is None:
+        return plain
+    if isinstance(limit, float):
+        limit = int(limit * plain.plain_peak)
+    if plain.plain_peak <= limit:
+        return replace(plain, limit=limit)
+    share = _MARGIN[step.source] if margin is None else margin
+    solution = solve(graph, limit, margin=int(share * limit))
+    if solution.peak > limit:
+        least = minimum(graph)
+        if least.peak > limit:
+            raise refusal(graph, limit, least.plan.retain, measured=step.source == "recorded")
+        solution = least
+    return from_solution(step, limit, solution)
+
+
+def from_solution(step: Dry, limit: int, solution: Solution) -> Plan:
+    return Plan(
+        step,
+        solution.plan,
+        limit,
+        solution.lower_bound,
+        "fits" if solution.peak < solution.plain_peak else "plain",
+        solution.solve_seconds,
+    )
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan that `Plan.save` wrote. Nothing is executed; costs are simulated anew.
+
+    Raises:
+        UsageError: the file is damaged, is something else, or was written by another version.
+    """
+    try:
+        step, rest = planfile.read(Path(path).read_text(encoding="utf-8"))
+        return Plan(
+            step,
+            planfile.retention(step.graph, rest),
+            planfile.optional(rest, "limit", int),
+            planfile.optional(rest, "bound", float),
+            planfile.status(rest),
+            0.0,
+        )
+    except (UnicodeDecodeError, UsageError) as error:
+        raise UsageError(f"cannot read the plan in {os.fspath(path)}: {error}") from error

@@ -1,0 +1,83 @@
+"""Answering a dry run's questions about data: does this mask hide anything, how many labels?
+
+Problem: much code looks at its labels or masks before it computes (a check, an early way out), and
+a fake tensor cannot say what is in it. Invariant: what is asked is computed only from tensors that
+are really there (arguments, buffers) and only where no parameter, random number or write had a part
+in it; everything else stays unanswered, and the caller falls back to a real step. Imports tape.
+Rejected: guessing one branch, which plans a step that will not be run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.values import Operation, Ref, Value
+
+_MOST_BYTES = 64 << 20  # made on the way to one answer
+
+
+class UnansweredError(Exception):
+    """What was asked does not depend on data alone."""
+
+
+def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
+    """What is in a value, as a tensor over its whole storage.
+
+    Args:
+        value: recorded on fake tensors.
+        real: the tensors that stand behind externals.
+
+    Raises:
+        UnansweredError: something else than data had a part in it, or it takes much memory.
+    """
+    known: dict[Value, torch.Tensor] = {}
+    with _compat.below_autograd(), torch.no_grad():
+        for op in _makers(value, real):
+            args = [_real_argument(a, known, real) for a in op.args]
+            kwargs = {k: _real_argument(a, known, real) for k, a in op.kwargs.items()}
+            result = op.facts.func(*args, **kwargs)
+            flat = list(result) if isinstance(result, list | tuple) else [result]
+            for place, weak in op.outputs:
+                made = weak()
+                if made is not None:
+                    known[made] = flat[place]
+        return known[value] if value in known else real[value]
+
+
+def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
+    found: set[Operation] = set()
+    stack = [value]
+    nbytes = 0
+    while stack:
+        value = stack.pop()
+        if value in real:
+            if real[value].requires_grad:
+                raise UnansweredError("it depends on a parameter")
+            continue
+        op = value.op
+        if op is None or op.draws or op.writes or op.facts.random or op.facts.writes:
+            raise UnansweredError("it depends on what only a real step can make")
+        if op in found:
+            continue
+        found.add(op)
+        nbytes += sum(made.nbytes for made in op.made())
+        if nbytes > _MOST_BYTES:
+            raise UnansweredError("it takes much memory to find out")
+        stack.extend(op.values())
+    return sorted(found, key=lambda op: op.sequence)
+
+
+def _real_argument(
+    argument: Any, known: dict[Value, torch.Tensor], real: dict[Value, torch.Tensor]
+) -> Any:
+    if isinstance(argument, Ref):
+        if argument.value is None:
+            raise UnansweredError("it is written in place")
+        base = known[argument.value] if argument.value in known else real[argument.value]
+        return argument.of(base.detach())
+    if isinstance(argument, list):
+        return [_real_argument(item, known, real) for item in argument]
+    return argument

@@ -1,0 +1,250 @@
+"""Stand-ins for everything a step reads, so that it can be gone through without memory.
+
+Problem: a dry run needs the user's own function, and that function reaches its parameters through
+modules, closures and globals. Invariant: while it runs, parameters, buffers and the tensors among
+the arguments are fake; afterwards every module found is what it was, attributes included, as are
+the gradients and Python's own random state. Imports `_compat`. Rejected: a deep copy of the model
+on the meta device, which changes what `cpu` and `cuda` code paths are taken.
+
+What is found: modules and tensors among the arguments (in lists, tuples, dictionaries), in what the
+function closes over, in the globals that it names, behind `functools.partial`, bound methods and
+the attributes of objects found so. Tensors elsewhere are seen as constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import _compat
+
+_DEPTH = 5
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype,
+          torch.device, torch.Generator)  # fmt: skip
+
+
+class Found:
+    """The modules and tensors that a function reaches."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.roots: dict[str, nn.Module] = {}
+        self.tensors: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+        self._keep: list[Any] = []  # bound methods and the like are made anew each time
+        self._visit("", function, _DEPTH)
+        self._visit("", (args, kwargs), _DEPTH)
+        inside = {id(m) for root in self.roots.values() for m in root.modules() if m is not root}
+        self.roots = {k: m for k, m in self.roots.items() if id(m) not in inside}
+
+    def modules(self) -> Iterator[nn.Module]:
+        seen: set[nn.Module] = set()
+        for root in self.roots.values():
+            for module in root.modules():
+                if module not in seen:
+                    seen.add(module)
+                    yield module
+
+    def names(self) -> dict[int, str]:
+        """Qualified names by module identity; the variable comes first where roots are many."""
+        names: dict[int, str] = {}
+        for label, root in self.roots.items():
+            for name, module in root.named_modules():
+                prefix = label if len(self.roots) > 1 else ""
+                names.setdefault(id(module), ".".join(filter(None, (prefix, name))))
+        return names
+
+    def state(self) -> Iterator[torch.Tensor]:
+        for module in self.modules():
+            for tensors in _compat.parameters_and_buffers(module):
+                yield from (t for t in tensors.values() if t is not None)
+
+    def _visit(self, label: str, item: Any, depth: int) -> None:
+        if depth < 0 or isinstance(item, _ATOMS) or id(item) in self._seen:
+            return
+        self._seen.add(id(item))
+        self._keep.append(item)
+        if isinstance(item, nn.Module):
+            name = label or type(item).__name__
+            while name in self.roots:
+                name += "'"
+            self.roots[name] = item
+        elif isinstance(item, torch.Tensor):
+            self.tensors.append(item)
+        else:
+            for name, part in _parts(item):
+                self._visit(name, part, depth - 1)
+
+
+def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+    """What an object that is neither module nor tensor leads to, with a name where it has one."""
+    if isinstance(item, dict):
+        yield from ((key if isinstance(key, str) else "", part) for key, part in item.items())
+    elif isinstance(item, list | tuple | set | frozenset):
+        yield from (("", part) for part in item)
+    elif isinstance(item, functools.partial):
+        yield from (("", part) for part in (item.func, item.args, item.keywords))
+    elif isinstance(item, types.MethodType):
+        yield from (("self", item.__self__), ("", item.__func__))
+    elif isinstance(item, types.FunctionType):
+        yield from _reached(item)
+    elif not isinstance(item, types.BuiltinFunctionType) and hasattr(item, "__dict__"):
+        home = type(item).__module__.partition(".")[0]
+        if home != "torch" and home not in sys.stdlib_module_names:
+            yield from vars(item).items()
+
+
+def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield "", function.__defaults__ or ()
+    yield "", function.__kwdefaults__ or {}
+    yield "", vars(function).get("__wrapped__")
+    home = str(function.__module__).partition(".")[0]
+    if home in ("torch", "lowtide") or home in sys.stdlib_module_names - {"__main__"}:
+        return
+    codes = [function.__code__]
+    for code in codes:
+        codes.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+
+
+class StandIns:
+    """Context manager: the found modules hold fake tensors; `fake` turns arguments into such."""
+
+    def __init__(self, found: Found, device: torch.device) -> None:
+        self.found = found
+        self.device = device
+        self.mode = _compat.fake_mode([*found.state(), *found.tensors])
+        self._made: dict[int, torch.Tensor] = {}
+        self._real: dict[int, torch.Tensor] = {}
+        self._saved = _Saved(found)
+
+    def __enter__(self) -> StandIns:
+        self._saved.take()
+        try:
+            for module in self.found.modules():
+                for tensors in _compat.parameters_and_buffers(module):
+                    for name, tensor in tensors.items():
+                        if tensor is not None:
+                            tensors[name] = self.fake(tensor)
+            for module in self.found.modules():
+                for name, part in vars(module).items():
+                    # As recurrent layers do: a list of their own parameters.
+                    if type(part) is list and any(id(p) in self._made for p in part):
+                        vars(module)[name] = [self._made.get(id(p), p) for p in part]
+        except BaseException:
+            self._saved.restore()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._saved.restore()
+
+    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor whose storage a fake one stands for; a real one is its own."""
+        if not _compat.is_fake(tensor):
+            return tensor
+        storage = _compat.storage_of(tensor)
+        return None if storage is None else self._real.get(storage._cdata)
+
+    def fake(self, item: Any) -> Any:
+        """The same arguments with fake tensors in place of real ones."""
+        if isinstance(item, torch.Tensor):
+            made = self._made.get(id(item))
+            if made is None:
+                made = self._made[id(item)] = _compat.faked(self.mode, item, self.device)
+                storage = _compat.storage_of(made)
+                if storage is not None and made is not item and item.device.type != "meta":
+                    self._real.setdefault(storage._cdata, item)
+            return made
+        if type(item) in (list, tuple):
+            return type(item)(map(self.fake, item))
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return type(item)(*map(self.fake, item))
+        if type(item) is dict:
+            return {key: self.fake(part) for key, part in item.items()}
+        return item
+
+
+class _Saved:
+    """What a forward may leave in modules and in Python, and how to put it back."""
+
+    def __init__(self, found: Found) -> None:
+        self._modules = list(found.modules())
+        self._states: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
+        self._random: Any = None
+        self._numpy: Any = None
+
+    def take(self) -> None:
+        for module in self._modules:
+            places = [vars(module), *_compat.parameters_and_buffers(module)]
+            self._states.append([(place, dict(place)) for place in places])
+        self._random = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        for state in self._states:
+            for place, before in state:
+                if place.keys() != before.keys() or any(
+                    place[key] is not part for key, part in before.items()
+                ):
+                    place.clear()
+                    place.update(before)
+        self._states.clear()
+        random.setstate(self._random)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class RealState:
+    """Context manager: gradients, buffers and torch's random state are put back afterwards."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+        self._python = _Saved(found)
+
+    def __enter__(self) -> None:
+        self._python.take()
+        leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
+        self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
+        self._gradient_bits = [g.clone() for _, g in self._gradients if g is not None]
+        self._buffers = [
+            (buffer, buffer.detach().clone())
+            for module in self._found.modules()
+            for buffer in _compat.parameters_and_buffers(module)[1].values()
+            if buffer is not None
+        ]
+        cuda = torch.cuda.is_initialized()
+        self._generator = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if cuda else None
+
+    def __exit__(self, *exc: object) -> None:
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+            bits = iter(self._gradient_bits)
+            for leaf, gradient in self._gradients:
+                if gradient is not None:
+                    gradient.copy_(next(bits))
+                leaf.grad = gradient
+        torch.set_rng_state(self._generator)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        self._python.restore()
+
+
+__all__ = ["Found", "RealState", "StandIns"]

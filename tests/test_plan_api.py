@@ -1,0 +1,354 @@
+"""`lowtide.plan` and what it returns: costs, files, refusals, and budgets that run a plan."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import BudgetError, Plan, UsageError
+from lowtide.dryrun import Dry
+from lowtide.frontier import curve_of
+from lowtide.observe import Seen
+from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
+from lowtide.plans import plan_step
+
+Step = Callable[[], Tensor]
+
+
+def network(blocks: int = 4, width: int = 64, *, dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                nn.Linear(width, 2 * width),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(blocks)
+        )
+    )
+
+
+def loss_on(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: model(x).square().mean()
+
+
+def batch(rows: int = 256) -> Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+
+
+def halfway(step: Callable[..., Any], *args: Any) -> int:
+    plain = lowtide.plan(step, *args)
+    return (plain.plain_peak + plain.minimum_peak) // 2
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    step = loss_on(network())
+    return lowtide.plan(step, batch(), limit=halfway(step, batch()))
+
+
+# ---------------------------------------------------------------------------- what it says
+
+
+def test_a_plan_without_a_limit_recomputes_nothing() -> None:
+    plain = lowtide.plan(loss_on(network()), batch())
+    assert plain.status == "plain"
+    assert plain.limit is None
+    assert plain.peak == plain.plain_peak
+    assert plain.overhead == plain.gap == 0
+    assert {op.choice for op in plain.operations} == {"keep", "release"}
+
+
+def test_a_plan_under_a_limit(planned: Plan) -> None:
+    assert planned.status == "fits"
+    assert planned.source == "fake"
+    assert planned.limit is not None
+    assert planned.minimum_peak <= planned.peak <= planned.limit < planned.plain_peak
+    assert planned.lower_bound is not None
+    assert 0 < planned.lower_bound <= planned.overhead < 1
+    assert planned.gap == pytest.approx(planned.overhead - planned.lower_bound)
+
+
+def test_decisions_by_operation_and_by_module(planned: Plan) -> None:
+    ops = planned.operations
+    assert len(ops) == len(planned.step.graph.ops)
+    redone = [op for op in ops if op.choice == "recompute"]
+    assert redone
+    assert all(op.replays for op in redone)
+    assert {op.module for op in redone} <= {f"{i}.{j}" for i in range(4) for j in range(4)}
+    assert sum(m.recomputed_bytes for m in planned.modules) == sum(op.nbytes for op in redone)
+    assert sum(m.replayed_operations for m in planned.modules) == sum(op.replays for op in ops)
+
+
+def test_a_plan_prints(planned: Plan) -> None:
+    text = str(planned)
+    for part in ("limit", "plain peak", "of the step", "lower bound", "recomputed:", "modelled"):
+        assert part in text
+    assert planned.step.graph.fingerprint[:12] in repr(planned)
+
+
+def test_a_fraction_is_of_the_plain_peak() -> None:
+    step = loss_on(network())
+    share = 0.9
+    assert lowtide.plan(step, batch(), limit=share).limit == int(
+        share * lowtide.plan(step, batch()).plain_peak
+    )
+
+
+def test_a_limit_below_the_minimum_names_it() -> None:
+    step = loss_on(network())
+    least = lowtide.plan(step, batch()).minimum_peak
+    with pytest.raises(BudgetError, match="at its peak stands") as caught:
+        lowtide.plan(step, batch(), limit=1000)
+    assert caught.value.limit == 1000
+    assert least <= caught.value.minimum <= 1.05 * least
+    assert lowtide.plan(step, batch(), limit=least).peak <= least
+
+
+def test_keyword_arguments_reach_the_step() -> None:
+    def step(x: Tensor, *, scale: float) -> Tensor:
+        return (torch.nn.functional.gelu(x) * scale).sum()
+
+    x = torch.ones(64, 64, requires_grad=True)
+    assert lowtide.plan(step, x, scale=2.0).step.graph.ops
+    with pytest.raises(UsageError, match="as a callable"):
+        lowtide.plan(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="cannot read the limit"):
+        lowtide.plan(step, x, scale=2.0, limit="much")
+
+
+# ---------------------------------------------------------------------------- odd graphs
+
+
+def dry(graph: Graph, seconds: float = 1.0) -> Dry:
+    modules = tuple("" for _ in graph.ops)
+    return Dry(graph, Seen((), frozenset(), {}, {}, 0), modules, seconds, "fake", "nothing")
+
+
+def test_a_step_that_saves_nothing() -> None:
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    step = lowtide.plan(lambda x: model(x).sum(), torch.ones(64, 4))
+    assert not step.step.graph.events
+    assert step.peak > 0
+    with pytest.raises(BudgetError, match="of the forward"):
+        lowtide.plan(lambda x: model(x).sum(), torch.ones(64, 4), limit=16)
+
+
+def test_a_step_that_does_nothing() -> None:
+    step = lowtide.plan(lambda: None, limit=100)
+    assert (step.peak, step.overhead, step.operations) == (0, 0.0, ())
+    assert len(lowtide.curve(lambda: None)) == 1
+
+
+def test_operations_without_time_and_steps_without_time() -> None:
+    values = tuple(ValueNode(100, producer) for producer in (-1, 0, 1, 2))
+    ops = tuple(OpNode("f", 0.0, (i,), (i + 1,), 0, True, 100, 100) for i in range(3))
+    events = tuple(Event(v, 50, 50, (v,)) for v in (3, 2, 1))
+    graph = Graph(values, ops, events)
+    found = plan_step(dry(graph, 0.0), minimum(graph).peak)
+    assert found.overhead == 0.0
+    assert found.peak == simulate(graph, found.retention.retain).peak
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "step.plan"
+    planned.save(path)
+    found = lowtide.load_plan(path)
+    assert found.step.graph == planned.step.graph
+    assert found.retention == planned.retention
+    assert (found.peak, found.overhead, found.limit) == (
+        planned.peak,
+        planned.overhead,
+        planned.limit,
+    )
+    assert found.lower_bound == planned.lower_bound
+    assert found.operations == planned.operations
+    assert found.step.seen.ops == tuple(
+        replace(log, begin=None, mark=0) for log in planned.step.seen.ops
+    )
+    assert str(found) == str(planned)
+    again = tmp_path / "again.plan"
+    found.save(again)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_the_same_step_gives_the_same_file(planned: Plan, tmp_path: Path) -> None:
+    code = (
+        "import sys, lowtide; from test_plan_api import *;"
+        "step = loss_on(network());"
+        "lowtide.plan(step, batch(), limit=halfway(step, batch())).save(sys.argv[1])"
+    )
+    files = []
+    for seed in ("1", "2"):
+        files.append(tmp_path / seed)
+        subprocess.run(
+            [sys.executable, "-c", code, str(files[-1])],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            check=True,
+        )
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def change(data: dict[str, Any], key: str, value: object) -> None:
+    data[key] = value
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "another format": (lambda d: change(d, "format", "lowtide.graph"), "its format is"),
+    "another version": (lambda d: change(d, "version", 2), "has version 2"),
+    "another graph": (lambda d: change(d, "fingerprint", "0" * 32), "it is for graph '000"),
+    "a value more": (lambda d: d["retain"].append(0), "'retain' must be a list of"),
+    "no number": (lambda d: change(d, "retain", ["x"] * len(d["retain"])), "cannot say 'x'"),
+    "no graph": (lambda d: d.pop("graph"), "format is 'NoneType'|not a lowtide.graph"),
+    "an op too few": (lambda d: d["graph"]["ops"].pop(), "producer|does not list"),
+    "another size": (lambda d: d["graph"]["values"].__setitem__(0, [1, 0, False]), "for graph"),
+    "modules": (lambda d: change(d, "modules", [10**9] * len(d["modules"])), "outside of"),
+    "names": (lambda d: change(d, "module_names", [1]), "must be a list of text"),
+    "seconds": (lambda d: change(d, "seconds", -1), "cannot take -1 seconds"),
+    "limit": (lambda d: change(d, "limit", "6 GiB"), "'limit' cannot be '6 GiB'"),
+    "bound": (lambda d: change(d, "bound", [0]), "'bound' cannot be"),
+    "status": (lambda d: change(d, "status", "good"), "status cannot be 'good'"),
+    "source": (lambda d: change(d, "source", "a dream"), "a dream"),
+    "seen": (lambda d: d["live"].pop(), "'live' must be a list of"),
+    "parameters": (lambda d: change(d, "parameters", [[1]]), "pairs of numbers"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_file_is_refused(what: str, planned: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "step.plan"
+    planned.save(path)
+    data = json.loads(path.read_text())
+    damage, text = DAMAGE[what]
+    damage(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match=rf"step\.plan: .*({text})"):
+        lowtide.load_plan(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04\x95", b"import os", b"[1]"])
+def test_a_file_that_is_no_plan_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "step.plan"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"step\.plan"):
+        lowtide.load_plan(path)
+    with pytest.raises(FileNotFoundError):
+        lowtide.load_plan(tmp_path / "missing.plan")
+
+
+# ---------------------------------------------------------------------------- running one
+
+
+def run(model: nn.Module, x: Tensor, around: lowtide.Budget | None) -> tuple[int, list[Tensor]]:
+    """Peak and gradients of one step."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(5)
+    step = loss_on(model)
+
+    def once() -> None:
+        if around is None:
+            loss = step(x)
+        else:
+            with around:
+                loss = step(x)
+        loss.backward()
+
+    peak = lowtide.measure(once, device="cpu").peak_bytes
+    return peak, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_budget_follows_a_plan_from_the_first_step_on(tmp_path: Path) -> None:
+    model, x = network(6, dropout=0.1), batch(512)
+    _, plain = run(model, x, None)
+    for parameter in model.parameters():
+        parameter.grad = None
+    found = lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x))
+    found.save(tmp_path / "plan")
+    budget = lowtide.budget(lowtide.load_plan(tmp_path / "plan"))
+    for _ in range(3):
+        peak, gradients = run(model, x, budget)
+        assert found.limit is not None
+        assert peak <= found.limit
+        assert all(map(torch.equal, gradients, plain))
+        report = budget.report()
+        assert report.planned
+        assert report.replayed_operations > 0
+    assert run(model, x, lowtide.budget(found))[0] == pytest.approx(found.peak, rel=0.02)
+
+
+def test_a_step_of_another_graph_is_planned_anew() -> None:
+    small, large = network(4), network(8)
+    found = lowtide.plan(loss_on(small), batch(), limit=halfway(loss_on(small), batch()))
+    _, plain = run(large, batch(), None)
+    for parameter in large.parameters():
+        parameter.grad = None
+    limit = halfway(loss_on(large), batch())
+    budget = lowtide.budget(replace(found, limit=limit))
+    for _ in range(3):
+        peak, gradients = run(large, batch(), budget)
+        assert peak <= limit
+        assert all(map(torch.equal, gradients, plain))
+
+
+def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path) -> None:
+    model, x = network(6), batch()
+    found = lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x))
+    found.save(tmp_path / "plan")
+    longer = nn.Sequential(*model[:4], nn.Tanh(), *model[4:])
+    _, plain = run(longer, x, None)
+    budget = lowtide.budget(lowtide.load_plan(tmp_path / "plan"))
+    for _ in range(3):
+        _, gradients = run(longer, x, budget)
+        assert all(map(torch.equal, gradients, plain))
+
+
+def test_a_plan_without_a_limit_can_be_run() -> None:
+    model = network()
+    budget = lowtide.budget(lowtide.plan(loss_on(model), batch()))
+    run(model, batch(), budget)
+    assert budget.report().replayed_operations == 0
+
+
+# ---------------------------------------------------------------------------- the frontier
+
+
+def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
+    points = lowtide.curve(loss_on(network(8)), batch(512))
+    peaks = [point.peak for point in points]
+    costs = [point.overhead for point in points]
+    assert len(points) > 3
+    assert peaks[0] == points.plain_peak
+    assert peaks[-1] == points.minimum_peak == points[0].minimum_peak
+    assert costs == sorted(costs)
+    assert costs[0] == 0
+    assert all(a > b for a, b in itertools.pairwise(peaks))
+    lines = str(points).splitlines()
+    assert len(lines) == len(points) + 1
+    assert "overhead" in lines[0]
+    assert list(points[1:3]) == [points[1], points[2]]
+
+
+def test_a_curve_of_a_step_that_cannot_be_made_smaller() -> None:
+    graph = Graph((ValueNode(10, 0),), (OpNode("f", 1.0, (), (0,), 0, True, 10, 10),), ())
+    assert len(curve_of(dry(graph))) == 1
+    assert len(lowtide.curve(F.relu, torch.ones(4))) == 1
