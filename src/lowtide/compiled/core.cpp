@@ -258,7 +258,13 @@ PyObject* aside(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// The recorder that is open on this thread, or None.
+PyObject* current_recorder(PyObject*, PyObject*) {
+  return Py_NewRef(current == nullptr ? Py_None : reinterpret_cast<PyObject*>(current));
+}
+
 PyMethodDef functions[] = {
+    {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

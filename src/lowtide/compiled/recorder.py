@@ -71,9 +71,7 @@ class _HigherOrder:
         self.operator = operator
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from lowtide.step import current_recorder
-
-        recorder: Any = current_recorder()
+        recorder = self.core.current_recorder()
         if recorder is None:
             return self.core.aside(self._call, args, kwargs)
         return self.core.aside(recorder.run, self.operator, args, kwargs)
