@@ -33,7 +33,7 @@ demo: $(VENV)/.demo
 
 test: lint
 	@for engine in $(ENGINES); do \
-	    if [ $$engine = compiled ] && ! $(BIN)/python -m lowtide.compiled.build >/dev/null; then \
+	    if [ $$engine = compiled ] && ! $(BIN)/python -m lowtide.compiled >/dev/null; then \
 	        echo "no compiled recorder here: tested in Python only"; continue; fi; \
 	    echo "Tests on the engine: $$engine"; \
 	    LOWTIDE_ENGINE=$$engine $(ONE_THREAD) \
@@ -67,7 +67,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the demo needs"
 	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
 	@echo "Building the compiled recorder"
-	@$(BIN)/python -m lowtide.compiled.build >/dev/null || echo "going on without it"
+	@$(BIN)/python -m lowtide.compiled >/dev/null || echo "going on without it"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

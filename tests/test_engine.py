@@ -195,6 +195,28 @@ def test_a_step_begun_on_one_engine_ends_on_the_other() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("way", ["python", "compiled"])
+def test_a_higher_order_operator_runs_once_and_is_kept(way: str) -> None:
+    """Such operators exist in Python only, and look for a kernel under every key that is on."""
+    from torch._higher_order_ops.wrap import wrap
+
+    calls = []
+
+    def body(v: Tensor) -> Tensor:
+        calls.append(1)
+        return v.sin().exp()
+
+    x = torch.randn(6, requires_grad=True)
+    (plain,) = torch.autograd.grad(x.cos().sin().exp().tanh().sum(), x)
+    with engine.use(way), counted() as replayed:
+        lowtide.checkpoint(lambda v: wrap(body, v.cos()).tanh(), x).sum().backward()
+    assert len(calls) == 1
+    assert replayed.operations > 0
+    assert x.grad is not None
+    assert torch.equal(x.grad, plain)
+
+
+@needs_compiler
 def test_the_key_is_given_back_after_an_error() -> None:
     def fails(x: Tensor) -> Tensor:
         x.sin()

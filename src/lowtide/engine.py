@@ -148,7 +148,7 @@ def _look_for_it() -> None:
 def _build_beside() -> None:
     """In a process of its own, so that training keeps its thread and its environment."""
     done = subprocess.run(
-        [sys.executable, "-m", "lowtide.compiled.build"],
+        [sys.executable, "-m", "lowtide.compiled"],
         capture_output=True,
         text=True,
         check=False,

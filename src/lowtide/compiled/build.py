@@ -67,6 +67,8 @@ def possible() -> str | None:
     """None if a build can be tried here, else the reason why not."""
     if os.name != "posix":
         return f"the compiled recorder is not built on {platform.system()} yet"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "the compiled recorder needs Python's global lock, which this build has not"
     if _compiler() is None:
         return "no C++ compiler was found (c++, g++, clang++ or $CXX)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -145,10 +147,3 @@ class _one_at_a_time:
 
     def __exit__(self, *exc: object) -> None:
         self._file.close()
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(f"{build()}\n")
-    except BuildError as failure:
-        sys.exit(str(failure))
