@@ -47,6 +47,7 @@ def census() -> tuple[Counter[str], int, int]:
     gc.collect()
     types = Counter(type(o).__qualname__ for o in gc.get_objects())
     tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    watch.sweep()
     return types, tensors, len(watch._watched)
 
 

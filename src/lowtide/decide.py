@@ -239,7 +239,9 @@ class StepDecisions:
             need = prepared.needs[index]
             if 2 * need <= room:
                 return
-        if not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
+        if need and prepared.measured:  # what is known of its workspace, and what it makes more
+            need += max(0, made_by(func, args, kwargs) - sum(prepared.signatures[index][1]))
+        elif not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
             need = room_for(facts.name, func, args, kwargs)
         if need <= room:
             return

@@ -155,11 +155,13 @@ PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&script->reads) std::vector<std::vector<int64_t>>();
   new (&script->needs) std::vector<int64_t>();
   new (&script->choices) std::vector<int64_t>();
+  new (&script->looked_at) std::vector<size_t>();
   script->names = all_interned(names);
   read_lists(sizes, script->sizes);
   read_lists(reads, script->reads);
   read_numbers(needs, script->needs);
   read_numbers(choices, script->choices);
+  script->looked_at.resize(script->sizes.size());
   return owner.release();
   END_HANDLE_TH_ERRORS
 }
@@ -171,6 +173,7 @@ void delete_script(PyObject* self) {
   script->reads.~vector();
   script->needs.~vector();
   script->choices.~vector();
+  script->looked_at.~vector();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);

@@ -13,6 +13,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <c10/util/hash.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -199,7 +200,7 @@ inline Owned readable(State* state, PyObject* entry, const at::Tensor& tensor) {
 
 inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
-inline PyObject* watch_function;  // `watch.watch`
+inline PyObject *watch_function, *watched;  // `watch.watch`, `watch._watched`
 
 // As `Known._hold`.
 inline void hold(PyObject* entry, PyObject* value, const at::Tensor& tensor) {
@@ -214,7 +215,13 @@ inline void hold(PyObject* entry, PyObject* value, const at::Tensor& tensor) {
   }
   put(entry, l.entry_weak, checked(PyWeakref_NewRef(value, nullptr)));
   put_new(entry, l.entry_value, Py_None);
-  PyObject* arguments[] = {slot(entry, l.entry_key), value};
+  PyObject* key = slot(entry, l.entry_key);
+  PyObject* found = PyDict_GetItemWithError(watched, key);
+  if (found != nullptr && PyList_GET_SIZE(found) <= 8) {  // `watch`, where there is nothing to sweep
+    if (PyList_Append(found, slot(entry, l.entry_weak)) < 0) throw py::error_already_set();
+    return;
+  }
+  PyObject* arguments[] = {key, value};
   Owned done(checked(PyObject_Vectorcall(watch_function, arguments, 2, nullptr)));
 }
 
@@ -380,21 +387,51 @@ struct Script {
   std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
   std::vector<int64_t> needs;               // bytes that each allocates
   std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
+  std::vector<size_t> looked_at;            // digest of a call that Python found to have room, or 0
 };
 
 inline PyTypeObject* script_type;
 
 inline bool following(State* state) { return !is_none(state->script); }
 
-// Whether the operation that is called is the planned one, by its name, and leaves room to spare.
-inline bool has_room(State* state, const Fact& fact) {
+// What the size of a result depends on: the shapes and numbers that a call is given.
+inline size_t digest_of(const Operation* op) {
+  size_t digest = 1;
+  auto add = [&](size_t part) { digest = c10::hash_combine(digest, part); };
+  for (const Input& input : op->inputs) {
+    for (int64_t size : input.geometry.size) add(static_cast<size_t>(size));
+    add(static_cast<size_t>(input.argument) + (input.geometry.dtype.itemsize() << 8));
+  }
+  for (const c10::IValue& value : op->arguments) {
+    if (value.isInt()) {
+      add(static_cast<size_t>(value.toInt()));
+    } else if (value.isBool()) {
+      add(value.toBool() ? 3 : 5);
+    } else if (value.isDouble()) {
+      add(std::hash<double>()(value.toDouble()));
+    } else if (value.isIntList()) {
+      for (int64_t each : value.toIntVector()) add(static_cast<size_t>(each));
+    } else if (value.isDoubleList()) {
+      for (double each : value.toDoubleVector()) add(std::hash<double>()(each));
+    }
+    add(7);
+  }
+  return digest == 0 ? 1 : digest;
+}
+
+// Whether the call is the planned one, as far as one can tell before it runs, and there is room:
+// plenty of it, or enough for a call that has been looked at closely before.
+inline bool has_room(State* state, const Fact& fact, const Operation* op, size_t& digest) {
   auto* script = reinterpret_cast<Script*>(state->script);
   auto index = static_cast<size_t>(state->sequence);
   if (state->limit < 0) return true;
   if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, state->sequence)) {
     return false;
   }
-  return 2 * script->needs[index] <= state->limit - integer(PyList_GET_ITEM(state->live, 0));
+  int64_t room = state->limit - integer(PyList_GET_ITEM(state->live, 0));
+  if (2 * script->needs[index] <= room) return true;
+  digest = digest_of(op);
+  return script->looked_at[index] == digest && script->needs[index] <= room;
 }
 
 // `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
@@ -458,7 +495,7 @@ struct Written {
   bool hidden = false;  // running statistics, of which autograd is not told
 };
 
-inline PyObject *overwriting_function, *watched;  // `watch.overwriting`, `watch._watched`
+inline PyObject* overwriting_function;  // `watch.overwriting`
 
 inline bool contains(const std::vector<int>& places, int place) {
   return std::find(places.begin(), places.end(), place) != places.end();
@@ -481,9 +518,8 @@ inline bool find_written(
     if (!tensor.defined()) continue;
     if (!is_ordinary(tensor)) return false;
     Owned key = key_of(tensor);
+    if (!enter_external(state, tensor)) return false;
     PyObject* entry = PyDict_GetItemWithError(state->table, key.get());
-    if (entry == nullptr) return false;
-    if (integer(slot(entry, layout.entry_version)) != tensor._version()) return false;
     for (const Written& other : written) {
       if (other.entry.get() == entry) return false;
     }
@@ -514,9 +550,24 @@ inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
   input.device = device;
 }
 
+// As `Recorder._can_be_made`: false if what is written cannot be made again in any case.
+inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
+  if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
+  for (const Written& each : written) {
+    if (contains(fact.fills, each.place)) continue;
+    PyObject* value = slot(each.entry.get(), layout.entry_value);
+    Owned held;
+    if (is_none(value) && !is_none(slot(each.entry.get(), layout.entry_weak))) {
+      held = Owned(target_of(slot(each.entry.get(), layout.entry_weak)));
+      value = held.get();
+    }
+    if (is_none(value) || is_none(slot(value, layout.value_op))) return false;
+  }
+  return true;
+}
+
 // As `Recorder._write_refs`: whether what is written can be made again; finds the inputs.
 inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& written) {
-  if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
   for (Written& each : written) {
     int found = -1, count = 0;
     for (size_t i = 0; i < op->inputs.size(); ++i) {
@@ -599,9 +650,12 @@ inline bool run_recorded(
   std::vector<Written> written;
   Owned owner(reinterpret_cast<PyObject*>(new_operation(op)));
   auto* made = reinterpret_cast<Operation*>(owner.get());
-  if (!encode(state, made, values, count, statistics ? &fact : nullptr)) return false;
   if (!find_written(state, op.schema(), fact.writes, values, written)) return false;
-  bool again = can_be_made(fact, made, written);
+  bool again = statistics || may_be_made(fact, written);
+  if (again) {
+    if (!encode(state, made, values, count, statistics ? &fact : nullptr)) return false;
+    again = statistics || can_be_made(fact, made, written);
+  }
   if (statistics) {
     std::vector<int> places;
     for (int place : {fact.mean, fact.variance}) {
@@ -612,7 +666,8 @@ inline bool run_recorded(
     for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
   if (fact.random && again && !snapshot(*stack, count, made->drawn)) return false;
-  if (following(state) && written.empty() && !has_room(state, fact)) {
+  size_t digest = 0;
+  if (following(state) && written.empty() && again && !has_room(state, fact, made, digest)) {
     static PyObject* name = interned("before");
     auto [args, kwargs] = python_arguments(op.schema(), values);
     Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
@@ -620,6 +675,9 @@ inline bool run_recorded(
     py::tuple positional(args);
     PyObject* arguments[] = {fact.facts, func.get(), positional.ptr(), kwargs.ptr()};
     Owned done(checked(PyObject_Vectorcall(look.get(), arguments, 4, nullptr)));
+    if (following(state) && digest != 0) {
+      reinterpret_cast<Script*>(state->script)->looked_at[state->sequence] = digest;
+    }
   }
   made->facts = Py_NewRef(fact.facts);
   made->outputs = checked(PyList_New(0));
@@ -692,22 +750,35 @@ inline bool asks_for_arguments(PyObject* region) {
   return !is_none(policy) && PyObject_HasAttr(policy, name);
 }
 
+inline void look_for_freed(State* state) {
+  static PyObject* name = interned("_look_for_freed");
+  PyObject* arguments[] = {reinterpret_cast<PyObject*>(state), state->read};
+  Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
+}
+
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   State* state = current;
   c10::impl::ExcludeDispatchKeyGuard guard(KEY);  // kernels call operators too
   if (state == nullptr) return run_below(op, keys, stack);
   const Fact* fact = fact_of(op);
-  if (fact != nullptr && (fact->view || state->paused) && is_none(state->read)) {
+  if (fact == nullptr) {
+    Gil gil;
+    fact = learn(op);
+  }
+  if (fact != nullptr && (fact->view || state->paused)) {
+    // Python must not see the result: whoever made it may want it to be of a class of theirs.
+    if (!is_none(state->read)) {
+      Gil gil;
+      look_for_freed(state);
+    }
     if (fact->lazy_bits) state->lazy_bits = 1;
     return run_below(op, keys, stack);
   }
   Gil gil;
-  if (fact == nullptr) fact = learn(op);
-  bool ordinary = fact != nullptr && !fact->view && !fact->opaque && !fact->fills_saved &&
-      !state->paused && !state->lazy_bits &&
-      !state->timed && state->group == 0 && is_none(state->read) &&
-      (is_none(state->before) || following(state)) &&
-      !c10::InferenceMode::is_enabled() && !asks_for_arguments(state->region);
+  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !state->paused &&
+      !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
+      (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
+      !asks_for_arguments(state->region);
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;
   run_python(state, op, stack);
 }

@@ -147,11 +147,13 @@ class Recorder(Known, _compat.Mode):
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
         template = list(args)
-        if facts.statistics is not None and not statistics:
-            self._freeze(template, facts.statistics[:2], refs)
-        known = self._encode(template, range(len(template)), refs, statistics)
+        known = self._can_be_made(facts, written, bool(statistics))
+        if known:
+            if facts.statistics is not None and not statistics:
+                self._freeze(template, facts.statistics[:2], refs)
+            known = self._encode(template, range(len(template)), refs, statistics)
         named = kwargs
-        if kwargs:
+        if kwargs and known:
             named = dict(kwargs)
             known = self._encode(named, list(named), refs, ()) and known
         through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
@@ -320,6 +322,17 @@ class Recorder(Known, _compat.Mode):
                         found.setdefault(entry.key, (entry, place))
         return list(found.values())
 
+    def _can_be_made(
+        self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
+    ) -> bool:
+        """False if what the call writes cannot be made again, whatever its inputs are: a counter
+        that moves once a step is not read for the sake of a replay."""
+        if facts.blank or (facts.constant and not torch.is_grad_enabled()):
+            return False
+        return statistics or all(
+            place in facts.fills or self.value_in(entry).op is not None for entry, place in written
+        )
+
     def _write_refs(
         self,
         facts: Facts,
@@ -332,8 +345,6 @@ class Recorder(Known, _compat.Mode):
         Refs of memory that the operation overwrites entirely lose their value: what was there
         does not matter.
         """
-        if facts.blank or (facts.constant and not torch.is_grad_enabled()):
-            return None
         through: dict[int, Ref] = {}
         if not written or statistics:
             return through

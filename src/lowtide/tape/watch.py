@@ -11,7 +11,7 @@ first read, which pays always for what happens rarely.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -19,30 +19,33 @@ from lowtide import _compat
 from lowtide.tape.values import Value
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Storage key -> values that hold an alias of it. The alias keeps the storage, so a key cannot be
-# reused while an entry stands; entries go with their values.
+# Storage key -> values that hold an alias of it. The alias keeps the storage, so that a key means
+# another storage only when these values are gone; what they leave behind is swept up now and then,
+# as a callback for each of them costs more than all the rest.
 _watched: dict[int, list[weakref.ref[Value]]] = {}
-
-
-class _Watch(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key",)
-    key: int
-
-
-def _gone(reference: Any) -> None:
-    watches = _watched.get(reference.key)
-    if watches is not None:
-        if reference in watches:
-            watches.remove(reference)
-        if not watches:
-            _watched.pop(reference.key, None)
+_swept = [0]  # lists that were left by the last sweep
+_weak: Callable[[Value], weakref.ref[Value]] = weakref.ref
 
 
 def watch(key: int, value: Value) -> None:
     """From now on `value` is told before a recorder lets a write into storage `key`."""
-    reference = _Watch(value, _gone)
-    reference.key = key
-    _watched.setdefault(key, []).append(reference)
+    found = _watched.get(key)
+    if found is None:
+        _watched[key] = [_weak(value)]
+        if len(_watched) > 2 * _swept[0] + 1000:
+            sweep()
+    elif found[-1]() is not value:
+        found.append(_weak(value))
+        if len(found) > 8 and found[0]() is None:
+            found[:] = [weak for weak in found if weak() is not None]
+
+
+def sweep() -> None:
+    """Forget the storages that nobody holds any more."""
+    for key, found in tuple(_watched.items()):
+        if not any(weak() is not None for weak in found):
+            del _watched[key]
+    _swept[0] = len(_watched)
 
 
 def overwriting(key: int, hidden: bool = False) -> None:
@@ -55,11 +58,11 @@ def overwriting(key: int, hidden: bool = False) -> None:
         value = reference()
         if value is None or value.held is None:
             continue
+        if hidden and value.saves is not None and (value.op is not None or value.read):
+            _leave_to_autograd(value)
         if value.op is not None:
             value.held = None  # it can be replayed
         elif value.read and value.intact():
-            if hidden and value.saves is not None:
-                _leave_to_autograd(value)
             value.held = copy_of(value.held)
             value.version = _compat.version_of(value.held)
 
