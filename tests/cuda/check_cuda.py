@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import engine
 
 MIB = 1 << 20
 STEPS = 3
@@ -233,18 +234,26 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     say(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    engines = ["python"]
+    try:
+        with engine.use("compiled"):
+            engines.append("compiled")
+    except lowtide.UsageError as error:
+        say(str(error))
+    runs = [(way, name, check) for way in engines for name, check in CHECKS.items()]
     failed = 0
-    for name, check in CHECKS.items():
+    for way, name, check in runs:
         try:
-            result, verdict = check(), "ok"
+            with engine.use(way):
+                result, verdict = check(), "ok"
         except Exception as error:
             failed += 1
             verdict = "FAILED"
             result = f"{type(error).__name__}: {error}"
             if not isinstance(error, AssertionError):
                 traceback.print_exc()
-        say(f"{verdict:<7} {name:<45} {result}")
-    say(f"{len(CHECKS) - failed} of {len(CHECKS)} checks passed")
+        say(f"{verdict:<7} {way:<8} {name:<45} {result}")
+    say(f"{len(runs) - failed} of {len(runs)} checks passed")
     return 1 if failed else 0
 
 
