@@ -76,9 +76,26 @@ def use_recorder_key(key: int) -> None:
     _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
 
 
-def higher_order_operators() -> list[Any]:
-    """Operators that exist in Python only. torch has no public list of them."""
-    return list(torch._ops._higher_order_ops.values())
+class _Announced(dict[str, Any]):
+    """torch's own table of higher-order operators, which tells of each that is added."""
+
+    then: Callable[[Any], None]
+
+    def __setitem__(self, name: str, operator: Any) -> None:
+        super().__setitem__(name, operator)
+        self.then(operator)
+
+
+def each_higher_order_operator(then: Callable[[Any], None]) -> None:
+    """Call `then` with every operator that exists in Python only, those to come included.
+
+    torch offers neither a list nor an event.
+    """
+    table = _Announced(torch._ops._higher_order_ops)
+    table.then = then
+    torch._ops._higher_order_ops = table
+    for operator in list(table.values()):
+        then(operator)
 
 
 def kernel_at_key(operator: Any, key: int, kernel: Callable[..., Any]) -> None:
@@ -494,33 +511,54 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
 
 _C = torch._C
 
+# Where torch keeps a precision for float32 kernels: (backend, operation).
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+_precision_of = _C._get_fp32_precision_getter
 
-def ambient() -> tuple[object, ...]:
+
+def ambient() -> tuple[Any, ...]:
     """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
     return (
         _C._get_mkldnn_enabled(),
         _C._get_deterministic_algorithms(),
-        _C._get_float32_matmul_precision(),
+        _or_none(_C._get_float32_matmul_precision),
         torch.get_num_threads(),
         _C.get_default_dtype(),
+        tuple([_precision_of(*pair) for pair in _PRECISIONS]),
         _cuda_switches() if _cuda_seen else None,
     )
+
+
+def _or_none(get: Callable[[], Any]) -> Any:
+    """An older switch: torch raises where a newer one was set to what the older cannot say."""
+    try:
+        return get()
+    except RuntimeError:
+        return None
 
 
 _cuda_seen = False
 
 
-def _cuda_switches() -> tuple[object, ...]:
+def _cuda_switches() -> tuple[Any, ...]:
     return (
         _C._get_cudnn_enabled(),
         _C._get_cudnn_benchmark(),
         _C._get_cudnn_deterministic(),
-        _C._get_cudnn_allow_tf32(),
+        _or_none(_C._get_cudnn_allow_tf32),
     )
 
 
 @contextlib.contextmanager
-def restored_ambient(state: tuple[object, ...]) -> Iterator[None]:
+def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
     """Run with the switches of `state`; leaves them as they were."""
     now = ambient()
     _set_ambient(state, now)
@@ -547,12 +585,15 @@ def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         _C._set_cudnn_allow_tf32,
     )
     for setter, value, old in zip(setters, state, now, strict=False):
-        if value != old:
+        if value != old and value is not None:
             setter(value)
     if state[-1] is not None:
         for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
-            if value != old:
+            if value != old and value is not None:
                 setter(value)
+    for pair, value in zip(_PRECISIONS, state[5], strict=True):  # the older ones set these as well
+        if _precision_of(*pair) != value:
+            _C._set_fp32_precision_setter(*pair, value)
 
 
 # --- the profiler, for memory events only -------------------------------------------------------

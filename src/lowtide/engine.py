@@ -48,6 +48,17 @@ class _Choice:
 
 
 _choice = _Choice()
+_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    """A child has no thread that builds."""
+    if _choice.building is not None and _choice.compiled is None:
+        _choice.building = _choice.wanted = _choice.active = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def name() -> str:
@@ -72,20 +83,24 @@ def use(way: str) -> Iterator[None]:
     Raises:
         UsageError: another name, or no compiled recorder here; the text says why.
     """
-    before, active, why = _choice.wanted, _choice.active, _choice.reason
-    _want(way)
+    with _lock:
+        before, active, why = _choice.wanted, _choice.active, _choice.reason
+        _want(way)
     try:
         yield
     finally:
-        _choice.wanted, _choice.active, _choice.reason = before, active, why
+        with _lock:
+            _choice.wanted, _choice.active, _choice.reason = before, active, why
 
 
 def new_recorder(tape: Tape) -> Recorder:
     """A recorder for one recording, of the engine in force."""
-    if _choice.active is None or _choice.built is not None:
+    active = _choice.active
+    if active is None or _choice.built is not None:
         _settle()
-    assert _choice.active is not None
-    return _choice.active(tape)
+        active = _choice.active
+    assert active is not None
+    return active(tape)
 
 
 def core() -> Any:
@@ -97,11 +112,11 @@ def core() -> Any:
 
 
 def _settle() -> None:
-    if _choice.wanted is None:
-        _want(os.environ.get("LOWTIDE_ENGINE", "auto"))
-    if _choice.built is not None:
-        built, _choice.built = _choice.built, None
-        if _choice.wanted == "auto":
+    with _lock:
+        if _choice.wanted is None:
+            _want(os.environ.get("LOWTIDE_ENGINE", "auto"))
+        if _choice.built is not None and _choice.wanted == "auto":
+            built, _choice.built = _choice.built, None
             _load_or_say_why(built)
 
 
@@ -147,23 +162,28 @@ def _look_for_it() -> None:
 
 def _build_beside() -> None:
     """In a process of its own, so that training keeps its thread and its environment."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lowtide.compiled"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-    )
-    if done.returncode == 0:
-        _choice.built = Path(done.stdout.strip().splitlines()[-1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "lowtide.compiled"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+    except (OSError, TypeError) as error:  # no interpreter to be found, as in an embedded one
+        _choice.reason = f"the build could not be started: {error}"
+        return
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode == 0 and said:
+        _choice.built = Path(said[-1])
     else:
-        _choice.reason = done.stderr.strip().splitlines()[-1] if done.stderr else "the build failed"
+        _choice.reason = said[-1] if said else "the build failed without a word"
 
 
 def _load_or_say_why(path: Path) -> None:
     try:
         _load(path)
-    except (ImportError, RuntimeError, OSError) as error:
+    except (build.BuildError, ImportError, RuntimeError, OSError) as error:
         _choice.reason = f"the compiled recorder cannot be loaded: {error}"
         return
     _choice.active = _choice.compiled
@@ -174,6 +194,8 @@ def _load(path: Path) -> None:
     if _choice.compiled is not None:
         return
     from lowtide.compiled.recorder import recorder_class
+
+    build.check_owner(path)
 
     loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
     spec = importlib.util.spec_from_loader(build.MODULE, loader)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,15 @@ def cache_directory() -> Path:
 def target() -> Path:
     """The file that a build for this Python, this torch and these sources makes."""
     digest = hashlib.sha256()
-    parts = (torch.__version__, sys.version, platform.machine(), str(_FLAGS), _compiler() or "")
+    parts = (
+        torch.__version__,
+        torch.__config__.show(),
+        sys.version,
+        platform.machine(),
+        str(platform.libc_ver()),
+        str(_FLAGS),
+        str(_compiler()),
+    )
     for part in parts:
         digest.update(part.encode() + b"\0")
     for path in sources():
@@ -56,10 +65,22 @@ def target() -> Path:
     return cache_directory() / digest.hexdigest()[:20] / f"{MODULE}{suffix}"
 
 
-def _compiler() -> str | None:
+def check_owner(path: Path) -> None:
+    """Refuse a build that somebody else could have put there."""
+    for place in (path, path.parent):
+        found = place.stat()
+        if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
+            raise BuildError(
+                f"{place} can be written by others than you: it is not loaded. Remove it, or name "
+                "another directory in LOWTIDE_CACHE."
+            )
+
+
+def _compiler() -> list[str] | None:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and shutil.which(name):
-            return name
+        parts = shlex.split(name) if name else []
+        if parts and shutil.which(parts[0]):
+            return parts
     return None
 
 
@@ -85,7 +106,7 @@ def command(output: Path) -> list[str]:
     libraries = cpp_extension.library_paths()
     abi = int(torch.compiled_with_cxx11_abi())
     return [
-        _compiler() or "c++",
+        *(_compiler() or ["c++"]),
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *includes,

@@ -209,7 +209,7 @@ PyObject* call_forget(PyObject* self, PyObject* args, PyObject*) {
   auto* forget = reinterpret_cast<Forget*>(self);
   Owned entry(Py_NewRef(PyTuple_GET_ITEM(args, 0)));
   PyObject* key = slot(entry.get(), layout.entry_key);
-  if (PyDict_GetItemWithError(forget->table, key) != nullptr) {
+  if (key != nullptr && PyDict_GetItemWithError(forget->table, key) != nullptr) {
     int64_t left = integer(PyList_GET_ITEM(forget->live, 0)) -
         integer(slot(entry.get(), layout.entry_counted));
     if (PyList_SetItem(forget->live, 0, PyLong_FromLongLong(left)) < 0) return nullptr;
@@ -292,6 +292,8 @@ PyObject* make_module() {
   torch_size = forever("torch", "Size");
   facts_of = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat", "ambient");
+  compat_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat").ptr()));
+  cuda_seen_name = interned("_cuda_seen");
   watch_function = forever("lowtide.tape.watch", "watch");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   watched = forever("lowtide.tape.watch", "_watched");

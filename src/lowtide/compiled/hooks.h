@@ -317,7 +317,7 @@ class Replay {
       ++input;
       return tensor;
     };
-    for (int16_t place : op->numbers) {
+    for (int32_t place : op->numbers) {
       stack[place] = at::native::wrapped_scalar_tensor(stack[place].toScalar());
     }
     auto list = op->lists.begin();
@@ -498,6 +498,7 @@ inline PyObject* unpack_handle(PyObject* handle) {
     }
   }
   if (told) tell(decisions.get(), answered, value.get());
+  BelowAutograd below;
   return checked(THPVariable_Wrap(geometry_of(ref).of(base)));
 }
 

@@ -16,7 +16,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/as_strided.h>
 #include <c10/util/SmallVector.h>
+
+#include <typeinfo>
 
 namespace lowtide {
 
@@ -144,8 +148,14 @@ inline int64_t integer(PyObject* object) {
 
 // What a weak reference leads to, as a new reference; null if it is gone.
 inline PyObject* target_of(PyObject* weak) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(weak, &found) < 0) throw py::error_already_set();
+  return found;
+#else
   PyObject* found = PyWeakref_GetObject(weak);
   return found == Py_None ? nullptr : Py_XNewRef(found);
+#endif
 }
 
 // How a tensor lies in its storage.
@@ -166,9 +176,15 @@ struct Geometry {
         base.strides() == stride;
   }
 
-  // This view of a tensor over the same storage, made without the dispatcher.
+  // This view of a tensor over the same storage. Runs below autograd.
   at::Tensor of(const at::Tensor& base) const {
     if (fits(base)) return base;
+    if (typeid(*base.unsafeGetTensorImpl()) != typeid(c10::TensorImpl) && base.dtype() == dtype) {
+      return at::as_strided(base, size, stride, offset);  // a kind of its own
+    }
+    size_t need = at::detail::computeStorageNbytes(size, stride, dtype.itemsize(), offset);
+    TORCH_CHECK(need <= base.storage().nbytes(), "lowtide: a replayed tensor has ",
+                base.storage().nbytes(), " bytes where ", need, " were recorded; please report this");
     auto made = at::detail::make_tensor<c10::TensorImpl>(
         c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), dtype);
     made.unsafeGetTensorImpl()->set_storage_offset(offset);
@@ -244,7 +260,7 @@ inline bool pending(PyObject* value) {
   PyObject* saves = slot(value, layout.value_saves);
   if (is_none(saves)) return false;
   for (Py_ssize_t i = PyList_GET_SIZE(saves); i-- > 0;) {
-    if (PyWeakref_GetObject(PyList_GET_ITEM(saves, i)) != Py_None) return true;
+    if (Owned(target_of(PyList_GET_ITEM(saves, i))).get() != nullptr) return true;
   }
   return false;
 }

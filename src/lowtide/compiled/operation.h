@@ -23,8 +23,8 @@ using Stack = torch::jit::Stack;
 // A tensor among the arguments.
 struct Input {
   PyObject* value;  // owned; null: memory that the operation overwrites entirely
-  int16_t argument;
-  int16_t item;  // place in a list of tensors, or -1
+  int32_t argument;
+  int32_t item;  // place in a list of tensors, or -1
   Geometry geometry;
   bool scratch = false;  // stands in for running statistics, which a replay must not move
   int64_t blank = 0;     // bytes of the fresh memory in place of a value
@@ -39,8 +39,8 @@ struct Write {
 
 // A list of tensors among the arguments.
 struct TensorList {
-  int16_t argument;
-  int16_t count;
+  int32_t argument;
+  int32_t count;
   bool optional;  // its items may be missing
 };
 
@@ -59,7 +59,7 @@ struct Operation {
   c10::SmallVector<Input, 3> inputs;
   std::vector<TensorList> lists;
   std::vector<Write> writes;
-  c10::SmallVector<int16_t, 2> numbers;  // arguments that were Python numbers in place of a tensor
+  c10::SmallVector<int32_t, 2> numbers;  // arguments that were Python numbers in place of a tensor
   at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
   std::optional<c10::Stream> stream;  // of a device that has streams
 };
@@ -77,7 +77,7 @@ inline Operation* new_operation(const c10::OperatorHandle& op) {
   new (&made->inputs) c10::SmallVector<Input, 3>();
   new (&made->lists) std::vector<TensorList>();
   new (&made->writes) std::vector<Write>();
-  new (&made->numbers) c10::SmallVector<int16_t, 2>();
+  new (&made->numbers) c10::SmallVector<int32_t, 2>();
   new (&made->drawn) at::Generator();
   new (&made->stream) std::optional<c10::Stream>();
   return made;
@@ -309,12 +309,12 @@ inline PyObject* operation_made(PyObject* self, PyObject*) {
   PyObject* list = PyList_New(0);
   PyObject* outputs = reinterpret_cast<Operation*>(self)->outputs;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
-    PyObject* value = PyWeakref_GetObject(PyTuple_GET_ITEM(PyList_GET_ITEM(outputs, i), 1));
-    if (value != Py_None) PyList_Append(list, value);
+    Owned value(target_of(PyTuple_GET_ITEM(PyList_GET_ITEM(outputs, i), 1)));
+    if (value.get() != nullptr) PyList_Append(list, value.get());
   }
   for (const Write& write : reinterpret_cast<Operation*>(self)->writes) {
-    PyObject* value = PyWeakref_GetObject(write.value);
-    if (value != Py_None) PyList_Append(list, value);
+    Owned value(target_of(write.value));
+    if (value.get() != nullptr) PyList_Append(list, value.get());
   }
   return list;
 }

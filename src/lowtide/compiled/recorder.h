@@ -10,8 +10,11 @@
 
 #include "operation.h"
 
+#include <array>
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/Parallel.h>
 #include <c10/util/hash.h>
 #include <c10/core/InferenceMode.h>
@@ -50,6 +53,7 @@ inline thread_local State* current = nullptr;
 struct Fact {
   PyObject* facts;
   PyObject* name;
+  bool casts_inside;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
@@ -90,7 +94,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
   PyObject* interned_name = text.release();
   PyUnicode_InternInPlace(&interned_name);
-  Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
+  Fact fact{facts.ptr(),    interned_name,  flag("casts_inside"), flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"),
             !facts.attr("fills_saved").is_none()};
   if (!facts.attr("statistics").is_none()) {
@@ -116,28 +120,34 @@ inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
 // ---------------------------------------------------------------------- global switches
 
 struct Switches {
-  bool mkldnn, deterministic, cudnn, benchmark, cudnn_deterministic;
-  int precision, threads;
+  bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
+  int threads;
   c10::ScalarType dtype;
-  bool tf32;
-  bool operator==(const Switches& o) const {
-    return mkldnn == o.mkldnn && deterministic == o.deterministic && cudnn == o.cudnn &&
-        benchmark == o.benchmark && cudnn_deterministic == o.cudnn_deterministic &&
-        precision == o.precision && threads == o.threads && dtype == o.dtype && tf32 == o.tf32;
-  }
+  std::array<at::Float32Precision, 7> precisions;
+  bool operator==(const Switches&) const = default;
 };
 
+inline PyObject *compat_names, *cuda_seen_name;  // the namespace of `_compat`, and "_cuda_seen"
+
 inline Switches switches_now() {
+  using Backend = at::Float32Backend;
+  using Op = at::Float32Op;
   auto& context = at::globalContext();
   return {context.userEnabledMkldnn(),
           context.deterministicAlgorithms(),
+          PyDict_GetItemWithError(compat_names, cuda_seen_name) == Py_True,
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
-          static_cast<int>(context.float32MatmulPrecision()),
           at::get_num_threads(),
           c10::typeMetaToScalarType(c10::get_default_dtype()),
-          context.allowTF32CuDNN()};
+          {context.float32Precision(Backend::GENERIC, Op::ALL),
+           context.float32Precision(Backend::CUDA, Op::MATMUL),
+           context.float32Precision(Backend::CUDA, Op::CONV),
+           context.float32Precision(Backend::CUDA, Op::RNN),
+           context.float32Precision(Backend::MKLDNN, Op::MATMUL),
+           context.float32Precision(Backend::MKLDNN, Op::CONV),
+           context.float32Precision(Backend::MKLDNN, Op::RNN)}};
 }
 
 inline PyObject* ambient_function;  // `_compat.ambient`
@@ -170,6 +180,7 @@ inline bool is_ordinary(const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   return tensor.layout() == c10::kStrided && tensor.has_storage() && !impl->is_inference() &&
       !impl->key_set().has(c10::DispatchKey::Python) && !tensor.is_neg() && !tensor.is_conj() &&
+      !tensor.is_quantized() && !tensor.is_nested() &&
       !impl->has_symbolic_sizes_strides();
 }
 
@@ -282,8 +293,8 @@ inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, siz
     if (ref.get() == Py_None) return false;
     value = Owned(Py_NewRef(slot(ref.get(), layout.ref_value)));
   }
-  op->inputs.push_back(Input{value.release(), static_cast<int16_t>(place),
-                             static_cast<int16_t>(item), Geometry(tensor)});
+  op->inputs.push_back(Input{value.release(), static_cast<int32_t>(place),
+                             static_cast<int32_t>(item), Geometry(tensor)});
   return true;
 }
 
@@ -306,14 +317,14 @@ inline bool encode(
   for (size_t place = 0; place < count; ++place) {
     const c10::IValue& value = values[place];
     if (is_number(value)) {
-      op->numbers.push_back(static_cast<int16_t>(place));
+      op->numbers.push_back(static_cast<int32_t>(place));
       op->arguments.emplace_back(value.toTensor().item());
     } else if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
       if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
         if (!is_ordinary(tensor) || !enter_external(state, tensor)) return false;
-        op->inputs.push_back(Input{nullptr, static_cast<int16_t>(place), -1, Geometry(tensor), true,
+        op->inputs.push_back(Input{nullptr, static_cast<int32_t>(place), -1, Geometry(tensor), true,
                                    static_cast<int64_t>(tensor.storage().nbytes()),
                                    tensor.device()});
       } else if (tensor.defined() && !add_input(state, op, tensor, place, -1)) {
@@ -328,7 +339,7 @@ inline bool encode(
           return false;
         }
       }
-      op->lists.push_back({static_cast<int16_t>(place), static_cast<int16_t>(items.size()),
+      op->lists.push_back({static_cast<int32_t>(place), static_cast<int32_t>(items.size()),
                            value.isOptionalTensorList()});
       op->arguments.emplace_back();
     } else if (value.isGenericDict() || value.isTuple() || value.isObject() || value.isStorage()) {
@@ -348,7 +359,7 @@ inline void add_output(
   const at::Tensor& tensor = result.toTensor();
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
       tensor.unsafeGetTensorImpl()->is_inference() || !tensor.has_storage() ||
-      tensor.layout() != c10::kStrided) {
+      tensor.layout() != c10::kStrided || tensor.is_nested()) {
     return;
   }
   Owned key = key_of(tensor);
@@ -750,6 +761,24 @@ inline bool asks_for_arguments(PyObject* region) {
   return !is_none(policy) && PyObject_HasAttr(policy, name);
 }
 
+// Whether autocast would cast what a kernel calls.
+inline bool casting() {
+  auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  return at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)
+      ? !(c10::autocast_dispatch_keyset - excluded).empty()
+      : false;
+}
+
+// Run what is never replayed, and know what it made only as memory.
+inline void run_unrecorded(
+    State* state, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  {
+    WithoutGil released;
+    run_below(op, keys, stack);
+  }
+  add_outputs(state, nullptr, *stack, op.schema().returns().size(), nullptr);
+}
+
 inline void look_for_freed(State* state) {
   static PyObject* name = interned("_look_for_freed");
   PyObject* arguments[] = {reinterpret_cast<PyObject*>(state), state->read};
@@ -777,8 +806,12 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   Gil gil;
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
-      (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
+      (is_none(state->before) || following(state)) && !(fact->casts_inside && casting()) &&
+      !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);
+  if (fact != nullptr && fact->casts_inside && casting()) {
+    return run_unrecorded(state, op, keys, stack);
+  }
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;
   run_python(state, op, stack);
 }

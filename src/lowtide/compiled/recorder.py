@@ -8,15 +8,12 @@ is made by `engine.new_recorder`, which knows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowtide import _compat
 from lowtide.tape.recorder import Recorder
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 def recorder_class(core: Any) -> type[Recorder]:
@@ -28,7 +25,6 @@ def recorder_class(core: Any) -> type[Recorder]:
         unpack = staticmethod(core.unpack)
 
         def __enter__(self) -> CompiledRecorder:
-            _let_through(core)
             self.open()
             return self
 
@@ -45,22 +41,13 @@ def recorder_class(core: Any) -> type[Recorder]:
         def name(self, tensor: torch.Tensor, label: str) -> None:
             core.aside(Recorder.name, self, tensor, label)
 
+    # Higher-order operators are Python's own and look for a kernel under our key.
+    _compat.each_higher_order_operator(
+        lambda operator: _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))
+    )
     for function in (CompiledRecorder.run, CompiledRecorder.pack_slowly):
         _compat.never_compiled(function)
     return CompiledRecorder
-
-
-_known_higher_order = 0
-
-
-def _let_through(core: ModuleType) -> None:
-    """Higher-order operators are Python's own and look for a kernel under our key."""
-    global _known_higher_order
-    operators = _compat.higher_order_operators()
-    if len(operators) != _known_higher_order:
-        _known_higher_order = len(operators)
-        for operator in operators:
-            _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))
 
 
 class _HigherOrder:

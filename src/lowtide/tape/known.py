@@ -69,6 +69,8 @@ class Known:
         """What is in the tensor's storage now; None for tensors without one."""
         if type(tensor) not in PLAIN and _compat.has_own_dispatch(type(tensor)):
             return None
+        if tensor.is_nested:
+            return None  # its geometry is more than a size and strides
         try:
             storage = tensor.untyped_storage()
             version = _compat.version_of(tensor)

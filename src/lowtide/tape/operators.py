@@ -127,6 +127,8 @@ _DECLARED_STATISTICS = {
     "aten::_native_batch_norm_legit": (3, 4, 5),
     "aten::_batch_norm_with_update": (3, 4, 5),  # always trains, has no such flag
 }
+# Composite kernels whose own calls autocast casts: a replay, which runs below it, would not.
+_CASTS_INSIDE = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
 # Families that consult global switches (`_compat.ambient`): recorded with each such operation.
 _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
                   "bilinear", "index", "scatter", "gather", "cumsum", "upsample", "put", "sum",
@@ -151,11 +153,14 @@ class Facts:
         statistics: positions (mean, var, training) of hidden running statistics, or None.
         lazy_bits: makes a tensor whose content is not just what is in its storage.
         ambient: consults global switches, the default dtype among them.
+        casts_inside: what it calls is cast where autocast is on, which a dispatch mode cannot see:
+            not replayed in that case, in Python never (rule 5).
     """
 
     __slots__ = (
         "ambient",
         "blank",
+        "casts_inside",
         "constant",
         "fills",
         "fills_saved",
@@ -176,7 +181,7 @@ class Facts:
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator: its body is Python, run as it is
             self.name = str(func)
-            self.lazy_bits = False
+            self.lazy_bits = self.casts_inside = False
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = self.simple = False
             self.fills: frozenset[int | str] = frozenset()
@@ -186,6 +191,7 @@ class Facts:
             self.statistics: tuple[int, int, int] | None = None
             return
         self.name = schema.name
+        self.casts_inside = any(schema.name.startswith(name) for name in _CASTS_INSIDE)
         self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
@@ -213,6 +219,7 @@ class Facts:
         self.simple = (
             not (self.writes or self.opaque or self.random or self.blank or self.constant)
             and self.statistics is None
+            and not self.casts_inside
         )
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)

@@ -78,7 +78,11 @@ class Recorder(Known, _compat.Mode):
             if facts.lazy_bits:
                 self._lazy_bits = True
             return func(*args, **kwargs)
-        if facts.opaque or (types and any(map(_compat.has_own_dispatch, types))):
+        if (
+            facts.opaque
+            or facts.casts_inside
+            or (types and any(map(_compat.has_own_dispatch, types)))
+        ):
             return self._run_unrecorded(facts, func, args, kwargs)
         if torch.is_inference_mode_enabled():
             return func(*args, **kwargs)
@@ -96,7 +100,7 @@ class Recorder(Known, _compat.Mode):
         known = True
         for place, argument in enumerate(args):
             kind = type(argument)
-            if kind is Tensor and argument.layout is _STRIDED:
+            if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
                 entry = table.get(argument.untyped_storage()._cdata)
                 value = entry.value if entry is not None else None
                 ref: Ref | None
@@ -367,8 +371,8 @@ class Recorder(Known, _compat.Mode):
         table = self.table
         place = 0
         for tensor in flat:
-            plain = type(tensor) is Tensor
-            if plain or (isinstance(tensor, Tensor) and not _compat.has_own_dispatch(type(tensor))):
+            plain = type(tensor) is Tensor and not tensor.is_nested
+            if plain or (isinstance(tensor, Tensor) and _has_storage(tensor)):
                 try:
                     storage = tensor.untyped_storage()
                     version = _compat.version_of(tensor)
@@ -455,6 +459,10 @@ class Recorder(Known, _compat.Mode):
             return Kept(_compat.detached_alias(tensor))
         with _compat.disable_dispatch():
             return Kept(tensor.detach())
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested
 
 
 def _untouched_constant(value: Value) -> bool:

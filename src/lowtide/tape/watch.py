@@ -36,7 +36,7 @@ def watch(key: int, value: Value) -> None:
             sweep()
     elif found[-1]() is not value:
         found.append(_weak(value))
-        if len(found) > 8 and found[0]() is None:
+        if len(found) > 8 and not len(found) & (len(found) - 1):  # now and then
             found[:] = [weak for weak in found if weak() is not None]
 
 

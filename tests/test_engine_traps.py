@@ -1,0 +1,132 @@
+"""Cases that once made one engine or both differ from plain PyTorch, on each engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import lowtide
+from lowtide import engine
+from lowtide.compiled import build
+from lowtide.tape import watch
+
+COMPILED = build.target().exists() or build.possible() is None
+
+
+@pytest.fixture(
+    params=["python", pytest.param("compiled", marks=pytest.mark.skipif(not COMPILED, reason="-"))]
+)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    with engine.use(request.param):
+        yield request.param
+
+
+def same(function: Callable[[Tensor], Tensor], *shape: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*shape, requires_grad=True)
+    plain = function(x)
+    (expected,) = torch.autograd.grad(plain.float().sum(), x)
+    found = lowtide.checkpoint(function, x)
+    (grad,) = torch.autograd.grad(found.float().sum(), x)
+    assert torch.equal(plain, found)
+    assert torch.equal(expected, grad)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_list_of_more_tensors_than_a_short_can_count() -> None:
+    same(lambda x: (torch.cat([x] * 65538).exp() * 2).sin(), 2)
+    same(lambda x: torch.stack(x.unbind()).sin().exp(), 33000)
+
+
+@pytest.mark.usefixtures("way")
+def test_views_of_quantized_tensors() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 3, torch.quint8)
+    same(lambda x: (x * q[1].dequantize()).exp() + q.dequantize().sum(), 4)
+
+
+def test_bilinear_under_autocast_casts_inside_its_kernel(
+    way: str, request: pytest.FixtureRequest
+) -> None:
+    if way == "python":
+        reason = "under any dispatch mode such a kernel runs below autocast: a stated limit"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    weight = torch.ones(2, 8, 8)
+
+    def function(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.bilinear(x, x, weight)
+        return y.sin()
+
+    same(function, 3, 8)
+
+
+@pytest.mark.usefixtures("way")
+def test_nested_tensors_of_strided_layout() -> None:
+    def function(x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.as_nested_tensor([x[:2].sin(), x[1:].cos()])
+            return torch.nested.to_padded_tensor(nested, 0.0).exp()
+
+    same(function, 4, 3)
+
+
+PRECISIONS = ("torch.backends", "torch.backends.cuda.matmul", "torch.backends.mkldnn.matmul")
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("where", PRECISIONS)
+def test_precisions_set_by_the_newer_switches(where: str) -> None:
+    switch = eval(where)
+    before = switch.fp32_precision
+    x = torch.randn(5, 5, requires_grad=True)
+    (expected,) = torch.autograd.grad((x @ x).exp().sin().sum(), x)
+    try:
+        switch.fp32_precision = "ieee"
+        y = lowtide.checkpoint(lambda v: (v @ v).exp().sin(), x)
+        switch.fp32_precision = "tf32" if "mkldnn" not in where else "bf16"
+        now = switch.fp32_precision
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert switch.fp32_precision == now
+    finally:
+        switch.fp32_precision = before
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_higher_order_operator_made_while_recording() -> None:
+    from torch._ops import HigherOrderOperator
+
+    def function(x: Tensor) -> Tensor:
+        class Late(HigherOrderOperator):
+            def __init__(self) -> None:
+                super().__init__("lowtide_test_late")
+
+            def __call__(self, v: Tensor) -> Tensor:
+                result: Tensor = super().__call__(v)
+                return result
+
+        late = Late()
+        late.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda v: v * 2)
+        late.py_impl(torch._C.DispatchKey.AutogradCPU)(lambda v: v * 2)
+        return late(x.sin()).exp()
+
+    same(function, 5)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_graph_that_stays_alive_makes_nothing_grow() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    x = torch.randn(2, 4)
+    kept = lowtide.checkpoint(lambda v: (v @ weight).exp(), x)
+    for _ in range(300):
+        lowtide.checkpoint(lambda v: (v @ weight).exp(), x).sum().backward()
+    assert max(map(len, watch._watched.values())) <= 32
+    kept.sum().backward()
