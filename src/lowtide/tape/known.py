@@ -163,7 +163,7 @@ class Known:
                 handle.ref.value = new
                 new.saves.append(weak)
         new.scope = old.scope or new.region
-        if new.op is None:
+        if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version
 
     @staticmethod
