@@ -1,0 +1,357 @@
+// Running recorded operations again: what `rematerialize` and `run` of `lowtide/replay.py` do.
+//
+// Problem: each replayed operation costs Python ten times what its dispatch does. Invariant: the
+// order, the guards, the memory and the errors are those of `replay.py`, which stays the reference and
+// runs every operation that is out of the ordinary. Rejected: a replay list for each plan: it would
+// hold for one shape, and the closure is found in less time than its kernels take.
+#pragma once
+
+#include "recorder.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace lowtide {
+
+inline PyObject *python_run, *python_lost;
+
+// As `_compat.below_autograd`.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard above;
+  at::impl::TorchFunctionDisabledState before;
+
+  static c10::DispatchKeySet keys() {
+    return c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python,
+        c10::DispatchKey::PythonDispatcher, c10::DispatchKey::PythonTLSSnapshot, KEY});
+  }
+  BelowAutograd() : above(keys()), before(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~BelowAutograd() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+};
+
+struct RestoredGradMode {
+  bool before = c10::GradMode::is_enabled();
+  ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
+};
+
+// The CPU generator in a recorded state, and back (rule 3).
+class RestoredGenerator {
+ public:
+  explicit RestoredGenerator(const at::Generator& drawn) {
+    if (!drawn.defined()) return;
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    before_ = generator.clone();
+    copy(drawn, generator);
+  }
+  ~RestoredGenerator() {
+    if (!before_.defined()) return;
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    copy(before_, generator);
+  }
+
+ private:
+  static void copy(const at::Generator& from, const at::Generator& to) {
+    auto* source = from.get<at::CPUGeneratorImpl>();
+    auto* target = to.get<at::CPUGeneratorImpl>();
+    target->set_engine(source->engine());
+    target->set_next_float_normal_sample(source->next_float_normal_sample());
+    target->set_next_double_normal_sample(source->next_double_normal_sample());
+  }
+  at::Generator before_;
+};
+
+inline int64_t sequence_of(PyObject* op) {
+  if (is_compiled_operation(op)) return reinterpret_cast<Operation*>(op)->sequence;
+  return integer(slot(op, layout.operation_sequence));
+}
+
+template <class Visit>
+void each_input(PyObject* op, Visit visit) {
+  if (is_compiled_operation(op)) {
+    for (const Input& input : reinterpret_cast<Operation*>(op)->inputs) {
+      if (input.value != nullptr) visit(input.value);
+    }
+    return;
+  }
+  PyObject* refs = slot(op, layout.operation_refs);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(refs); ++i) {
+    PyObject* value = slot(PyList_GET_ITEM(refs, i), layout.ref_value);
+    if (!is_none(value)) visit(value);
+  }
+}
+
+// The ref through which an operation reads one of its inputs.
+inline Owned ref_read_by(PyObject* op, PyObject* value) {
+  if (op == nullptr) return Owned(Py_NewRef(Py_None));
+  if (is_compiled_operation(op)) {
+    for (const Input& input : reinterpret_cast<Operation*>(op)->inputs) {
+      if (input.value == value) return Owned(new_ref(value, input.geometry));
+    }
+  } else {
+    PyObject* refs = slot(op, layout.operation_refs);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(refs); ++i) {
+      PyObject* ref = PyList_GET_ITEM(refs, i);
+      if (slot(ref, layout.ref_value) == value) return Owned(Py_NewRef(ref));
+    }
+  }
+  return Owned(Py_NewRef(Py_None));
+}
+
+[[noreturn]] inline void lost(PyObject* value, PyObject* ref) {
+  PyObject* arguments[] = {value, ref};
+  Owned error(checked(PyObject_Vectorcall(python_lost, arguments, 2, nullptr)));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+  throw py::error_already_set();
+}
+
+// One replay, from a request to the tensor.
+class Replay {
+ public:
+  Replay(PyObject* value, PyObject* request, PyObject* decisions)
+      : value_(value), request_(request), decisions_(decisions) {}
+
+  at::Tensor run() {
+    find_closure();
+    count_readers();
+    PyObject* switches = ambient_now();
+    BelowAutograd guard;
+    RestoredGradMode mode;
+    for (const Owned& op : operations_) {
+      if (is_compiled_operation(op.get())) {
+        run_compiled(reinterpret_cast<Operation*>(op.get()), switches);
+      } else {
+        run_rare(op.get(), switches);
+      }
+    }
+    auto found = live_.find(value_);
+    if (found == live_.end() || !found->second.defined()) lost(value_, Py_None);
+    return found->second;
+  }
+
+  Owned operations() const {
+    Owned list(checked(PyList_New(static_cast<Py_ssize_t>(operations_.size()))));
+    for (size_t i = 0; i < operations_.size(); ++i) {
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(operations_[i].get()));
+    }
+    return list;
+  }
+
+ private:
+  void find_closure() {
+    std::unordered_set<PyObject*> found;
+    std::vector<std::pair<PyObject*, PyObject*>> stack{{value_, nullptr}};
+    while (!stack.empty()) {
+      auto [wanted, reader] = stack.back();
+      stack.pop_back();
+      PyObject* op = slot(wanted, layout.value_op);
+      if (is_none(op)) lost(wanted, ref_read_by(reader, wanted).get());
+      if (!found.insert(op).second) continue;
+      operations_.emplace_back(Py_NewRef(op));
+      each_input(op, [&](PyObject* value) {
+        if (in_memory(value) == nullptr) stack.emplace_back(value, op);
+      });
+    }
+    std::sort(operations_.begin(), operations_.end(), [](const Owned& a, const Owned& b) {
+      return sequence_of(a.get()) < sequence_of(b.get());
+    });
+  }
+
+  void count_readers() {
+    readers_[value_] = 1;
+    for (const Owned& op : operations_) {
+      each_input(op.get(), [&](PyObject* value) { ++readers_[value]; });
+    }
+  }
+
+  const at::Tensor& base_of(PyObject* value, const Operation* op) {
+    auto found = live_.find(value);
+    if (found != live_.end()) return found->second;
+    const at::Tensor* held = in_memory(value);
+    if (held == nullptr) {
+      auto* reader = reinterpret_cast<PyObject*>(const_cast<Operation*>(op));
+      lost(value, ref_read_by(reader, value).get());
+    }
+    return *held;
+  }
+
+  bool as_recorded(const Operation* op, PyObject* switches) const {
+    if (op->ambient != nullptr && op->ambient != switches &&
+        PyObject_RichCompareBool(op->ambient, switches, Py_EQ) != 1) {
+      return false;
+    }
+    return !op->stream ||
+        c10::impl::VirtualGuardImpl(op->stream->device_type()).getStream(op->stream->device()) ==
+        *op->stream;
+  }
+
+  void run_compiled(Operation* op, PyObject* switches) {
+    if (!as_recorded(op, switches)) return run_rare(reinterpret_cast<PyObject*>(op), switches);
+    std::vector<at::Tensor> written;
+    Stack stack = arguments_of(op, written);
+    c10::GradMode::set_enabled(op->grad_mode);
+    {
+      RestoredGenerator generator(op->drawn);
+      WithoutGil released;
+      op->op.callBoxed(&stack);
+    }
+    std::vector<std::pair<Owned, at::Tensor>> made;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(op->outputs); ++i) {
+      PyObject* pair = PyList_GET_ITEM(op->outputs, i);
+      Owned value(target_of(PyTuple_GET_ITEM(pair, 1)));
+      if (value.get() == nullptr) continue;
+      made.emplace_back(std::move(value), result_at(stack, integer(PyTuple_GET_ITEM(pair, 0))));
+    }
+    for (size_t i = 0; i < op->writes.size(); ++i) {
+      Owned value(target_of(op->writes[i].value));
+      if (value.get() != nullptr) made.emplace_back(std::move(value), written[i]);
+    }
+    stack.clear();
+    written.clear();
+    done(reinterpret_cast<PyObject*>(op), made);
+  }
+
+  // The arguments; `written` gets what the operation is about to write, in the order of its writes.
+  Stack arguments_of(const Operation* op, std::vector<at::Tensor>& written) {
+    Stack stack(op->arguments.begin(), op->arguments.end());
+    for (const Write& write : op->writes) written.push_back(private_base(op, op->inputs[write.input]));
+    auto input = op->inputs.begin();
+    auto base = [&]() -> at::Tensor {
+      for (size_t i = 0; i < op->writes.size(); ++i) {
+        const Input& other = op->inputs[op->writes[i].input];
+        bool same = input->value == nullptr ? &other == &*input : other.value == input->value;
+        if (same) return written[i];
+      }
+      return input->value == nullptr ? fresh(*input) : base_of(input->value, op);
+    };
+    auto next = [&](int place, int item) -> std::optional<at::Tensor> {
+      if (input == op->inputs.end() || input->argument != place || input->item != item) return {};
+      at::Tensor tensor = input->geometry.of(base());
+      ++input;
+      return tensor;
+    };
+    for (int32_t place : op->numbers) {
+      stack[place] = at::native::wrapped_scalar_tensor(stack[place].toScalar());
+    }
+    auto list = op->lists.begin();
+    for (int place = 0; place < static_cast<int>(stack.size()); ++place) {
+      if (list == op->lists.end() || list->argument != place) {
+        if (auto tensor = next(place, -1)) stack[place] = std::move(*tensor);
+        continue;
+      }
+      if (list->optional) {
+        c10::List<std::optional<at::Tensor>> items;
+        for (int item = 0; item < list->count; ++item) items.push_back(next(place, item));
+        stack[place] = std::move(items);
+      } else {
+        c10::List<at::Tensor> items;
+        for (int item = 0; item < list->count; ++item) items.push_back(next(place, item).value());
+        stack[place] = std::move(items);
+      }
+      ++list;
+    }
+    return stack;
+  }
+
+  static at::Tensor fresh(const Input& input) {
+    at::Tensor bytes = at::empty({input.blank}, at::TensorOptions(at::kByte).device(input.device));
+    return input.geometry.of(bytes);
+  }
+
+  // As `_private`: memory that the operation may write, with the content it is going to change.
+  at::Tensor private_base(const Operation* op, const Input& input) {
+    if (input.value == nullptr) return fresh(input);
+    auto found = live_.find(input.value);
+    if (found != live_.end() && readers_[input.value] == 1 &&
+        !(holds(input.value) && held_by(input.value).is_same(found->second))) {
+      return found->second;  // a temporary of this replay, and nobody reads it after us
+    }
+    const at::Tensor& base = base_of(input.value, op);
+    Geometry whole;
+    whole.size.push_back(static_cast<int64_t>(base.storage().nbytes()));
+    whole.stride.push_back(1);
+    whole.dtype = caffe2::TypeMeta::Make<uint8_t>();
+    at::Tensor copied = whole.of(base).clone();
+    return Geometry(base).of(copied);
+  }
+
+  static at::Tensor result_at(const Stack& stack, int64_t place) {
+    for (const c10::IValue& result : stack) {
+      if (!result.isList()) {
+        if (place-- == 0) return result.toTensor();
+        continue;
+      }
+      auto items = result.toListRef();
+      if (place < static_cast<int64_t>(items.size())) return items[place].toTensor();
+      place -= static_cast<int64_t>(items.size());
+    }
+    throw std::runtime_error("lowtide: a replayed operator returned fewer tensors than before");
+  }
+
+  // By `replay.run`, which is given what of this replay the operation touches.
+  void run_rare(PyObject* op, PyObject* switches) {
+    Owned live(checked(PyDict_New())), readers(checked(PyDict_New()));
+    each_input(op, [&](PyObject* value) {
+      auto found = live_.find(value);
+      if (found != live_.end()) {
+        Owned tensor(checked(THPVariable_Wrap(found->second)));
+        PyDict_SetItem(live.get(), value, tensor.get());
+      }
+      Owned count(PyLong_FromLong(readers_[value]));
+      PyDict_SetItem(readers.get(), value, count.get());
+    });
+    Owned mode(checked(PyObject_GetAttrString(op, "grad_mode")));
+    c10::GradMode::set_enabled(mode.get() == Py_True);
+    PyObject* arguments[] = {op, live.get(), readers.get(), switches};
+    Owned results(checked(PyObject_Vectorcall(python_run, arguments, 4, nullptr)));
+    std::vector<std::pair<Owned, at::Tensor>> made;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results.get()); ++i) {
+      PyObject* pair = PyList_GET_ITEM(results.get(), i);
+      made.emplace_back(
+          Owned(Py_NewRef(PyTuple_GET_ITEM(pair, 0))), THPVariable_Unpack(PyTuple_GET_ITEM(pair, 1)));
+    }
+    done(op, made);
+  }
+
+  // What was read is let go after its last reader; what was made is kept where it is wanted.
+  void done(PyObject* op, std::vector<std::pair<Owned, at::Tensor>>& made) {
+    each_input(op, [&](PyObject* value) {
+      if (--readers_[value] == 0) live_.erase(value);
+    });
+    for (auto& [value, tensor] : made) {
+      PyObject* v = value.get();
+      auto left = readers_.find(v);
+      if (left != readers_.end() && left->second > 0) {
+        live_[v] = tensor;
+      }
+      if (!holds(v) && retained(v)) {
+        put(v, layout.value_version, PyLong_FromLongLong(tensor._version()));
+        put(v, layout.value_held, checked(THPVariable_Wrap(tensor)));
+      }
+    }
+  }
+
+  bool retained(PyObject* value) {
+    static PyObject* name = interned("retained");
+    PyObject* arguments[] = {decisions_, value, request_};
+    Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
+    return answer.get() == Py_True;
+  }
+
+  PyObject *value_, *request_, *decisions_;
+  std::vector<Owned> operations_;
+  std::unordered_map<PyObject*, int> readers_;
+  std::unordered_map<PyObject*, at::Tensor> live_;
+};
+
+}  // namespace lowtide

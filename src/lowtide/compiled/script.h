@@ -1,0 +1,110 @@
+// Following a plan: what `StepDecisions.produced` and `saved` answer where all goes as planned.
+//
+// Problem: a planned step is compared with its plan at every operation. Invariant: an operation counts
+// as the planned one only if its name, the values that it reads and the bytes that it makes are;
+// everything else is Python's to decide. Rejected: trusting the order of operations.
+#pragma once
+
+#include "storages.h"
+
+#include <c10/util/hash.h>
+
+namespace lowtide {
+
+// What a plan expects of a step, operation by operation, and what it wants kept.
+struct Script {
+  PyObject_HEAD
+  PyObject* names;  // a tuple of operator names
+  std::vector<std::vector<int64_t>> sizes;  // bytes of what each makes
+  std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
+  std::vector<int64_t> needs;               // bytes that each allocates
+  std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
+  std::vector<size_t> looked_at;            // digest of a call that Python found to have room, or 0
+};
+
+inline PyTypeObject* script_type;
+
+inline bool following(State* state) { return !is_none(state->script); }
+
+// What the size of a result depends on: the shapes and numbers that a call is given.
+inline size_t digest_of(const Operation* op) {
+  size_t digest = 1;
+  auto add = [&](size_t part) { digest = c10::hash_combine(digest, part); };
+  for (const Input& input : op->inputs) {
+    for (int64_t size : input.geometry.size) add(static_cast<size_t>(size));
+    add(static_cast<size_t>(input.argument) + (input.geometry.dtype.itemsize() << 8));
+  }
+  for (const c10::IValue& value : op->arguments) {
+    if (value.isInt()) {
+      add(static_cast<size_t>(value.toInt()));
+    } else if (value.isBool()) {
+      add(value.toBool() ? 3 : 5);
+    } else if (value.isDouble()) {
+      add(std::hash<double>()(value.toDouble()));
+    } else if (value.isIntList()) {
+      for (int64_t each : value.toIntVector()) add(static_cast<size_t>(each));
+    } else if (value.isDoubleList()) {
+      for (double each : value.toDoubleVector()) add(std::hash<double>()(each));
+    }
+    add(7);
+  }
+  return digest == 0 ? 1 : digest;
+}
+
+// Whether the call is the planned one, as far as one can tell before it runs, and there is room:
+// plenty of it, or enough for a call that has been looked at closely before.
+inline bool has_room(State* state, const Fact& fact, const Operation* op, size_t& digest) {
+  auto* script = reinterpret_cast<Script*>(state->script);
+  auto index = static_cast<size_t>(state->sequence);
+  if (state->limit < 0) return true;
+  if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, state->sequence)) {
+    return false;
+  }
+  int64_t room = state->limit - integer(PyList_GET_ITEM(state->live, 0));
+  if (2 * script->needs[index] <= room) return true;
+  digest = digest_of(op);
+  return script->looked_at[index] == digest && script->needs[index] <= room;
+}
+
+// `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
+inline bool follow(State* state, const Fact& fact, Operation* op, PyObject* made) {
+  const Layout& l = layout;
+  auto* script = reinterpret_cast<Script*>(state->script);
+  auto index = static_cast<size_t>(op->sequence);
+  if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, op->sequence)) {
+    return false;
+  }
+  const auto &sizes = script->sizes[index], &reads = script->reads[index];
+  auto count = static_cast<size_t>(PyList_GET_SIZE(made));
+  if (count != sizes.size()) return false;
+  size_t read = 0;
+  for (const Input& input : op->inputs) {
+    if (input.scratch) continue;
+    int64_t number = input.value == nullptr ? -1 : integer(slot(input.value, l.value_number));
+    if (read >= reads.size() || reads[read++] != number) return false;
+  }
+  if (read != reads.size()) return false;
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* value = PyList_GET_ITEM(made, i);
+    if (integer(slot(value, l.value_nbytes)) != sizes[i] ||
+        script->choices.at(integer(slot(value, l.value_number))) < -1) {
+      return false;
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    PyObject* value = PyList_GET_ITEM(made, i);
+    int64_t choice = script->choices[integer(slot(value, l.value_number))];
+    if (choice > 0) put(value, l.value_retain_from, PyLong_FromLongLong(choice));
+    Owned weak(checked(PyWeakref_NewRef(value, nullptr)));
+    if (PyList_Append(state->made, weak.get()) < 0) throw py::error_already_set();
+  }
+  return true;
+}
+
+// Whether the plan holds a value that autograd is saving.
+inline bool plan_holds(State* state, PyObject* value) {
+  auto* script = reinterpret_cast<Script*>(state->script);
+  return script->choices.at(integer(slot(value, layout.value_number))) < 0;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,170 @@
+// What the compiled recorder knows at every operation: itself, the operator, the global switches.
+//
+// Problem: each of these is a Python object somewhere, and asking for it costs more than small kernels.
+// Invariant: `State` is the base of the Python recorder, so that both read and write one set of
+// fields; facts of an operator are read once a thread; the switches are compared as numbers and
+// become Python's tuple only when they change. Rejected: a second copy of any of it.
+#pragma once
+
+#include "operation.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <array>
+#include <unordered_map>
+
+namespace lowtide {
+
+inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+// No kernel is registered to this key on any operator, no tensor has it; it stands below autograd
+// and Python modes and above the kernels. It is on while a thread records.
+constexpr auto KEY = c10::DispatchKey::Fake;
+
+// Base class of the Python recorder that this file speeds up: the fields that both touch.
+struct State {
+  PyObject_HEAD
+  PyObject* region;
+  PyObject* table;
+  PyObject* live;
+  PyObject* forget;
+  PyObject* read;
+  PyObject* before;
+  PyObject* tape;
+  PyObject* decisions;
+  PyObject* script;   // the plan to follow, or none
+  PyObject* made;     // where to note what was made while it is followed: weak references
+  PyObject* handles;  // and what autograd got
+  long long sequence, numbers, group;
+  long long limit;  // bytes that may be alive while the script is followed, -1: any
+  char lazy_bits, paused, asks, timed;
+  State* outer;  // the recording that this one stands inside of, on the same thread
+};
+
+inline thread_local State* current = nullptr;
+
+// What has to be known of an operator here, from `Facts`.
+struct Fact {
+  PyObject* facts;
+  PyObject* name;
+  bool casts_inside;
+  bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, fills_saved;
+  bool always_trains = false;
+  int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
+  std::vector<int> writes, fills;               // places of arguments
+};
+
+struct Gil {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~Gil() { PyGILState_Release(state); }
+};
+
+struct WithoutGil {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
+};
+
+inline PyObject* facts_of;  // the Python function
+
+inline std::unordered_map<const c10::FunctionSchema*, Fact>& known_facts() {
+  static thread_local std::unordered_map<const c10::FunctionSchema*, Fact> found;
+  return found;
+}
+
+inline const Fact* fact_of(const c10::OperatorHandle& op) {
+  auto& found = known_facts();
+  auto at = found.find(&op.schema());
+  return at == found.end() ? nullptr : &at->second;
+}
+
+// Operators of torch itself are never taken back, so that the address of a schema tells them.
+inline const Fact* learn(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name.compare(0, 6, "aten::") != 0 && name.compare(0, 7, "prims::") != 0) return nullptr;
+  py::handle func = torch::detail::getTorchApiFunction(op);
+  py::object facts =
+      py::reinterpret_steal<py::object>(checked(PyObject_CallOneArg(facts_of, func.ptr())));
+  auto flag = [&](const char* field) { return facts.attr(field).cast<bool>(); };
+  Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
+  PyObject* interned_name = text.release();
+  PyUnicode_InternInPlace(&interned_name);
+  Fact fact{facts.ptr(),    interned_name,  flag("casts_inside"), flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
+            flag("random"), flag("blank"),  flag("constant"), flag("placing"),
+            !facts.attr("fills_saved").is_none()};
+  if (!facts.attr("statistics").is_none()) {
+    std::tie(fact.mean, fact.variance, fact.training) =
+        facts.attr("statistics").cast<std::tuple<int, int, int>>();
+    fact.always_trains = name.size() > 11 && name.compare(name.size() - 11, 11, "with_update") == 0;
+  }
+  auto place = [&](py::handle where) {
+    if (py::isinstance<py::int_>(where)) return where.cast<int>();
+    auto found = op.schema().argumentIndexWithName(where.cast<std::string>());
+    return found ? static_cast<int>(*found) : -1;
+  };
+  for (py::handle where : facts.attr("writes")) fact.writes.push_back(place(where));
+  for (py::handle where : facts.attr("fills")) fact.fills.push_back(place(where));
+  facts.release();
+  return &(known_facts()[&op.schema()] = std::move(fact));
+}
+
+inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, KEY), stack);
+}
+
+// ---------------------------------------------------------------------- global switches
+
+struct Switches {
+  bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
+  int threads;
+  c10::ScalarType dtype;
+  std::array<at::Float32Precision, 7> precisions;
+  bool operator==(const Switches&) const = default;
+};
+
+inline PyObject *compat_names, *cuda_seen_name;  // the namespace of `_compat`, and "_cuda_seen"
+
+inline Switches switches_now() {
+  using Backend = at::Float32Backend;
+  using Op = at::Float32Op;
+  auto& context = at::globalContext();
+  return {context.userEnabledMkldnn(),
+          context.deterministicAlgorithms(),
+          PyDict_GetItemWithError(compat_names, cuda_seen_name) == Py_True,
+          context.userEnabledCuDNN(),
+          context.benchmarkCuDNN(),
+          context.deterministicCuDNN(),
+          at::get_num_threads(),
+          c10::typeMetaToScalarType(c10::get_default_dtype()),
+          {context.float32Precision(Backend::GENERIC, Op::ALL),
+           context.float32Precision(Backend::CUDA, Op::MATMUL),
+           context.float32Precision(Backend::CUDA, Op::CONV),
+           context.float32Precision(Backend::CUDA, Op::RNN),
+           context.float32Precision(Backend::MKLDNN, Op::MATMUL),
+           context.float32Precision(Backend::MKLDNN, Op::CONV),
+           context.float32Precision(Backend::MKLDNN, Op::RNN)}};
+}
+
+inline PyObject* ambient_function;  // `_compat.ambient`
+
+// The tuple that Python makes of the switches: one object as long as they stay as they are.
+inline PyObject* ambient_now() {
+  static thread_local Switches last;
+  static thread_local PyObject* tuple = nullptr;
+  Switches now = switches_now();
+  if (tuple == nullptr || !(now == last)) {
+    PyObject* made = checked(PyObject_CallNoArgs(ambient_function));
+    if (tuple != nullptr && PyObject_RichCompareBool(made, tuple, Py_EQ) == 1) {
+      Py_DECREF(made);
+    } else {
+      Py_XDECREF(tuple);
+      tuple = made;
+    }
+    last = now;
+  }
+  return tuple;
+}
+
+}  // namespace lowtide

@@ -1,0 +1,147 @@
+// Operations that write what they are given: which storages, and whether it can be done again.
+//
+// Problem: dropout, activations in place and running statistics are written at every layer.
+// Invariant: as in `Recorder._written`, `_can_be_made` and `_write_refs`; what needs a closer look
+// (out=, lists, the same storage twice) is left to them. Rejected: recording writes in Python only,
+// which costs more than half of a convolutional network's records.
+#pragma once
+
+#include "script.h"
+
+namespace lowtide {
+
+// Whether an operation is a factory of constant memory.
+inline bool is_constant(PyObject* op) {
+  static PyObject* name = interned("constant");
+  PyObject* facts = is_compiled_operation(op) ? reinterpret_cast<Operation*>(op)->facts
+                                              : slot(op, layout.operation_facts);
+  Owned constant(checked(PyObject_GetAttr(facts, name)));
+  return constant.get() == Py_True;
+}
+
+// A storage that a call is about to write, and through which argument.
+struct Written {
+  Owned entry;
+  int place;
+  at::Tensor tensor;
+  int input = -1;       // its place among the inputs, where what it becomes can be made again
+  bool hidden = false;  // running statistics, of which autograd is not told
+};
+
+inline PyObject* overwriting_function;  // `watch.overwriting`
+
+inline bool contains(const std::vector<int>& places, int place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
+}
+
+inline bool trains(const Fact& fact, const c10::IValue* values) {
+  return fact.mean >= 0 && values[fact.mean].isTensor() && values[fact.mean].toTensor().defined() &&
+      (fact.always_trains || values[fact.training].toBool());
+}
+
+// As `Recorder._written`; false where Python has to look closer.
+inline bool find_written(
+    State* state, const c10::FunctionSchema& schema, const std::vector<int>& places,
+    const c10::IValue* values, std::vector<Written>& written) {
+  for (int place : places) {
+    if (place < 0 || schema.arguments()[place].kwarg_only()) return false;  // out=
+    if (values[place].isNone()) continue;
+    if (!values[place].isTensor()) return false;
+    const at::Tensor& tensor = values[place].toTensor();
+    if (!tensor.defined()) continue;
+    if (!is_ordinary(tensor)) return false;
+    Owned key = key_of(tensor);
+    if (!enter_external(state, tensor)) return false;
+    PyObject* entry = PyDict_GetItemWithError(state->table, key.get());
+    for (const Written& other : written) {
+      if (other.entry.get() == entry) return false;
+    }
+    written.push_back({Owned(Py_NewRef(entry)), place, tensor});
+  }
+  return true;
+}
+
+// Whether a view is the whole of a storage, each element once; as `covers`.
+inline bool covers(const Geometry& geometry, int64_t nbytes) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
+  for (size_t i = 0; i < geometry.size.size(); ++i) {
+    if (geometry.size[i] != 1) dims.emplace_back(geometry.stride[i], geometry.size[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t count = 1;
+  for (auto [stride, size] : dims) {
+    if (stride != count) return false;
+    count *= size;
+  }
+  return geometry.offset == 0 && count * static_cast<int64_t>(geometry.dtype.itemsize()) == nbytes;
+}
+
+inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
+  PyObject* value = std::exchange(input.value, nullptr);
+  Py_XDECREF(value);
+  input.blank = nbytes;
+  input.device = device;
+}
+
+// As `Recorder._can_be_made`: false if what is written cannot be made again in any case.
+inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
+  if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
+  for (const Written& each : written) {
+    if (contains(fact.fills, each.place)) continue;
+    PyObject* value = slot(each.entry.get(), layout.entry_value);
+    Owned held;
+    if (is_none(value) && !is_none(slot(each.entry.get(), layout.entry_weak))) {
+      held = Owned(target_of(slot(each.entry.get(), layout.entry_weak)));
+      value = held.get();
+    }
+    if (is_none(value) || is_none(slot(value, layout.value_op))) return false;
+  }
+  return true;
+}
+
+// As `Recorder._write_refs`: whether what is written can be made again; finds the inputs.
+inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& written) {
+  for (Written& each : written) {
+    int found = -1, count = 0;
+    for (size_t i = 0; i < op->inputs.size(); ++i) {
+      if (op->inputs[i].argument == each.place && op->inputs[i].item < 0) {
+        found = static_cast<int>(i);
+      }
+    }
+    if (found < 0) return false;
+    PyObject* value = op->inputs[found].value;
+    for (const Input& input : op->inputs) count += input.value == value;
+    int64_t nbytes = integer(slot(each.entry.get(), layout.entry_nbytes));
+    PyObject* made_by = slot(value, layout.value_op);
+    if (contains(fact.fills, each.place) && count == 1 &&
+        covers(op->inputs[found].geometry, nbytes)) {
+      make_blank(op->inputs[found], nbytes, each.tensor.device());
+    } else if (is_none(made_by)) {
+      return false;
+    } else if (!fact.placing && is_constant(made_by)) {
+      return false;
+    }
+    each.input = found;
+  }
+  return true;
+}
+
+// As `Known._rewritten`: a storage has new content.
+inline void rewritten(State* state, Operation* op, Written& each, PyObject* made) {
+  const Layout& l = layout;
+  PyObject* entry = each.entry.get();
+  bool made_again = op != nullptr && each.input >= 0;
+  PyObject* maker = made_again ? reinterpret_cast<PyObject*>(op) : Py_None;
+  Owned value(new_value(maker, integer(slot(entry, l.entry_nbytes)), state->region,
+                        made_again ? state->numbers++ : -1));
+  if (made_again) {
+    op->writes.push_back(
+        {static_cast<size_t>(each.input), checked(PyWeakref_NewRef(value.get(), nullptr))});
+    if (made != nullptr && PyList_Append(made, value.get()) < 0) throw py::error_already_set();
+  }
+  put(entry, l.entry_version, PyLong_FromLongLong(integer(slot(entry, l.entry_version)) + 1));
+  put_new(entry, l.entry_loose, Py_True);
+  put(entry, l.entry_value, value.release());
+}
+
+}  // namespace lowtide
