@@ -44,10 +44,10 @@ def fitted(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def census() -> tuple[Counter[str], int, int]:
     """Live objects by type, live tensors, watched storages."""
+    watch.sweep()  # what is swept up now and then anyway
     gc.collect()
     types = Counter(type(o).__qualname__ for o in gc.get_objects())
     tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-    watch.sweep()
     return types, tensors, len(watch._watched)
 
 

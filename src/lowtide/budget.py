@@ -215,6 +215,7 @@ class Budget:
             decisions.stop_measuring()
             return
         self._last = decisions
+        decisions.let_go()
         self._varied = self._varied or decisions.switched
         observer = decisions.observer
         if observer is not None:

@@ -131,6 +131,12 @@ class StepDecisions:
         self._made.clear()
         self._anchors.clear()
 
+    def let_go(self) -> None:
+        """The step is over; only numbers of it are kept."""
+        self._handles.clear()
+        self._made.clear()
+        self._anchors.clear()
+
     def stop_measuring(self) -> None:
         if self.observer is not None:
             self.observer.stop_measuring()

@@ -242,6 +242,7 @@ class Observer:
     def finish(self, then: Callable[[Observer], None]) -> None:
         """The step is over; `then` is called as soon as its measurement is there."""
         self._values.clear()
+        self._refs.clear()  # nothing that dies from now on is of this step's backward
         memory, self.memory = self.memory, None
         if memory is None:
             then(self)

@@ -41,9 +41,10 @@ def watch(key: int, value: Value) -> None:
 
 
 def sweep() -> None:
-    """Forget the storages that nobody holds any more."""
+    """Forget the values that are gone, and the storages that nobody holds any more."""
     for key, found in tuple(_watched.items()):
-        if not any(weak() is not None for weak in found):
+        found[:] = [weak for weak in found if weak() is not None]
+        if not found:
             del _watched[key]
     _swept[0] = len(_watched)
 
