@@ -7,9 +7,8 @@ batch, by ending early, by what is wired to what, and by gradients that are ther
 from __future__ import annotations
 
 import copy
-import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 
 import lowtide
 from zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLLOWED = [
     (name, way)
@@ -78,15 +79,6 @@ def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) ->
         loss.backward()
 
     return lowtide.measure(run, device="cpu").peak_bytes
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    gc.collect()  # budgets of other tests that were left after a forward may still be measuring
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(30))

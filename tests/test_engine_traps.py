@@ -16,10 +16,16 @@ from lowtide.compiled import build
 from lowtide.tape import watch
 
 COMPILED = build.target().exists() or build.possible() is None
+NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
 
 
 @pytest.fixture(
-    params=["python", pytest.param("compiled", marks=pytest.mark.skipif(not COMPILED, reason="-"))]
+    params=[
+        "python",
+        pytest.param(
+            "compiled", marks=pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
+        ),
+    ]
 )
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     with engine.use(request.param):

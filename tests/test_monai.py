@@ -28,6 +28,8 @@ from monai.networks.nets.unet import CheckpointUNet as MonaisCheckpointUNet
 
 from lowtide.monai import CheckpointUNet
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def build(kind: type[nn.Module], dims: int = 3, **options: Any) -> nn.Module:
     torch.manual_seed(0)
@@ -48,15 +50,6 @@ def step(model: nn.Module, dims: int = 3, size: int = 16) -> list[Tensor]:
 def replayed() -> Iterator[Callable[[], int]]:
     with counted_replays() as count:
         yield count
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These nets are small: threads that wait for each other take longer than one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

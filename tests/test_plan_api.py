@@ -214,7 +214,7 @@ def change(data: dict[str, Any], key: str, value: object) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another format": (lambda d: change(d, "format", "lowtide.graph"), "its format is"),
-    "another version": (lambda d: change(d, "version", 2), "has version 2"),
+    "another version": (lambda d: change(d, "version", 99), "has version 99"),
     "another graph": (lambda d: change(d, "fingerprint", "0" * 32), "it is for graph '000"),
     "a value more": (lambda d: d["retain"].append(0), "'retain' must be a list of"),
     "no number": (lambda d: change(d, "retain", ["x"] * len(d["retain"])), "cannot say 'x'"),

@@ -6,8 +6,7 @@ figures on whole models, in the benchmarks.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -30,15 +29,6 @@ class Tower(nn.Module):
             if not (self.skip and number % self.skip == 0):
                 x = torch.sin(layer(x)).exp().cos()
         return x
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    gc.collect()  # budgets of other tests that were left after a forward may still be measuring
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tower(depth: int = 8) -> Tower:

@@ -123,6 +123,38 @@ class under_modes:
         self._guard.__exit__(None, None, None)
 
 
+class Counter:
+    """A tensor's version counter, without its memory.
+
+    torch shows a counter's number and not which counter it is: `.data` has one of its own, `detach`
+    and views share theirs. Goes when `.data` does.
+    """
+
+    __slots__ = ("_alias",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = detached_alias(tensor)
+        with disable_dispatch(), torch.no_grad():
+            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a write through `tensor` moves this counter."""
+        return shares_counter(self._alias, tensor)
+
+
+def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter: moved through one, read through the other."""
+    if one.is_inference() or other.is_inference():
+        return False
+    before, mine = other._version, one._version
+    moved = max(before, mine) + 1
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((other,), (moved,))
+    shared = one._version == moved
+    set_version((other,), (before,))
+    return shared
+
+
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` that shares the version counter, also when called below autograd.
 
@@ -317,11 +349,14 @@ def is_script(module: object) -> bool:
 
 
 def is_compiled_module(module: object) -> bool:
-    """Whether `module` is what `torch.compile(module)` returned, or was compiled in place."""
-    optimized = "torch._dynamo.eval_frame"
-    cls = type(module)
-    return (cls.__module__ == optimized and cls.__name__ == "OptimizedModule") or (
-        getattr(module, "_compiled_call_impl", None) is not None
+    """Whether `module` is what `torch.compile(module)` returned, or was compiled in place.
+
+    By name: importing torch._dynamo takes seconds, and where it is not imported there is none.
+    Goes when torch tells.
+    """
+    return module.__dict__.get("_compiled_call_impl") is not None or any(
+        c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"
+        for c in type(module).__mro__
     )
 
 

@@ -95,7 +95,7 @@ class StepDecisions:
         if core is None or not isinstance(recorder, core.State):
             return
         self._compiled = recorder
-        recorder.script = prepared.script(core)
+        recorder.script = prepared.script
         recorder.made, recorder.handles = self._made, self._handles
         recorder.limit = -1 if self.owner.limit_now is None else self.owner.limit_now
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lowtide import _compat
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.foreign import find_active_checkpointing, refuse_active_checkpointing
@@ -195,7 +196,8 @@ def _run_region(
 
 
 def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], caller: str) -> None:
-    compiled = [name for name, m in model.named_modules(remove_duplicate=False) if _is_compiled(m)]
+    modules = model.named_modules(remove_duplicate=False)
+    compiled = [name for name, module in modules if _compat.is_compiled_module(module)]
     for name, module in chosen:
         shown = repr(name) if name else "the model itself"
         if isinstance(module, torch.jit.ScriptModule):
@@ -214,16 +216,6 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
                 f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "
                 "call .remove() on the handle that did it, or select the other modules only"
             )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if module.__dict__.get("_compiled_call_impl") is not None:
-        return True
-    # By name: importing torch._dynamo takes seconds, and where it is not imported there is none.
-    return any(
-        c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"
-        for c in type(module).__mro__
-    )
 
 
 class _WrapperType(type):

@@ -19,11 +19,12 @@ import torch
 
 from lowtide import _compat
 from lowtide._memory_events import Timeline
+from lowtide.backward import Call, describe
 from lowtide.marks import Marks
 from lowtide.planner.graph import Graph
 from lowtide.rebuild import FOREVER, OpLog, rebuild
-from lowtide.tape.values import Handle, Operation, Value, flatten
-from lowtide.workspace import backward_temporaries, workspace_of
+from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
+from lowtide.workspace import backward_temporaries, kernel_workspace, scratchpad
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Observer:
         self._end = 0
         self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
+        self._calls: dict[Call, Call] = {}  # one of each, as layers repeat
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
 
@@ -119,43 +121,54 @@ class Observer:
     ) -> None:
         begin, self._drawn = self._drawn, None
         mark = self.memory.mark() if self.memory is not None else 0
-        tensors = [t for a in (*args, *kwargs.values()) for t in flatten(a)
-                   if isinstance(t, torch.Tensor)]  # fmt: skip
-        grads = 0
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                continue
-            grads += tensor.numel() * tensor.element_size()
-            leaf = _compat.leaf_of(tensor)
-            if leaf is None:
-                continue
-            self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
-            if leaf.grad is None:
-                # from its last reader in the forward on, a gradient stays to the end of backward
-                self.parameters[id(leaf)] = (len(self.ops), leaf.numel() * leaf.element_size())
+        tensors = tensors_in(args, kwargs)
+        wanted = [t for t in tensors if t.requires_grad]
+        for tensor in wanted:
+            self._leaf(tensor)
+        grads = sum(t.numel() * t.element_size() for t in wanted)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-        if grads:
-            self.carries_grad.update(inputs)
         sizes = tuple(value.nbytes for value in made)
-        made_bytes = sum(sizes)
         name = op.facts.name
-        workspace = workspace_of(name, tensors, args, made_bytes)
-        self.ops.append(
-            OpLog(
-                name=name,
-                seconds=op.seconds,
-                reads=reads,
-                inputs=inputs,
-                outputs=tuple(value.number for value in made),
-                sizes=sizes,
-                live=live,
-                begin=begin,
-                mark=mark,
-                workspace=workspace,
-                temporaries=backward_temporaries(name, grads, made_bytes, workspace),
-            )
+        workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
+        temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
+        log = OpLog(
+            name=name,
+            seconds=op.seconds,
+            reads=reads,
+            inputs=inputs,
+            outputs=tuple(value.number for value in made),
+            sizes=sizes,
+            live=live,
+            begin=begin,
+            mark=mark,
+            workspace=workspace,
+            temporaries=temporaries,
+            left=temporaries,
+            receivers=inputs,
         )
+        if not wanted and torch.is_grad_enabled():
+            log.temporaries = log.left = 0  # it has no backward
+        if wanted:
+            self.carries_grad.update(inputs)
+            if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
+                _look_at_reads(log, op.refs, tensors)
+            call = describe(op.facts, args, kwargs, wanted[0].device.type)
+            log.call = None if call is None else self._calls.setdefault(call, call)
+        self.ops.append(log)
         self._values.extend(map(_weak, made))
+
+    def _leaf(self, tensor: torch.Tensor) -> None:
+        """Its gradient, if it gets one, is there from its last reader to the end of backward."""
+        leaf = _compat.leaf_of(tensor)
+        if leaf is None:
+            return
+        nbytes = leaf.numel() * leaf.element_size()
+        reader, _ = self.leaves.get(id(leaf), (-1, None))
+        if 0 <= reader < len(self.ops):
+            self.ops[reader].besides += nbytes  # it adds to what a later reader gave
+        self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
+        if leaf.grad is None:
+            self.parameters[id(leaf)] = (len(self.ops), nbytes)
 
     def drawn(self) -> None:
         """A random state was read for the operation to come: that memory is not the step's."""
@@ -259,6 +272,26 @@ class Observer:
     def graph(self) -> Graph:
         """The step as a value. Before backward, its events are predicted from the saves."""
         return rebuild(self)
+
+
+def _look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
+    """Which inputs get gradients, and how much of them the operation reads."""
+    receivers, whole, besides = [], [], 0
+    for ref, tensor in zip(refs, tensors, strict=True):
+        if not tensor.requires_grad:
+            continue
+        value = ref.value
+        if value is None or value.number < 0:
+            receivers.append(-1)
+            continue
+        receivers.append(value.number)
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes == value.nbytes:
+            whole.append(value.number)
+        elif nbytes < value.nbytes:
+            besides += value.nbytes  # made whole, from zeros
+    log.receivers, log.whole = tuple(receivers), tuple(whole)
+    log.besides += besides
 
 
 def _weak_tensor(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:

@@ -13,19 +13,24 @@ from typing import Any, TypeVar
 
 from lowtide.dryrun import Dry
 from lowtide.errors import UsageError
+from lowtide.modelled import look_closer
 from lowtide.observe import Seen
 from lowtide.planner import NEVER, Graph, Retention
 from lowtide.planner.graph import read_document
 from lowtide.rebuild import OpLog
 
 FORMAT = "lowtide.plan"
-VERSION = 1
+VERSION = 2
+# Of each operation, see `OpLog`.
+_LISTS = ("reads", "receivers", "viewing", "whole")
+_NUMBERS = ("live", "workspace", "temporaries", "left", "besides")
 
 T = TypeVar("T", int, float)
 
 
 def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
     """A plan as what JSON knows."""
+    look_closer(step.seen.ops)  # operators cannot be written, what they cost can
     names = list(dict.fromkeys(step.modules))
     place = {name: index for index, name in enumerate(names)}
     return {
@@ -39,10 +44,9 @@ def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
         "module_names": names,
         "modules": [place[name] for name in step.modules],
         "forward": step.seen.forward,
-        "reads": [list(log.reads) for log in step.seen.ops],
-        "live": [log.live for log in step.seen.ops],
-        "workspace": [log.workspace for log in step.seen.ops],
-        "temporaries": [log.temporaries for log in step.seen.ops],
+        **{key: [list(getattr(log, key)) for log in step.seen.ops] for key in _LISTS},
+        "saved": [None if log.saved is None else list(log.saved) for log in step.seen.ops],
+        **{key: [getattr(log, key) for log in step.seen.ops] for key in _NUMBERS},
         "carries_grad": sorted(step.seen.carries_grad),
         "parameters": [list(pair) for pair in step.seen.parameters.values()],
         "graph": json.loads(step.graph.to_json()),
@@ -85,31 +89,33 @@ def _step(data: dict[str, Any]) -> Dry:
 
 def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
     count = len(graph.ops)
-    called, forward = data.get("reads"), data.get("forward")
-    if (
-        not isinstance(called, list)
-        or len(called) != count
-        or not all(isinstance(row, list) and all(type(n) is int for n in row) for row in called)
-    ):
-        raise UsageError(f"damaged document: 'reads' must be {count} lists of whole numbers")
+    forward = data.get("forward")
     if type(forward) is not int or not 0 <= forward <= count:
         raise UsageError(f"damaged document: {count} operations cannot end at {forward!r}")
-    columns = (_whole(data, key, count) for key in ("live", "workspace", "temporaries"))
+    lists = {key: _rows(data, key, count) for key in _LISTS}
+    numbers = {key: _whole(data, key, count) for key in _NUMBERS}
+    saved = _rows(data, "saved", count, optional=True)
     ops = tuple(
         OpLog(
             name=op.name,
             seconds=op.seconds,
-            reads=tuple(reads),
             inputs=op.inputs,
             outputs=op.outputs,
             sizes=tuple(graph.values[value].nbytes for value in op.outputs),
-            live=live,
             begin=None,
             mark=0,
-            workspace=workspace,
-            temporaries=temporaries,
+            saved=saved[index],
+            reads=lists["reads"][index] or (),
+            receivers=lists["receivers"][index] or (),
+            viewing=lists["viewing"][index] or (),
+            whole=lists["whole"][index] or (),
+            live=numbers["live"][index],
+            workspace=numbers["workspace"][index],
+            temporaries=numbers["temporaries"][index],
+            left=numbers["left"][index],
+            besides=numbers["besides"][index],
         )
-        for op, reads, live, workspace, temporaries in zip(graph.ops, called, *columns, strict=True)
+        for index, op in enumerate(graph.ops)
     )
     pairs = data.get("parameters")
     if not isinstance(pairs, list) or any(
@@ -154,6 +160,23 @@ def status(data: dict[str, Any]) -> str:
     if found not in ("plain", "fits"):
         raise UsageError(f"damaged document: a plan's status cannot be {found!r}")
     return str(found)
+
+
+def _rows(
+    data: dict[str, Any], key: str, count: int, *, optional: bool = False
+) -> list[tuple[int, ...] | None]:
+    rows = data.get(key)
+    if (
+        not isinstance(rows, list)
+        or len(rows) != count
+        or not all(
+            (optional and row is None)
+            or (isinstance(row, list) and all(type(n) is int for n in row))
+            for row in rows
+        )
+    ):
+        raise UsageError(f"damaged document: {key!r} must be {count} lists of whole numbers")
+    return [None if row is None else tuple(row) for row in rows]
 
 
 def _whole(data: dict[str, Any], key: str, count: int | None) -> list[int]:

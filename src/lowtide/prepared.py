@@ -8,9 +8,11 @@ looking the graph up while the step runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from dataclasses import dataclass
 from typing import Any
 
+from lowtide import engine
 from lowtide.observe import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator
 
@@ -51,16 +53,11 @@ class Prepared:
                 recomputed += node.nbytes
         return kept, recomputed
 
-    _scripts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def script(self, core: Any) -> Any:
+    @functools.cached_property
+    def script(self) -> Any:
         """What the compiled recorder reads of this plan; made at its first use."""
-        if not self._scripts:
-            names = tuple(signature[0] for signature in self.signatures)
-            sizes = tuple(signature[1] for signature in self.signatures)
-            reads = tuple(signature[2] for signature in self.signatures)
-            self._scripts["core"] = core.Script(names, sizes, reads, self.needs, self.choices)
-        return self._scripts["core"]
+        names, sizes, reads = zip(*self.signatures, strict=True) if self.signatures else ((),) * 3
+        return engine.core().Script(names, sizes, reads, self.needs, self.choices)
 
     @staticmethod
     def of(plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:

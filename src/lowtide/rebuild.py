@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lowtide.backward import Call
+from lowtide.modelled import modelled_events
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
     from lowtide.observe import Observer
 
 FOREVER = 1 << 60
-_JOINING = frozenset({"aten::cat", "aten::stack"})
 
 
 @dataclass(slots=True)
@@ -40,9 +41,24 @@ class OpLog:
     mark: int
     """Mark after it ran."""
     workspace: int
-    """Modelled, see `lowtide.workspace`."""
+    """Modelled as near as possible, see `lowtide.workspace`."""
     temporaries: int
-    """Modelled, of its backward."""
+    """Of its backward, gradients of its inputs included: from sizes, until `call` is looked at."""
+    left: int
+    """Of them, what is there when it is over."""
+    receivers: tuple[int, ...]
+    """Inputs that its backward gives gradients to: as called, -1 for what was made outside."""
+    viewing: tuple[int, ...] = ()
+    """Of those, the ones whose gradients are views of that of its output."""
+    saved: tuple[int, ...] | None = None
+    """Of what it made, what autograd saves as its result; None: not known."""
+    whole: tuple[int, ...] = ()
+    """Inputs that it reads as they are, from their first to their last byte."""
+    besides: int = 0
+    """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
+    part the gradient is made whole, and that of a leaf is added to what a later reader gave."""
+    call: Call | None = None
+    """To find out the first five of these, see `lowtide.modelled.look_closer`."""
 
 
 def rebuild(seen: Observer) -> Graph:
@@ -65,14 +81,10 @@ def rebuild(seen: Observer) -> Graph:
         events = (
             _measured_events(seen, sizes)
             if seen.timeline
-            else _modelled_events(
-                seen, sizes, last_use, [(v, op) for v, op, *_ in seen.requests], seen.released
-            )
+            else modelled_events(seen, sizes, [(v, op) for v, op, *_ in seen.requests])
         )
     else:
-        order = sorted(seen.last_save, key=lambda save: save[1], reverse=True)
-        final = {value: index for index, (value, _) in enumerate(order)}
-        events = _modelled_events(seen, sizes, last_use, order, final)
+        events = modelled_events(seen, sizes, None)
     return Graph(values, ops, events)
 
 
@@ -196,52 +208,3 @@ def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
         if 0 <= index < count:
             releases[max(index, last.get(number, 0))].append(number)
     return [tuple(sorted(numbers)) for numbers in releases]
-
-
-def _modelled_events(
-    seen: Observer,
-    sizes: list[int],
-    last_use: list[int],
-    order: Iterable[tuple[int, int]],
-    released: dict[int, int],
-) -> tuple[Event, ...]:
-    """Gradients from sizes: that of a value lives from its last reader to its producer."""
-    count = len(seen.ops)
-    gradient = [0] * (count + 2)
-    producers = {n: index for index, log in enumerate(seen.ops) for n in log.outputs}
-    for index, log in enumerate(seen.ops):
-        # The gradients of what was joined are views of one buffer: it lives as long as any.
-        joined = [producers[n] for n in log.inputs] if log.name in _JOINING else []
-        for number in log.outputs:
-            if number in seen.carries_grad and last_use[number] > index:
-                gradient[min([index, *joined])] += sizes[number]
-                gradient[last_use[number]] -= sizes[number]
-    parameter = [0] * (count + 2)
-    for reader, nbytes in seen.parameters.values():
-        parameter[reader] += nbytes
-    crossing = list(itertools.accumulate(gradient))
-    done = list(itertools.accumulate(reversed(parameter)))[::-1]
-    fixed = _pinned_bytes(seen, sizes)
-    order = list(order)
-    last = {value: index for index, (value, _) in enumerate(order)}
-    freed: dict[int, list[int]] = {}
-    for number, index in released.items():
-        if index >= 0 and number in last:
-            freed.setdefault(max(index, last[number]), []).append(number)
-    events = []
-    for index, (number, operation) in enumerate(order):
-        # Saved between two operations: by the one before as its result or by the one after
-        # as its input. Take what is more, and all operations down to the next event's.
-        after, before = min(operation, count - 1), max(min(operation, count) - 1, 0)
-        following = order[index + 1][1] if index + 1 < len(order) else 0
-        base = fixed + max(crossing[k] + done[k + 1] for k in (before, after))
-        peak = fixed + max(
-            crossing[k] + done[k + 1] + seen.ops[k].temporaries
-            for k in range(min(before, following), after + 1)
-        )
-        events.append(Event(number, base, peak, tuple(sorted(freed.get(index, ())))))
-    return tuple(events)
-
-
-def _pinned_bytes(seen: Observer, sizes: list[int]) -> int:
-    return sum(sizes[number] for number in seen.pinned)

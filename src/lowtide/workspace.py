@@ -36,6 +36,11 @@ def unfolds(name: str) -> bool:
     return "convolution" in name
 
 
+def scratchpad(name: str) -> int:
+    """Bytes that an operator may take besides, whatever its size: much in a tiny step."""
+    return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
+
+
 def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """Bytes that a kernel allocates and frees while it runs, at most; forward or backward.
 
@@ -66,10 +71,10 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
-def unfolded(source: torch.Tensor, weight: torch.Tensor) -> bool:
+def unfolded(source: torch.Tensor, weight: torch.Tensor, device: str | None = None) -> bool:
     """Whether torch unfolds the input itself: small inputs of batch 1 on the CPU."""
     return (
-        source.device.type == "cpu"
+        (device or source.device.type) == "cpu"
         and source.dim() in (4, 5)
         and source.shape[0] == 1
         and min(weight.shape[-2:]) <= 3
@@ -82,15 +87,19 @@ def _padded(nbytes: int, channels: int) -> int:
     return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
 
 
-def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
+def kernel_workspace(
+    name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
+) -> int:
     """As `workspace_of`, but as near as possible and for backward operators too.
 
     For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
     torch's CPU kernels as measured, kernel by kernel; on other devices nothing better is known.
+    `device` is the type of the one that is meant, if the tensors have no memory of their own.
     """
     if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         return _flash(tensors, name.endswith("_backward"))
-    cpu = bool(tensors) and tensors[0].device.type == "cpu"
+    device = device or (tensors[0].device.type if tensors else "")
+    cpu = bool(tensors) and device == "cpu"
     if cpu and name in _SCRATCH:
         return int(_SCRATCH[name] * made)
     if cpu and name == "aten::native_batch_norm_backward":
@@ -104,10 +113,11 @@ def kernel_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: in
     source, weight = tensors[shift], tensors[shift + 1]
     stride, transposed = (args[4], args[7]) if backward else (args[3], args[6])
     given = _bytes(tensors[0]) if backward else made
-    if source.device.type != "cpu":
+    if not cpu:
         forward = (source, weight), ([None] * 6 + [transposed])
         return _convolution(*forward[0], forward[1], given)
-    return _measured(source, weight, given, max(stride), bool(transposed), backward)
+    passes = backward and len(args) > 10 and bool(args[10][0])
+    return _measured(source, weight, given, max(stride), bool(transposed), backward, passes)
 
 
 def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
@@ -121,17 +131,24 @@ def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
 
 
 def _measured(
-    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, transposed: bool, back: bool
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    stride: int,
+    transposed: bool,
+    back: bool,
+    passes: bool,
 ) -> int:
-    """Workspace of a convolution on the CPU, where `out` is the size of its forward's result."""
+    """Workspace of a convolution on the CPU, where `out` is the size of its forward's result and
+    a backward `passes` a gradient on to the input."""
     into, parameter = _bytes(source), _bytes(weight)
     kernel = weight[0, 0].numel()
-    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight):
+    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight, "cpu"):
         channels = weight.shape[1] if transposed else source.shape[1]
         points = source if transposed else out // (source.element_size() * weight.shape[0])
         count = points[0, 0].numel() if isinstance(points, torch.Tensor) else points
         return channels * kernel * count * source.element_size()
-    if kernel == 1 and stride == 1:
+    if kernel == 1 and stride == 1 and _multiplied(source):
         return max(0, into - parameter) if back and source.dim() == 5 else 0
     narrow = source.shape[1] < _CHANNEL_BLOCK // 2  # such an input is read as it is
     if transposed:
@@ -141,10 +158,18 @@ def _measured(
         return 2 * max(out, into) if few else 2 * out
     if back:
         if narrow:
-            return into + out + 2 * parameter
+            reordered = min(_padded(into, source.shape[1]), into + out) if passes else 0
+            padded = _padded(parameter, source.shape[1])
+            copies = torch.get_num_threads() * (padded - parameter)
+            return reordered + max(_padded(out, weight.shape[0]), copies)
         strided = 2 * into - parameter if stride > 1 else 0
-        return max(into + out, parameter, strided)
+        return max(into + out + (parameter if kernel == 1 else 0), parameter, strided)
     return max(parameter + (0 if narrow else into), out)
+
+
+def _multiplied(source: torch.Tensor) -> bool:
+    """Whether torch runs a convolution of kernel 1 as a product: one thread, small batches."""
+    return torch.get_num_threads() == 1 and source.shape[0] < 16
 
 
 def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:

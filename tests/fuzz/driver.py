@@ -287,6 +287,11 @@ def compare(
         verdict = Verdict("equal")
     if verdict.kind == "refused" and _excused(program, method, other):
         verdict = Verdict("stale", verdict.detail)
+    if verdict.kind == "different" and _unseen(program, method):
+        # Everything else being right is shown by the same program with all of it recorded.
+        whole = _recorded_whole(program, method)
+        if judge(plain, whole).kind == "equal":
+            verdict = Verdict("unseen", verdict.detail)
     if verdict.bad and judge(plain, run(program, "plain", steps=steps)).bad:
         verdict = Verdict("unstable", "two plain runs differ")
     return dataclasses.replace(verdict, watched=plain.watched, freed=(plain.freed, other.freed))
@@ -298,6 +303,20 @@ def _excused(program: Namespace, method: str, other: Outcome) -> bool:
         return False
     unseen: bool = program["TOUCHES"] and not (method in BUDGETED and program["INSIDE"])
     return unseen or (method not in BUDGETED and program["WRITES"] and not program["OUTER"])
+
+
+def _unseen(program: Namespace, method: str) -> bool:
+    """Rule 4: a write that moves no version counter is not seen where nobody records."""
+    return bool(program["BEHIND"] and method not in BUDGETED and not program["OUTER"])
+
+
+def _recorded_whole(program: Namespace, method: str) -> Outcome:
+    """As `run`, with the whole forward in one region."""
+    program["OUTER"] = True
+    try:
+        return run(program, method)
+    finally:
+        program["OUTER"] = False
 
 
 TOOLS: Namespace = {

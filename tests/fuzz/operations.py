@@ -315,6 +315,7 @@ def batch_norm(p: Pick) -> None:
     affine = f"{p.weight(size, x)}, {p.weight(size, x)}" if p.below(2) else "None, None"
     training = not p.chance(20)
     p.trait("buffer")
+    p.trait("behind")
     p.define(f"F.batch_norm({x}, {mean}, {var}, {affine}, {training}, 0.1)")
 
 

@@ -93,7 +93,7 @@ class Tally:
         self.lines += program.size
         self.watched += verdict.watched
         self.freed = [a + b for a, b in zip(self.freed, verdict.freed, strict=True)]
-        if verdict.kind in ("raised", "lenient", "stale", "unstable"):
+        if verdict.kind in ("raised", "lenient", "stale", "unseen", "unstable"):
             self.reasons[f"{verdict.kind}: {verdict.detail[:90]}"] += 1
 
     def line(self, wanted: int) -> str:

@@ -146,6 +146,8 @@ def render(program: Program) -> str:
     flags += [f"INSIDE = {program.inside}  # backward runs before the budget is left"]
     written = bool(program.traits & {"write", "buffer"})
     flags += [f"WRITES = {written}  # outside of the outermost region, if there is none"]
+    behind = "behind" in program.traits
+    flags += [f"BEHIND = {behind}  # some of them move no version counter of autograd's"]
     flags += [f"TOUCHES = {'touch' in program.traits}  # between forward and backward", ""]
     lines = _maker("def state():", "1", kept) + _maker("def data(step):", "step + 2", fresh)
     return "\n".join(lines + forward + backward + flags)

@@ -138,6 +138,7 @@ def backward(s, out):
 OUTER = False
 INSIDE = False
 WRITES = True
+BEHIND = True
 TOUCHES = False
 """
 

@@ -23,6 +23,7 @@ KINDS = {
     "raised": "plain raises, and so does the other",
     "lenient": "only plain raises, because autograd saw a saved tensor change",
     "stale": "refused, because something was written where no recorder could see it (rule 4)",
+    "unseen": "other bits, as it wrote behind autograd where no recorder could see it (rule 4)",
     "unstable": "two plain runs differ: says nothing",
     "different": "other bits than plain",
     "refused": "plain runs, the other raises",

@@ -11,7 +11,7 @@ Rejected: writing only through fresh clones. It would keep all programs valid an
 
 from __future__ import annotations
 
-from .assemble import Pick, Rejected
+from .assemble import Pick
 
 SIMPLE = (
     "{t}.add_(1)",
@@ -117,14 +117,10 @@ def custom_write(p: Pick) -> None:
 
 
 def data_write(p: Pick) -> None:
-    """`.data` has a version counter of its own; the storage is what counts.
-
-    Never on what is saved: plain would use the changed value, and lowtide must not (rule 4).
-    """
+    """`.data` has a version counter of its own: autograd reads what it left (rule 4)."""
     t = p.target()
-    if p.a.saved(t):
-        raise Rejected(f"{t} is saved")
     p.trait("write")
+    p.trait("behind")
     forms = ("{t}.data.mul_(0.5)", "{t}.data[0] = 1", "{t}.data.copy_({t}.data.tanh())")
     p.emit(p.of(forms).format(t=t))
 
@@ -182,4 +178,8 @@ def parameter_write(p: Pick) -> None:
         w = p.a.declare("parameter", p.shape(x), p.dtype(x))
     p.trait("buffer")
     p.define(f"{x} + {w}")
-    p.emit(f"{w}.data.mul_(0.9)" if p.below(2) else f"{w}.detach().clamp_(-0.5, 0.5)")
+    if p.below(2):
+        p.trait("behind")
+        p.emit(f"{w}.data.mul_(0.9)")
+    else:
+        p.emit(f"{w}.detach().clamp_(-0.5, 0.5)")

@@ -301,6 +301,7 @@ PyObject* make_module() {
   python_run = forever("lowtide.replay", "run");
   python_lost = forever("lowtide.replay", "_lost");
   listeners = forever("lowtide.replay", "listeners");
+  counter_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&counter_spec)));
   operation_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&operation_spec)));
   Owned state(checked(PyType_FromSpec(&state_spec)));
   Owned module(checked(PyModule_Create(&definition)));

@@ -67,6 +67,10 @@ inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
     }
     if (keep) hold(entry, value, tensor);
   }
+  // Where it is held for good, an alias tells; an external always is.
+  if (!external && (state->asks || !holds(value)) && is_none(slot(entry, l.entry_counter))) {
+    put(entry, l.entry_counter, new_counter(tensor));
+  }
   Owned handle(allocate(l.handle));
   slot(handle.get(), l.handle_ref) = new_ref(value, Geometry(tensor));
   slot(handle.get(), l.handle_region) = Py_NewRef(state->region);

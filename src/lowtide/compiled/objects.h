@@ -74,7 +74,7 @@ struct Layout {
   Offset handle_ref, handle_region, handle_tape, handle_sequence;
   Offset operation_refs, operation_sequence, operation_facts, operation_outputs;
   Offset entry_key, entry_value, entry_weak, entry_version, entry_loose, entry_nbytes,
-      entry_counted;
+      entry_counted, entry_counter;
   Offset region_depth, region_policy, region_parent;
 };
 
@@ -133,6 +133,7 @@ inline void find_layout(const py::module_& values, const py::module_& known) {
   l.entry_loose = offset_of(l.entry, "loose");
   l.entry_nbytes = offset_of(l.entry, "nbytes");
   l.entry_counted = offset_of(l.entry, "counted");
+  l.entry_counter = offset_of(l.entry, "counter");
   l.region_depth = offset_of(l.region, "depth");
   l.region_policy = offset_of(l.region, "policy");
   l.region_parent = offset_of(l.region, "parent");

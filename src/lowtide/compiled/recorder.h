@@ -53,7 +53,7 @@ inline bool run_recorded(
   std::vector<Written> written;
   Owned owner(reinterpret_cast<PyObject*>(new_operation(op)));
   auto* made = reinterpret_cast<Operation*>(owner.get());
-  if (!find_written(state, op.schema(), fact.writes, values, written)) return false;
+  if (!find_written(state, op.schema(), fact.writes, values, written, true)) return false;
   bool again = statistics || may_be_made(fact, written);
   if (again) {
     if (!encode(state, made, values, count, statistics ? &fact : nullptr)) return false;
@@ -65,7 +65,7 @@ inline bool run_recorded(
       if (!contains(fact.writes, place)) places.push_back(place);
     }
     size_t declared = written.size();
-    if (!find_written(state, op.schema(), places, values, written)) return false;
+    if (!find_written(state, op.schema(), places, values, written, false)) return false;
     for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
   if (fact.random && again && !snapshot(*stack, count, made->drawn)) return false;

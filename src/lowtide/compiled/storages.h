@@ -5,6 +5,7 @@
 // saw) is asked of it. Rejected: a table of our own, which two recorders would have to keep alike.
 #pragma once
 
+#include "counter.h"
 #include "state.h"
 
 namespace lowtide {
@@ -88,6 +89,7 @@ inline std::pair<Owned, Owned> enter(
   slot(e, l.entry_version) = PyLong_FromLongLong(tensor._version());
   slot(e, l.entry_loose) = Py_NewRef(Py_False);
   slot(e, l.entry_weak) = Py_NewRef(Py_None);
+  slot(e, l.entry_counter) = Py_NewRef(Py_None);
   slot(e, l.entry_nbytes) = PyLong_FromLongLong(bytes);
   slot(e, l.entry_counted) = PyLong_FromLongLong(counted ? bytes : 0);
   slot(e, l.entry_value) = Py_NewRef(value.get());

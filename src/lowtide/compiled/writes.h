@@ -39,10 +39,22 @@ inline bool trains(const Fact& fact, const c10::IValue* values) {
       (fact.always_trains || values[fact.training].toBool());
 }
 
-// As `Recorder._written`; false where Python has to look closer.
+// Whether autograd has saved what is in a storage, and may or may not see that it is written.
+inline bool is_saved(PyObject* entry) {
+  PyObject* value = slot(entry, layout.entry_value);
+  Owned found;
+  if (is_none(value) && !is_none(slot(entry, layout.entry_weak))) {
+    found = Owned(target_of(slot(entry, layout.entry_weak)));
+    value = found.get();
+  }
+  return value != nullptr && !is_none(value) && !is_none(slot(value, layout.value_saves));
+}
+
+// As `Recorder._written`; false where Python has to look closer. `check`: whether at what autograd
+// has saved, too.
 inline bool find_written(
     State* state, const c10::FunctionSchema& schema, const std::vector<int>& places,
-    const c10::IValue* values, std::vector<Written>& written) {
+    const c10::IValue* values, std::vector<Written>& written, bool check) {
   for (int place : places) {
     if (place < 0 || schema.arguments()[place].kwarg_only()) return false;  // out=
     if (values[place].isNone()) continue;
@@ -56,6 +68,7 @@ inline bool find_written(
     for (const Written& other : written) {
       if (other.entry.get() == entry) return false;
     }
+    if (check && is_saved(entry)) return false;
     written.push_back({Owned(Py_NewRef(entry)), place, tensor});
   }
   return true;

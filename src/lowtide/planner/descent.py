@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from lowtide.planner.repair import Candidate, Problem, live_at_peak, trace_of
 from lowtide.planner.retention import HOLD
-from lowtide.planner.simulate import Simulation
+from lowtide.planner.simulate import Simulation, Trace
 
 
 def excess(result: Simulation, limit: int) -> int:
@@ -85,4 +85,21 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
         ]
         anchors.sort(key=lambda value: (sim.nbytes[value], -value))
         moves += [(value, HOLD) for value in anchors]
+        moves += _earlier(problem, trace, event)
     return moves
+
+
+def _earlier(problem: Problem, trace: Trace, event: int) -> list[tuple[int, int]]:
+    """Values made again here that an earlier replay made as well: retained since, they are there.
+
+    What the forward has let go for good cannot be an anchor in any other way.
+    """
+    missed: dict[int, list[int]] = {}
+    for value, at in trace.missed:
+        missed.setdefault(value, []).append(at)
+    found = []
+    for value, events in missed.items():
+        before = [at for at in events if at < event]
+        if before and event in events:
+            found += [(value, at) for at in dict.fromkeys((before[-1], before[0]))]
+    return sorted(found, key=lambda move: (problem.sim.nbytes[move[0]], -move[0], -move[1]))

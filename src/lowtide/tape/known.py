@@ -34,7 +34,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     very storage the link must be weak (`weak`), or table and alias would keep each other alive.
     """
 
-    __slots__ = ("counted", "key", "loose", "nbytes", "value", "version", "weak")
+    __slots__ = ("counted", "counter", "key", "loose", "nbytes", "value", "version", "weak")
 
     key: int
     value: Value | None
@@ -42,6 +42,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     version: int
     loose: bool  # autograd may or may not add one to the version after this write
     nbytes: int
+    counter: Any  # the version counter of what autograd saved of it, where no alias tells
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
 
 
@@ -82,7 +83,7 @@ class Known:
             self.live[0] -= entry.counted
             entry.counted = 0
             self._lazy_bits = self._lazy_bits or needs_care(tensor)
-        elif entry.version != version:
+        elif entry.version != version and not self._other_counter(entry, tensor):
             if not (entry.loose and version == entry.version - 1):
                 # Written by something the dispatcher did not see: nobody can make it again.
                 entry.value = Value(None, entry.nbytes, self.region)
@@ -104,7 +105,7 @@ class Known:
         entry.key = storage._cdata
         entry.version = version
         entry.loose = False
-        entry.weak = None
+        entry.weak = entry.counter = None
         entry.nbytes = entry.counted = storage.nbytes()
         self.live[0] += entry.counted
         value = Value(op, entry.nbytes, self.region)
@@ -166,6 +167,28 @@ class Known:
         if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version
 
+    def _written_behind(self, entry: Entry, tensor: Tensor) -> Value | None:
+        """The saved value that a write through `tensor` reaches behind autograd's back, if any.
+
+        `.data` has a version counter of its own: autograd does not see that what it has saved
+        changes, and goes on with the new content, as in the plain step (rule 4).
+        """
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        if value is None or not value.saves or not self._other_counter(entry, tensor):
+            return None
+        handles = (weak() for weak in value.saves)
+        reached = any(h is not None and not apart(h.ref, tensor) for h in handles)
+        return value if reached else None
+
+    @staticmethod
+    def _other_counter(entry: Entry, tensor: Tensor) -> bool:
+        """Whether a tensor is known to have another version counter than what autograd saved."""
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        held = value.held if value is not None else None
+        if held is not None and held.untyped_storage()._cdata == entry.key:
+            return not _compat.shares_counter(held, tensor)
+        return entry.counter is not None and not entry.counter.shares(tensor)
+
     @staticmethod
     def _device(entry: Entry) -> torch.device:
         storage = entry()
@@ -202,6 +225,27 @@ class Known:
 def needs_care(tensor: Tensor) -> bool:
     """Lazy conjugation and negation are not in a storage: such a tensor is kept as it is."""
     return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
+
+
+def apart(ref: Ref, tensor: Tensor) -> bool:
+    """Whether two views of one storage certainly have no element in common.
+
+    So are chunks of a tensor: boxes of equal strides that miss each other in some dimension.
+    """
+    if ref.stride != tensor.stride() or ref.dtype != tensor.dtype:
+        return False
+    offsets = [ref.offset, tensor.storage_offset()]
+    dims = sorted(zip(ref.stride, ref.size, tensor.shape, strict=True), reverse=True)
+    outer, missed = None, False
+    for stride, one, other in dims:
+        if stride == 0:
+            return False
+        (a, b), offsets = [o // stride for o in offsets], [o % stride for o in offsets]
+        if outer is not None and max(a + one, b + other) * stride > outer:
+            return False  # it goes on in the next row
+        outer = stride
+        missed = missed or a + one <= b or b + other <= a
+    return missed
 
 
 def covers(ref: Ref, nbytes: int) -> bool:

@@ -172,9 +172,11 @@ class Recorder(Known, _compat.Mode):
                     self.drawn()
             if self.cuda:
                 op.stream = _compat.stream_of(args)
+        behind = self._behind(written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:
-                overwriting(entry.key, place in statistics and place not in facts.writes)
+                hidden = place in statistics and place not in facts.writes
+                overwriting(entry.key, hidden or entry.key in behind)
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         if op is not None:
@@ -193,7 +195,9 @@ class Recorder(Known, _compat.Mode):
         for entry, place in written:
             old = self.value_in(entry) if place == facts.fills_saved else None
             self._rewritten(op, through.get(entry.key) if through else None, entry, made)
-            if old is not None:
+            if entry.key in behind:
+                self._follow_live(*behind[entry.key], entry)
+            elif old is not None:
                 self._rebind(old, entry)
         self._register(op, result, made)
         if op is not None:
@@ -326,6 +330,36 @@ class Recorder(Known, _compat.Mode):
                         found.setdefault(entry.key, (entry, place))
         return list(found.values())
 
+    def _behind(
+        self,
+        written: list[tuple[Entry, int | str]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        statistics: tuple[int, ...],
+    ) -> dict[int, tuple[Value, Tensor]]:
+        """Of what a call is about to write, what autograd has saved and will not see changing."""
+        found = {}
+        for entry, place in written:
+            if place in statistics:
+                continue
+            argument = kwargs.get(place) if isinstance(place, str) else args[place]
+            for tensor in flatten(argument):
+                if isinstance(tensor, Tensor) and self.entry_of(tensor) is entry:
+                    value = self._written_behind(entry, tensor)
+                    if value is not None:
+                        found[entry.key] = (value, tensor)
+        return found
+
+    def _follow_live(self, old: Value, tensor: Tensor, entry: Entry) -> None:
+        """What autograd saved of `old` is the content that a write behind its back left."""
+        if old.saves is None:
+            return  # it had an alias, which was left to autograd
+        new = self.value_in(entry)
+        if new.op is None and new.held is None:
+            with _compat.disable_dispatch():
+                self._hold(entry, new, tensor)
+        self._rebind(old, entry)
+
     def _can_be_made(
         self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
     ) -> bool:
@@ -444,6 +478,9 @@ class Recorder(Known, _compat.Mode):
         ):
             with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
+        # Where it is held for good, an alias tells; decisions may let it go later on.
+        if value.op is not None and entry.counter is None and (value.held is None or self._asks):
+            entry.counter = _compat.Counter(tensor)
         handle = Handle(Ref(value, tensor), region, self.tape, self.sequence)
         if value.saves is None:
             value.saves = [_weak_handle(handle)]

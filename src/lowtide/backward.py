@@ -1,0 +1,174 @@
+"""What the backward of one operation allocates, found by running it on tensors without memory.
+
+Problem: a first step must stay inside its limit before any of its backward has been measured, and
+sizes alone say too much: the gradient of a `cat` is seen by views, a ReLU's backward makes one
+tensor and a pooling's three. Invariant: an operation is described by numbers, run once forward and
+backward on the meta device, and what it cost is remembered for all calls of the same shapes; an
+operator that cannot be run so is estimated from sizes by the caller. Imports counting. Rejected:
+factors by operator name, which have to be guessed for every operator there is; running it at once,
+below autograd, where there is no backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.counting import Counting, storage_keys
+from lowtide.tape.operators import Facts, facts_of
+from lowtide.tape.values import tensors_in
+
+_REMEMBERED = 1 << 14  # calls
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor argument as numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation as numbers: equal ones cost the same."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one backward.
+
+    Attributes:
+        peak: bytes allocated above those at its start while it runs, the gradients of its inputs
+            included.
+        left: of them, bytes that are there when it is over: the gradients of its inputs.
+        given: for every tensor argument that requires grad, in order: whether its gradient is a
+            view of that of the output (True), memory of its own (False), or None: it gets none.
+        saved: of each storage that the operation made, in order, whether autograd saves it as a
+            result of this operation.
+    """
+
+    peak: int
+    left: int
+    given: tuple[bool | None, ...]
+    saved: tuple[bool, ...]
+
+
+def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
+    """A call as numbers; None where it must not be run again or has no backward of its own."""
+    if facts.opaque:
+        return None
+    call = Call(
+        facts.func,
+        tuple([_plain(a) for a in args]),
+        tuple([(name, _plain(a)) for name, a in kwargs.items()]),
+        device,
+    )
+    try:
+        hash(call)
+    except TypeError:
+        return None
+    return call
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return Like(
+            tuple(argument.shape), argument.stride(), argument.dtype, argument.requires_grad
+        )
+    if isinstance(argument, list | tuple):
+        return tuple([_plain(item) for item in argument])
+    return None if isinstance(argument, torch.Generator) else argument
+
+
+_known: dict[Call, Cost | None] = {}
+
+
+def costs(calls: Iterable[Call]) -> dict[Call, Cost | None]:
+    """What the backward of each call costs; None: it could not be found out."""
+    wanted = dict.fromkeys(calls)
+    unknown = [call for call in wanted if call not in _known]
+    if unknown:
+        # A thread of its own has no dispatch modes, hooks, autocast or inference mode, and is not
+        # inside a backward, as the caller may be.
+        thread = threading.Thread(target=_run_all, args=(unknown,), name="lowtide-backward-costs")
+        thread.start()
+        thread.join()
+    found = {call: _known.get(call) for call in wanted}
+    while len(_known) > _REMEMBERED:
+        _known.pop(next(iter(_known)), None)
+    return found
+
+
+def _run_all(calls: list[Call]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for call in calls:
+            try:
+                _known[call] = _run(call)
+            except Exception:  # an operator may refuse in any way of its own
+                _known[call] = None
+
+
+def _run(call: Call) -> Cost:
+    wanted: list[torch.Tensor] = []
+    build = functools.partial(_build, wanted, bool(facts_of(call.func).writes))
+    args = [build(a) for a in call.args]
+    kwargs = {name: build(a) for name, a in call.kwargs}
+    there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):
+        result = tensors_in((call.func(*args, **kwargs),), {})
+    made = [t for t in result if t.requires_grad]
+    if not made:
+        return Cost(0, 0, (None,) * len(wanted), ())
+    packed = storage_keys(saved)
+    results = tuple(key in packed for key in storage_keys(result) if key not in there)
+    saved.clear()
+    gradients = [torch.empty_like(t) for t in made]
+    del args, kwargs, result
+    with Counting(call.device) as counting:
+        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+    outer = storage_keys(gradients)
+    given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
+    return Cost(counting.peak, counting.level, tuple(given), results)
+
+
+def _noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return pack
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _build(wanted: list[torch.Tensor], written: bool, argument: Any) -> Any:
+    """The argument on the meta device; tensors that require grad are added to `wanted`."""
+    if isinstance(argument, Like):
+        tensor = torch.empty_strided(
+            argument.shape, argument.stride, dtype=argument.dtype, device="meta"
+        )
+        if not argument.grad:
+            return tensor
+        wanted.append(tensor.requires_grad_())
+        return tensor.clone() if written else tensor  # a leaf cannot be written in place
+    if isinstance(argument, tuple):
+        return [_build(wanted, written, item) for item in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument

@@ -1,0 +1,60 @@
+// A tensor's version counter, without its memory: `Counter` of `lowtide/_compat.py`.
+//
+// Problem: whether a write through `.data` reaches what autograd has saved can only be told by which
+// counter it moves. Invariant: answers as the Python class does. Rejected: keeping an alias, which
+// would keep the memory.
+#pragma once
+
+#include "objects.h"
+
+namespace lowtide {
+
+struct Counter {
+  PyObject_HEAD
+  c10::VariableVersion version;
+};
+
+inline PyTypeObject* counter_type;
+
+inline PyObject* new_counter(const at::Tensor& tensor) {
+  auto* made = PyObject_New(Counter, counter_type);
+  if (made == nullptr) throw py::error_already_set();
+  new (&made->version) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
+  return reinterpret_cast<PyObject*>(made);
+}
+
+inline void delete_counter(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  reinterpret_cast<Counter*>(self)->version.~VariableVersion();
+  PyObject_Free(self);
+  Py_DECREF(type);
+}
+
+inline PyObject* counter_shares(PyObject* self, PyObject* wrapped) {
+  HANDLE_TH_ERRORS
+  const at::Tensor& tensor = THPVariable_Unpack(wrapped);
+  c10::VariableVersion other = tensor.unsafeGetTensorImpl()->version_counter();
+  const c10::VariableVersion& mine = reinterpret_cast<Counter*>(self)->version;
+  if (!mine.enabled() || !other.enabled()) Py_RETURN_FALSE;
+  int64_t before = other.current_version();
+  int64_t moved = std::max<int64_t>(before, mine.current_version()) + 1;
+  other.set_version(moved);
+  bool shared = mine.current_version() == moved;
+  other.set_version(before);
+  return PyBool_FromLong(shared);
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyMethodDef counter_methods[] = {
+    {"shares", counter_shares, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+inline PyType_Slot counter_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(delete_counter)},
+    {Py_tp_methods, counter_methods},
+    {0, nullptr}};
+
+inline PyType_Spec counter_spec = {
+    "lowtide.compiled.Counter", sizeof(Counter), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, counter_slots};
+
+}  // namespace lowtide

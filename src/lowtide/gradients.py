@@ -1,0 +1,68 @@
+"""When the gradients of activations are in memory, for a backward that nobody has seen.
+
+Problem: gradients are much of what stands in backward, and a joined tensor's is one buffer that the
+gradients of its parts look into. Invariant: a gradient is there from the backward of the last
+reader to that of the producer; one that is a view keeps what it sees until it is used or, where
+more is added to it, until the sum is made. Imports nothing but the log of operations. Rejected: a
+buffer for every gradient, which counts each `cat` of a DenseNet twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.rebuild import OpLog
+
+
+def lifetimes(
+    ops: Sequence[OpLog], sizes: Sequence[int], carries_grad: AbstractSet[int]
+) -> tuple[list[int], list[int]]:
+    """Bytes of gradients that lie across the operations of a step, gone through backwards.
+
+    Returns:
+        Changes whose running sum at `k` is what is there besides when the backward of operation `k`
+        begins; and of each operation the bytes of sums that are made right after it.
+    """
+    count = len(ops)
+    readers: dict[int, list[int]] = {}
+    for index, log in enumerate(ops):
+        for number in log.receivers:
+            if number in carries_grad:
+                known = readers.setdefault(number, [])
+                if known[-1:] != [index]:
+                    known.append(index)
+    change, sums = [0] * (count + 2), [0] * (count + 2)
+    until: dict[int, int] = {}  # value -> the operation whose backward is the last to need it
+    for index, log in enumerate(ops):
+        for number in log.outputs:
+            reading = readers.get(number)
+            end = min([index, *_looked_into(log, index, readers, until)])
+            until[number] = end
+            if not reading:
+                continue
+            start = reading[-1]
+            if number in ops[start].viewing:
+                # It sees the gradient of what was made of it, until another one is added.
+                if len(reading) == 1:
+                    continue
+                start = reading[-2]
+                sums[start] += sizes[number]
+            if start > end:
+                change[end] += sizes[number]
+                change[start] -= sizes[number]
+    return change, sums
+
+
+def _looked_into(
+    log: OpLog, index: int, readers: dict[int, list[int]], until: dict[int, int]
+) -> list[int]:
+    """How long the gradient of what an operation made lives on in those of its inputs."""
+    found = []
+    for number in log.viewing:
+        reading = readers.get(number)
+        if reading and reading[-1] == index and number in until:
+            found.append(until[number] if len(reading) == 1 else reading[-2])
+    return found

@@ -1,0 +1,140 @@
+"""The events of a backward that has not been measured, from what the forward showed.
+
+Problem: before a step has been measured, and where it cannot be, its backward must be planned all
+the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
+unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
+and each backward takes what it took on shapes alone. Where that could not be found out, estimates
+from sizes stand in, to the high side. Imports backward, gradients, plan. Rejected: spreading every
+operation's temporaries over its neighbours, which refuses limits that can be met.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from lowtide.backward import costs
+from lowtide.gradients import lifetimes
+from lowtide.planner.graph import Event
+from lowtide.workspace import scratchpad
+
+if TYPE_CHECKING:
+    from lowtide.observe import Observer
+    from lowtide.rebuild import OpLog
+
+
+def look_closer(ops: Iterable[OpLog]) -> None:
+    """What the backward of each operation costs, from a run of it on shapes alone."""
+    asked = [(log, log.call) for log in ops if log.call is not None]
+    found = costs(call for _, call in asked)
+    for log, call in asked:
+        log.call, cost = None, found[call]
+        if cost is None:
+            continue
+        log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
+        if len(cost.saved) == len(log.outputs):
+            log.saved = tuple(itertools.compress(log.outputs, cost.saved))
+        if len(cost.given) == len(log.receivers):
+            pairs = list(zip(log.receivers, cost.given, strict=True))
+            log.receivers = tuple(n for n, given in pairs if given is not None)
+            log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
+
+
+def modelled_events(
+    seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
+) -> tuple[Event, ...]:
+    """What a backward asks for, and the memory that is not the tape's meanwhile.
+
+    Args:
+        seen: the forward.
+        sizes: of each value, in bytes.
+        requests: (value, operations recorded when it was saved) as asked for in the backward that
+            ran; None: it is still to come.
+    """
+    look_closer(seen.ops)
+    count = len(seen.ops)
+    gradient, sums = lifetimes(seen.ops, sizes, seen.carries_grad)
+    crossing = list(itertools.accumulate(gradient))
+    parameter = [0] * (count + 2)
+    for reader, nbytes in seen.parameters.values():
+        parameter[reader] += nbytes
+    done = list(itertools.accumulate(reversed(parameter)))[::-1]
+    fixed = sum(sizes[number] for number in seen.pinned)
+    begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
+    takes = [b + _takes(log, s) for b, log, s in zip(begins, seen.ops, sums, strict=False)]
+    if requests is None:
+        order = _to_come(seen)
+        released = {value: index for index, (value, *_) in enumerate(order)}
+    else:
+        order = _as_asked(seen, requests)
+        released = seen.released
+    freed = _freed(order, released)
+    events = []
+    for index, (number, low, high) in enumerate(order):
+        following = order[index + 1][2] if index + 1 < len(order) else -1
+        base = max(begins[low], begins[high])
+        ran = takes[min(low, following + 1) : high + 1]
+        peak = max([base, *(ran if following < high else takes[low:high])])
+        events.append(Event(number, base, peak, freed.get(index, ())))
+    return tuple(events)
+
+
+def _takes(log: OpLog, sums: int) -> int:
+    """Bytes of an operation's backward: while it runs, or when its gradients are added up."""
+    return max(log.temporaries, log.left + log.besides + sums)
+
+
+def _to_come(seen: Observer) -> list[tuple[int, int, int]]:
+    """Saves in the order in which backward will ask: (value, lowest operation, highest)."""
+    places = _places(seen, seen.last_save)
+    keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places)]
+    order = [key[-1] for key in sorted(keys)]
+    return [(seen.last_save[i][0], *places[i][:2]) for i in order]
+
+
+def _as_asked(seen: Observer, requests: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """The same for what has been asked for, last saved first."""
+    places = _places(seen, requests[::-1])[::-1]
+    return [(value, *place[:2]) for (value, _), place in zip(requests, places, strict=True)]
+
+
+def _places(seen: Observer, saves: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+    """Of each save in the order of the forward: the operations that may have saved it, lowest and
+    highest, and whether it did so as its result.
+
+    Saved between two operations, a tensor is a result of the one before or an input of the one
+    after; if both save it, in this order.
+    """
+    ops, count = seen.ops, len(seen.ops)
+    producers = {number: index for index, log in enumerate(ops) for number in log.outputs}
+    taken: set[tuple[int, int]] = set()
+    places = []
+    for number, sequence in saves:
+        before, after = sequence - 1, min(sequence, count - 1)
+        if producers[number] != before:
+            places.append((after, after, False))
+            continue
+        saved = ops[before].saved
+        if sequence >= count or number not in ops[sequence].inputs:
+            places.append((before, before, True))
+        elif saved is None:
+            places.append((before, after, True))
+        elif number in saved and (number, sequence) not in taken:
+            taken.add((number, sequence))
+            places.append((before, before, True))
+        else:
+            places.append((after, after, False))
+    return places
+
+
+def _freed(
+    order: list[tuple[int, int, int]], released: dict[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """Of each event, the values that nothing asks for after it."""
+    last = {value: index for index, (value, *_) in enumerate(order)}
+    freed: dict[int, list[int]] = {}
+    for number, index in released.items():
+        if index >= 0 and number in last:
+            freed.setdefault(max(index, last[number]), []).append(number)
+    return {index: tuple(sorted(numbers)) for index, numbers in freed.items()}

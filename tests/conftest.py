@@ -1,0 +1,19 @@
+"""What more than one file of tests needs around its tests."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small nets: threads that wait for each other take longer than one, and allocate as well."""
+    gc.collect()  # budgets of other tests that were left after a forward may still be measuring
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

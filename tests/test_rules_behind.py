@@ -1,0 +1,198 @@
+"""Rule 4: writes that autograd does not see reach what it has saved, as in the plain step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lowtide
+from lowtide import _compat
+from lowtide.tape.known import apart
+from lowtide.tape.values import Ref
+
+
+def result(p: Tensor) -> Tensor:
+    saved = torch.tanh(p)
+    after = torch.tanh(saved)
+    saved.data.mul_(0.5)
+    return after.square().sum()
+
+
+def read_again(p: Tensor) -> Tensor:
+    saved = torch.tanh(p)
+    saved.data.mul_(0.5)
+    return (saved * 2).sum()
+
+
+def leaf(p: Tensor) -> Tensor:
+    product = p * p
+    p.data.mul_(0.5)
+    return (product * 2).sum()
+
+
+def view_of_a_leaf(p: Tensor) -> Tensor:
+    product = p * p
+    p.view(-1).data.mul_(0.5)
+    return product.square().mean()
+
+
+def twice(p: Tensor) -> Tensor:
+    saved = torch.exp(p)
+    after = saved.sin()
+    saved.data.mul_(0.5)
+    saved.data.add_(1)
+    return after.sum()
+
+
+def part(p: Tensor) -> Tensor:
+    saved = torch.exp(p)
+    saved.data[0] = 3.0
+    return saved.sum()
+
+
+def filled(p: Tensor) -> Tensor:
+    saved = torch.exp(p)
+    saved.data.copy_(torch.ones_like(saved))
+    return saved.sum()
+
+
+def set_from_outside(p: Tensor) -> Tensor:
+    saved = torch.exp(p)
+    saved.data[:] = torch.linspace(0, 1, 6).view(2, 3)
+    return saved.sum()
+
+
+def input_of_a_product(p: Tensor) -> Tensor:
+    x = F.gelu(p)
+    y = x * torch.tanh(x)
+    x.data.clamp_(-0.1, 0.1)
+    return y.square().sum()
+
+
+WRITES = [
+    result,
+    read_again,
+    leaf,
+    view_of_a_leaf,
+    twice,
+    part,
+    filled,
+    set_from_outside,
+    input_of_a_product,
+]
+
+
+def gradient(how: Callable[[Tensor], Tensor], version: int) -> Tensor:
+    p = torch.linspace(-1, 1, 6).view(2, 3)
+    for _ in range(version):  # `.data` begins at 0 again
+        p.mul_(1.0)
+    p.requires_grad_()
+    how(p).backward()
+    assert p.grad is not None
+    return p.grad
+
+
+@pytest.mark.parametrize("version", [0, 1, 3])
+@pytest.mark.parametrize("function", WRITES)
+def test_a_region_uses_what_data_left(function: Callable[..., Tensor], version: int) -> None:
+    def step(p: Tensor) -> Tensor:
+        return lowtide.checkpoint(function, p)
+
+    assert torch.equal(gradient(step, version), gradient(function, version))
+
+
+@pytest.mark.parametrize("limit", [0.7, 1_000_000])
+@pytest.mark.parametrize("function", WRITES)
+def test_a_budget_uses_what_data_left(function: Callable[..., Tensor], limit: float) -> None:
+    budget = lowtide.budget(limit)
+
+    def large(p: Tensor) -> Tensor:
+        far = p.repeat(1, 2000)
+        for _ in range(6):
+            far = far.sin().exp()
+        return function(p) + far.sum()
+
+    def step(p: Tensor) -> Tensor:
+        with budget:
+            return large(p)
+
+    plain = gradient(large, 1)
+    for _ in range(3):
+        assert torch.equal(gradient(step, 1), plain)
+
+
+def test_a_write_that_autograd_sees_is_not_taken_for_one_that_it_does_not() -> None:
+    def seen(p: Tensor) -> Tensor:
+        saved = torch.tanh(p)
+        saved.detach().mul_(0.5)
+        return saved.sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(seen, 0)
+    # A region knows what was saved, and gives the gradient of it.
+    p = torch.linspace(-1, 1, 6).view(2, 3)
+    right = 1 - torch.tanh(p).square()
+    torch.testing.assert_close(gradient(lambda x: lowtide.checkpoint(seen, x), 0), right)
+
+
+def test_chunks_with_counters_of_their_own_are_still_rematerialized() -> None:
+    """What `unsafe_chunk` gives shares memory and no counter; writes to one miss the others."""
+
+    def gates(p: Tensor) -> Tensor:
+        one, two = torch.sin(p).unsafe_chunk(2, 1)
+        return (one.sigmoid_() * two.tanh_()).sum()
+
+    p = torch.randn(64, 1024, requires_grad=True)
+    q = p.detach().clone().requires_grad_()
+    kept: list[Tensor] = []
+    held = lowtide.measure(lambda: kept.append(lowtide.checkpoint(gates, p)), device="cpu")
+    assert held.allocated_bytes < p.nbytes // 4  # no chunk stays
+    kept[0].backward()
+    gates(q).backward()
+    assert p.grad is not None
+    assert q.grad is not None
+    assert torch.equal(p.grad, q.grad)
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)),
+    st.data(),
+)
+def test_views_that_are_said_to_be_apart_are(size: tuple[int, ...], data: st.DataObject) -> None:
+    memory = torch.arange(60)
+    stride = torch.empty(size).stride() if data.draw(st.booleans()) else (12, 4, 1)
+
+    def view() -> Tensor:
+        sizes = [data.draw(st.integers(1, n)) for n in size]
+        return torch.as_strided(memory, sizes, stride, data.draw(st.integers(0, 12)))
+
+    one, other = view(), view()
+    common = set(one.flatten().tolist()) & set(other.flatten().tolist())
+    if apart(Ref(None, one), other):
+        assert not common
+
+
+def test_rows_and_columns_are_told_apart() -> None:
+    memory = torch.zeros(4, 6)
+    assert apart(Ref(None, memory[:, :3]), memory[:, 3:])
+    assert apart(Ref(None, memory[:2]), memory[2:])
+    assert not apart(Ref(None, memory[:, :4]), memory[:, 3:])
+    assert not apart(Ref(None, memory), memory.t())
+
+
+def test_a_counter_keeps_no_memory() -> None:
+    x = torch.zeros(1000)
+    counter = _compat.Counter(x)
+    assert counter.shares(x.view(10, 100))
+    assert counter.shares(x.detach())
+    assert not counter.shares(x.data)
+    assert x._version == 0
+    assert _compat.storage_holders(x.untyped_storage()) == _compat.storage_holders(
+        torch.zeros(1000).untyped_storage()
+    )
