@@ -153,34 +153,6 @@ class Known:
             made.append(value)
 
     @staticmethod
-    def _rebind(old: Value, entry: Entry) -> None:
-        """Handles that autograd made before the call mean the content after it."""
-        new = entry.value
-        assert new is not None
-        new.saves = new.saves or []
-        for weak in old.saves or ():
-            handle = weak()
-            if handle is not None:
-                handle.ref.value = new
-                new.saves.append(weak)
-        new.scope = old.scope or new.region
-        if new.op is None and old.held is not None:
-            new.held, new.version = old.held, old.version
-
-    def _written_behind(self, entry: Entry, tensor: Tensor) -> Value | None:
-        """The saved value that a write through `tensor` reaches behind autograd's back, if any.
-
-        `.data` has a version counter of its own: autograd does not see that what it has saved
-        changes, and goes on with the new content, as in the plain step (rule 4).
-        """
-        value = entry.value or (entry.weak() if entry.weak is not None else None)
-        if value is None or not value.saves or not self._other_counter(entry, tensor):
-            return None
-        handles = (weak() for weak in value.saves)
-        reached = any(h is not None and not apart(h.ref, tensor) for h in handles)
-        return value if reached else None
-
-    @staticmethod
     def _other_counter(entry: Entry, tensor: Tensor) -> bool:
         """Whether a tensor is known to have another version counter than what autograd saved."""
         value = entry.value or (entry.weak() if entry.weak is not None else None)
@@ -225,27 +197,6 @@ class Known:
 def needs_care(tensor: Tensor) -> bool:
     """Lazy conjugation and negation are not in a storage: such a tensor is kept as it is."""
     return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
-
-
-def apart(ref: Ref, tensor: Tensor) -> bool:
-    """Whether two views of one storage certainly have no element in common.
-
-    So are chunks of a tensor: boxes of equal strides that miss each other in some dimension.
-    """
-    if ref.stride != tensor.stride() or ref.dtype != tensor.dtype:
-        return False
-    offsets = [ref.offset, tensor.storage_offset()]
-    dims = sorted(zip(ref.stride, ref.size, tensor.shape, strict=True), reverse=True)
-    outer, missed = None, False
-    for stride, one, other in dims:
-        if stride == 0:
-            return False
-        (a, b), offsets = [o // stride for o in offsets], [o % stride for o in offsets]
-        if outer is not None and max(a + one, b + other) * stride > outer:
-            return False  # it goes on in the next row
-        outer = stride
-        missed = missed or a + one <= b or b + other <= a
-    return missed
 
 
 def covers(ref: Ref, nbytes: int) -> bool:

@@ -19,7 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
-from lowtide.tape.known import Entry, Known, covers, needs_care, weak_value
+from lowtide.tape.known import needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.values import (
     Handle,
@@ -32,6 +32,7 @@ from lowtide.tape.values import (
     tensors_in,
 )
 from lowtide.tape.watch import overwriting
+from lowtide.tape.writes import Writes
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -41,7 +42,7 @@ _STRIDED = torch.strided
 _weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
-class Recorder(Known, _compat.Mode):
+class Recorder(Writes, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward.
 
     Attributes:
@@ -52,7 +53,7 @@ class Recorder(Known, _compat.Mode):
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
-        Known.__init__(self, tape)
+        Writes.__init__(self, tape)
         self.tape = tape
         self.decisions = tape.decisions
         self.timed = tape.timed
@@ -231,21 +232,6 @@ class Recorder(Known, _compat.Mode):
         self._register(None, result, [])
         return result
 
-    def _written_inside(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[Entry, int | str]]:
-        """Plain tensors inside subclasses (the local part of a DTensor), which may share memory
-        with recorded ones: a write to the subclass reaches them without a change of version."""
-        found: dict[int, tuple[Entry, int | str]] = {}
-        for tensor in tensors_in(args, kwargs):
-            for inner in _compat.inner_tensors(tensor):
-                entry = self.entry_of(inner)
-                if entry is not None:
-                    found[entry.key] = (entry, 0)
-        return list(found.values())
-
-    # ------------------------------------------------------------------ inputs
-
     def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
         """Replace tensors by refs; False if some tensor cannot be named on this tape."""
         known = True
@@ -303,100 +289,6 @@ class Recorder(Known, _compat.Mode):
         if value.region is not self.region:
             self._crossing(value)
         return Ref(value, tensor)
-
-    # ------------------------------------------------------------------ writes
-
-    def _written(
-        self,
-        facts: Facts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        statistics: tuple[int, ...],
-    ) -> list[tuple[Entry, int | str]]:
-        """What the call is about to write, each storage once, and through which argument."""
-        places = facts.writes if not statistics else (*facts.writes, *statistics)
-        if not places:
-            return []
-        found: dict[int, tuple[Entry, int | str]] = {}
-        for place in places:
-            if isinstance(place, str):
-                argument = kwargs.get(place)
-            else:
-                argument = args[place] if place < len(args) else None
-            for tensor in flatten(argument):
-                if isinstance(tensor, Tensor):
-                    entry = self.entry_of(tensor)
-                    if entry is not None:
-                        found.setdefault(entry.key, (entry, place))
-        return list(found.values())
-
-    def _behind(
-        self,
-        written: list[tuple[Entry, int | str]],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        statistics: tuple[int, ...],
-    ) -> dict[int, tuple[Value, Tensor]]:
-        """Of what a call is about to write, what autograd has saved and will not see changing."""
-        found = {}
-        for entry, place in written:
-            if place in statistics:
-                continue
-            argument = kwargs.get(place) if isinstance(place, str) else args[place]
-            for tensor in flatten(argument):
-                if isinstance(tensor, Tensor) and self.entry_of(tensor) is entry:
-                    value = self._written_behind(entry, tensor)
-                    if value is not None:
-                        found[entry.key] = (value, tensor)
-        return found
-
-    def _follow_live(self, old: Value, tensor: Tensor, entry: Entry) -> None:
-        """What autograd saved of `old` is the content that a write behind its back left."""
-        if old.saves is None:
-            return  # it had an alias, which was left to autograd
-        new = self.value_in(entry)
-        if new.op is None and new.held is None:
-            with _compat.disable_dispatch():
-                self._hold(entry, new, tensor)
-        self._rebind(old, entry)
-
-    def _can_be_made(
-        self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
-    ) -> bool:
-        """False if what the call writes cannot be made again, whatever its inputs are: a counter
-        that moves once a step is not read for the sake of a replay."""
-        if facts.blank or (facts.constant and not torch.is_grad_enabled()):
-            return False
-        return statistics or all(
-            place in facts.fills or self.value_in(entry).op is not None for entry, place in written
-        )
-
-    def _write_refs(
-        self,
-        facts: Facts,
-        written: list[tuple[Entry, int | str]],
-        refs: list[Ref],
-        statistics: bool,
-    ) -> dict[int, Ref] | None:
-        """The ref through which each storage is written, by key; None: cannot be replayed.
-
-        Refs of memory that the operation overwrites entirely lose their value: what was there
-        does not matter.
-        """
-        through: dict[int, Ref] = {}
-        if not written or statistics:
-            return through
-        for entry, place in written:
-            value = self.value_in(entry)
-            found = [ref for ref in refs if ref.value is value]
-            if not found:
-                return None
-            if place in facts.fills and len(found) == 1 and covers(found[0], entry.nbytes):
-                found[0].make_blank(entry.nbytes, self._device(entry))
-            elif value.op is None or (_untouched_constant(value) and not facts.placing):
-                return None
-            through[entry.key] = found[0]
-        return through
 
     # ------------------------------------------------------------------ outputs
 
@@ -500,7 +392,3 @@ class Recorder(Known, _compat.Mode):
 
 def _has_storage(tensor: Tensor) -> bool:
     return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested
-
-
-def _untouched_constant(value: Value) -> bool:
-    return value.op is not None and value.op.facts.constant

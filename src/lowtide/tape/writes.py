@@ -1,0 +1,186 @@
+"""What an operator call writes, and whether it can be written again.
+
+Problem: activations in place, buffers, running statistics and `.data` change what is in a storage,
+in ways that autograd sees or does not see. Invariant: what is about to be written is known before
+it is; what cannot be made again is never read for the sake of a replay (rule 5); what autograd has
+saved and does not see changing is what the plain step would read (rule 4). Imports known,
+operators. Rejected: treating every write alike, which keeps too much or gives gradients of the
+wrong content.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.known import Entry, Known, covers
+from lowtide.tape.operators import Facts
+from lowtide.tape.values import Ref, Value, flatten, tensors_in
+
+Tensor = torch.Tensor
+
+
+class Writes(Known):
+    """The part of a recorder that looks at writes."""
+
+    def _written(
+        self,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        statistics: tuple[int, ...],
+    ) -> list[tuple[Entry, int | str]]:
+        """What the call is about to write, each storage once, and through which argument."""
+        places = facts.writes if not statistics else (*facts.writes, *statistics)
+        if not places:
+            return []
+        found: dict[int, tuple[Entry, int | str]] = {}
+        for place in places:
+            if isinstance(place, str):
+                argument = kwargs.get(place)
+            else:
+                argument = args[place] if place < len(args) else None
+            for tensor in flatten(argument):
+                if isinstance(tensor, Tensor):
+                    entry = self.entry_of(tensor)
+                    if entry is not None:
+                        found.setdefault(entry.key, (entry, place))
+        return list(found.values())
+
+    def _behind(
+        self,
+        written: list[tuple[Entry, int | str]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        statistics: tuple[int, ...],
+    ) -> dict[int, tuple[Value, Tensor]]:
+        """Of what a call is about to write, what autograd has saved and will not see changing."""
+        found = {}
+        for entry, place in written:
+            if place in statistics:
+                continue
+            argument = kwargs.get(place) if isinstance(place, str) else args[place]
+            for tensor in flatten(argument):
+                if isinstance(tensor, Tensor) and self.entry_of(tensor) is entry:
+                    value = self._written_behind(entry, tensor)
+                    if value is not None:
+                        found[entry.key] = (value, tensor)
+        return found
+
+    def _follow_live(self, old: Value, tensor: Tensor, entry: Entry) -> None:
+        """What autograd saved of `old` is the content that a write behind its back left."""
+        if old.saves is None:
+            return  # it had an alias, which was left to autograd
+        new = self.value_in(entry)
+        if new.op is None and new.held is None:
+            with _compat.disable_dispatch():
+                self._hold(entry, new, tensor)
+        self._rebind(old, entry)
+
+    def _can_be_made(
+        self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
+    ) -> bool:
+        """False if what the call writes cannot be made again, whatever its inputs are: a counter
+        that moves once a step is not read for the sake of a replay."""
+        if facts.blank or (facts.constant and not torch.is_grad_enabled()):
+            return False
+        return statistics or all(
+            place in facts.fills or self.value_in(entry).op is not None for entry, place in written
+        )
+
+    def _write_refs(
+        self,
+        facts: Facts,
+        written: list[tuple[Entry, int | str]],
+        refs: list[Ref],
+        statistics: bool,
+    ) -> dict[int, Ref] | None:
+        """The ref through which each storage is written, by key; None: cannot be replayed.
+
+        Refs of memory that the operation overwrites entirely lose their value: what was there
+        does not matter.
+        """
+        through: dict[int, Ref] = {}
+        if not written or statistics:
+            return through
+        for entry, place in written:
+            value = self.value_in(entry)
+            found = [ref for ref in refs if ref.value is value]
+            if not found:
+                return None
+            if place in facts.fills and len(found) == 1 and covers(found[0], entry.nbytes):
+                found[0].make_blank(entry.nbytes, self._device(entry))
+            elif value.op is None or (_untouched_constant(value) and not facts.placing):
+                return None
+            through[entry.key] = found[0]
+        return through
+
+    def _written_inside(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Entry, int | str]]:
+        """Plain tensors inside subclasses (the local part of a DTensor), which may share memory
+        with recorded ones: a write to the subclass reaches them without a change of version."""
+        found: dict[int, tuple[Entry, int | str]] = {}
+        for tensor in tensors_in(args, kwargs):
+            for inner in _compat.inner_tensors(tensor):
+                entry = self.entry_of(inner)
+                if entry is not None:
+                    found[entry.key] = (entry, 0)
+        return list(found.values())
+
+    # ------------------------------------------------------------------ inputs
+
+    @staticmethod
+    def _rebind(old: Value, entry: Entry) -> None:
+        """Handles that autograd made before the call mean the content after it."""
+        new = entry.value
+        assert new is not None
+        new.saves = new.saves or []
+        for weak in old.saves or ():
+            handle = weak()
+            if handle is not None:
+                handle.ref.value = new
+                new.saves.append(weak)
+        new.scope = old.scope or new.region
+        if new.op is None and old.held is not None:
+            new.held, new.version = old.held, old.version
+
+    def _written_behind(self, entry: Entry, tensor: Tensor) -> Value | None:
+        """The saved value that a write through `tensor` reaches behind autograd's back, if any.
+
+        `.data` has a version counter of its own: autograd does not see that what it has saved
+        changes, and goes on with the new content, as in the plain step (rule 4).
+        """
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        if value is None or not value.saves or not self._other_counter(entry, tensor):
+            return None
+        handles = (weak() for weak in value.saves)
+        reached = any(h is not None and not apart(h.ref, tensor) for h in handles)
+        return value if reached else None
+
+
+def _untouched_constant(value: Value) -> bool:
+    return value.op is not None and value.op.facts.constant
+
+
+def apart(ref: Ref, tensor: Tensor) -> bool:
+    """Whether two views of one storage certainly have no element in common.
+
+    So are chunks of a tensor: boxes of equal strides that miss each other in some dimension.
+    """
+    if ref.stride != tensor.stride() or ref.dtype != tensor.dtype:
+        return False
+    offsets = [ref.offset, tensor.storage_offset()]
+    dims = sorted(zip(ref.stride, ref.size, tensor.shape, strict=True), reverse=True)
+    outer, missed = None, False
+    for stride, one, other in dims:
+        if stride == 0:
+            return False
+        (a, b), offsets = [o // stride for o in offsets], [o % stride for o in offsets]
+        if outer is not None and max(a + one, b + other) * stride > outer:
+            return False  # it goes on in the next row
+        outer = stride
+        missed = missed or a + one <= b or b + other <= a
+    return missed
