@@ -150,21 +150,29 @@ def _measured(
         return channels * kernel * count * source.element_size()
     if kernel == 1 and stride == 1 and _multiplied(source):
         return max(0, into - parameter) if back and source.dim() == 5 else 0
+    if not transposed and _channels_last(source):  # read as it is; parameters are reordered
+        return (3 if back else 2) * parameter
     narrow = source.shape[1] < _CHANNEL_BLOCK // 2  # such an input is read as it is
     if transposed:
         few = weight.shape[1] < _CHANNEL_BLOCK // 2
         if back:
-            return into if few else into + out
-        return 2 * max(out, into) if few else 2 * out
+            return max(into if few else into + out, parameter)
+        return max(2 * max(out, into) if few else 2 * out, parameter + into)
     if back:
         if narrow:
             reordered = min(_padded(into, source.shape[1]), into + out) if passes else 0
             padded = _padded(parameter, source.shape[1])
             copies = torch.get_num_threads() * (padded - parameter)
             return reordered + max(_padded(out, weight.shape[0]), copies)
+        if source.dim() == 5 and min(source.shape[2:]) < min(weight.shape[2:]):
+            parameter *= 4 * torch.get_num_threads()  # smaller than the kernel: a few copies each
         strided = 2 * into - parameter if stride > 1 else 0
         return max(into + out + (parameter if kernel == 1 else 0), parameter, strided)
     return max(parameter + (0 if narrow else into), out)
+
+
+def _channels_last(source: torch.Tensor) -> bool:
+    return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
 
 
 def _multiplied(source: torch.Tensor) -> bool:
