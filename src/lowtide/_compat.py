@@ -307,6 +307,21 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def newest_node() -> int:
+    """The number that autograd gave the node it made last on this thread.
+
+    `Node._sequence_nr` is the same number from the other side; neither has a public name. They go
+    when torch says of a running backward which call of the forward it belongs to.
+    """
+    return int(_bindings._get_sequence_nr()) - 1
+
+
+def node_in_backward() -> int | None:
+    """The number of the node whose backward runs on this thread now, None outside of one."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 def in_functorch() -> bool:
     """Whether a `torch.func` transform is active on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
