@@ -22,7 +22,6 @@ import torch
 from lowtide import _compat
 from lowtide.costs import CostModel
 from lowtide.fakememory import FakeMemory
-from lowtide.marks import Arrived
 from lowtide.tape.values import Handle, Value, flatten
 
 if TYPE_CHECKING:
@@ -335,6 +334,8 @@ class Witness:
             ),
             tuple(marks),
         )
+        if memory is not None:
+            memory.closed()
         self._clear()
 
     # ------------------------------------------------------------------ where we are
@@ -377,7 +378,12 @@ class _Counted(FakeMemory):
         self._forget = forget
 
     def entry(self, key: int) -> Block | None:
+        """The block of a storage that is there now."""
         return self._open.get(key)
+
+    def closed(self) -> None:
+        """What dies from now on is not the step's."""
+        self._open.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -423,10 +429,6 @@ class _Counted(FakeMemory):
         # What is there between two operators: memory was freed since the last one, if anything.
         self.steps.append(Step(Site(), index, self._level, self._level))
         return index
-
-    def stop(self, then: Arrived) -> None:
-        super().stop(then)
-        self._open.clear()
 
 
 # ---------------------------------------------------------------------------- lines
