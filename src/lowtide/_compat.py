@@ -685,3 +685,23 @@ def stop_memory_profiler() -> list[Any]:
     events = _bindings._disable_profiler().experimental_event_tree()
     fields = [event.extra_fields for event in events]
     return [field for field in fields if type(field) is _ALLOCATION]
+
+
+# --- what the CUDA allocator did ----------------------------------------------------------------
+
+# What memory_viz opens; torch documents these names and keeps the underscore. They go with it.
+
+
+@contextlib.contextmanager
+def cuda_history() -> Iterator[None]:
+    """While this is open, the CUDA allocator remembers every block and the stack that asked."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        record(enabled=None)
+
+
+def write_cuda_snapshot(path: str) -> None:
+    torch.cuda.memory._dump_snapshot(path)

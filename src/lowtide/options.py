@@ -146,9 +146,7 @@ def simulate_options(step: Dry, found: Iterable[Recipe]) -> tuple[Option, ...]:
             continue
         result = simulator.run(retain)
         overhead = result.seconds / step.seconds if step.seconds > 0 else 0.0
-        options.append(
-            Option(recipe.name, recipe.how, len(recipe.regions), result.peak, overhead)
-        )
+        options.append(Option(recipe.name, recipe.how, len(recipe.regions), result.peak, overhead))
     return tuple(options)
 
 

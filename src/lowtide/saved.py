@@ -244,7 +244,11 @@ def _others(saved: SavedTensors) -> list[str]:
     groups = {group.keys[0]: group for group in saved.by("kind")}
     parts = [
         f"{format_bytes(groups[kind].nbytes)} of {plural}"
-        for kind, plural in (("parameter", "parameters"), ("buffer", "buffers"), ("input", "inputs"))
+        for kind, plural in (
+            ("parameter", "parameters"),
+            ("buffer", "buffers"),
+            ("input", "inputs"),
+        )
         if kind in groups
     ]
     text = []
