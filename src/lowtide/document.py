@@ -42,7 +42,11 @@ class Trial:
 
 
 def document(
-    told: Explanation, *, curve: Curve | None = None, trials: Sequence[Trial] = ()
+    told: Explanation,
+    *,
+    curve: Curve | None = None,
+    trials: Sequence[Trial] = (),
+    trial_refused: str | None = None,
 ) -> dict[str, Any]:
     """The document of a step. `curve` and `trials` are in it where they were made."""
     subject, sites = told.study, _Sites()
@@ -87,6 +91,7 @@ def document(
         ],
         "sentences": list(told.sentences),
         "trials": [asdict(trial) for trial in trials],
+        "trial_refused": trial_refused,
         "sites": sites.rows,
     }
 

@@ -7,6 +7,7 @@ counted for this very step. Imports study, limits. Rejected: advice that holds f
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.planner import HOLD
 from lowtide.plans import Plan
-from lowtide.saved import OUTSIDE
+from lowtide.saved import OUTSIDE, standing_text
 from lowtide.study import SHARES, Study, study
 from lowtide.texttable import count_of
 from lowtide.timeline import Item, Timeline
@@ -271,11 +272,8 @@ def _changes(subject: Study) -> tuple[Change, ...]:
     least = subject.plain.minimum_peak
     if not any(change.peak <= half for change in found) and least < plain:
         limit_bytes = int(least * 1.025)
-        try:
+        with contextlib.suppress(BudgetError):
             plan = subject.plan(limit_bytes)
-        except BudgetError:
-            plan = None
-        if plan is not None:
             found.append(
                 Change(
                     "the smallest limit that can be kept",
@@ -321,23 +319,8 @@ def _say(told: Explanation) -> list[str]:
             "temporary is known as a sum, and not storage by storage."
         )
     said.append(_parts(plain))
-    said.append(
-        "There before it, and not counted in it: "
-        + (
-            ", ".join(
-                f"{name} {format_bytes(told.study.ledger.standing[kind])}"
-                for kind, name in (
-                    ("parameter", "parameters"),
-                    ("buffer", "buffers"),
-                    ("gradient", "gradients"),
-                    ("input", "inputs"),
-                )
-                if told.study.ledger.standing.get(kind)
-            )
-            or "nothing"
-        )
-        + "."
-    )
+    standing = standing_text(told.study.ledger.standing)
+    said.append(f"There before it, and not counted in it: {standing}.")
     said += _advice(told)
     if told.refused is not None:
         said.append(

@@ -1,10 +1,10 @@
 """What people do today, on the graph of a step: per block, levels, square root of n, a policy.
 
 Problem: "what should I checkpoint?" is asked in those words, so the answer has to stand next to
-them. Invariant: each option is simulated on the very graph that plans are made for, as lowtide's own
-regions would run it, so that points on one picture differ by what is recomputed and nothing else.
-Imports levels_find through levels, planner, policies. Rejected: running every option, which takes a
-machine that holds the largest of them.
+them. Invariant: each option is simulated on the very graph that plans are made for, as lowtide's
+own regions would run it, so that points on one picture differ by what is recomputed and nothing
+else. Imports levels, planner, policies. Rejected: running every option, which takes a machine that
+holds the largest of them.
 """
 
 from __future__ import annotations

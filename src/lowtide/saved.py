@@ -29,6 +29,12 @@ _WHY = {
     "that the dispatcher was not told of): it can only be kept",
 }
 _ROWS = 24
+_PLURALS = (
+    ("parameter", "parameters"),
+    ("buffer", "buffers"),
+    ("input", "inputs"),
+    ("gradient", "gradients"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +164,8 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
         UsageError: called inside a budget or with grad disabled.
 
     >>> import torch
-    >>> layers = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    >>> from torch import nn
+    >>> layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
     >>> held = saved_tensors(layers, torch.ones(16, 8))
     >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
     [('1', 4096)]
@@ -257,18 +264,16 @@ def _others(saved: SavedTensors) -> list[str]:
             f"Autograd also refers to {', '.join(parts)}: they are there anyway and cost nothing "
             "more."
         )
-    standing = ", ".join(
-        f"{name} {format_bytes(saved.standing[kind])}"
-        for kind, name in (
-            ("parameter", "parameters"),
-            ("buffer", "buffers"),
-            ("gradient", "gradients"),
-            ("input", "inputs"),
-        )
-        if saved.standing.get(kind)
-    )
-    text.append(f"There before the step, whatever is recomputed: {standing or 'nothing'}.")
+    standing = standing_text(saved.standing)
+    text.append(f"There before the step, whatever is recomputed: {standing}.")
     return text
+
+
+def standing_text(standing: dict[str, int]) -> str:
+    """What was there before a step: ``"parameters 48.1 MiB, inputs 4.0 KiB"``."""
+    parts = (f"{name} {format_bytes(standing[kind])}" for kind, name in _PLURALS
+             if standing.get(kind))  # fmt: skip
+    return ", ".join(parts) or "nothing"
 
 
 def _named(keys: tuple[str, ...], names: tuple[str, ...]) -> list[str]:

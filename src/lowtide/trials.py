@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,20 @@ import torch
 from lowtide.budget import Budget
 from lowtide.document import Trial
 from lowtide.dryrun import loss_of
+from lowtide.errors import BudgetError
 from lowtide.measure import measure
 from lowtide.plans import Plan
 from lowtide.standins import Found
 
 _SHARE = 0.6  # of the free memory that a plain step may take to be tried unasked
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The steps that were run, and why the last one was refused, if it was."""
+
+    trials: tuple[Trial, ...] = ()
+    refused: BudgetError | None = None
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -51,10 +61,10 @@ def try_steps(
     steps: int = 3,
     plain: bool = True,
     tell: Callable[[str], object] = lambda text: None,
-) -> tuple[Trial, ...]:
+) -> Tried:
     """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
 
-    The first call of some kernels allocates what later ones find: a plain step runs once before.
+    A step that leaves its plan and is refused ends it, without an error. The first call of some kernels allocates what later ones find: a plain step runs once before.
     """
     found = Found(function, args, kwargs)
     device = next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
@@ -86,9 +96,12 @@ def try_steps(
             predicted = plan.peak
             for number in range(steps):
                 tell(f"planned step {number + 1} of {steps}")
-                measured("planned", budget, predicted)
+                try:
+                    measured("planned", budget, predicted)
+                except BudgetError as error:
+                    return Tried(tuple(trials), error)
                 predicted = budget.report().planned_peak or predicted
-    return tuple(trials)
+    return Tried(tuple(trials))
 
 
 def _clear(found: Found) -> None:

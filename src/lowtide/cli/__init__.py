@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowtideError as error:
         if getattr(arguments, "traceback", False):
             raise
-        print(f"lowtide: {_one_line(error)}", file=sys.stderr)  # noqa: T201
+        print(f"lowtide: {_one_line(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `lowtide ... | head`
         sys.stderr.close()

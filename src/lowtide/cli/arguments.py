@@ -1,8 +1,8 @@
 """The arguments that verbs share, and what they turn into. Imports target, limits, study.
 
 Problem: seven verbs take a target and a limit and must read them alike. Invariant: a limit on the
-command line is what a limit is in Python, text included. Rejected: a parent parser, which hides from
-a verb's own file what it takes.
+command line is what a limit is in Python, text included. Rejected: a parent parser, which hides
+from a verb's own file what it takes.
 """
 
 from __future__ import annotations

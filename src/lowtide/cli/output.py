@@ -53,13 +53,13 @@ def show(text: str) -> None:
 
         Console(soft_wrap=True).print(text, markup=False, highlight=True)
     else:
-        print(text)  # noqa: T201
+        print(text)
 
 
 def show_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))  # noqa: T201
+    print(json.dumps(document, indent=2))
 
 
 def wrote(path: Path) -> None:
     """Say so on stderr, so that stdout stays what it is."""
-    print(f"wrote {path}", file=sys.stderr)  # noqa: T201
+    print(f"wrote {path}", file=sys.stderr)

@@ -2,8 +2,8 @@
 
 Problem: a solver that is silent for a minute looks like one that hangs. Invariant: nothing is
 written where stderr is not a terminal, nothing within the first second, and the line is gone when
-the work is done. Imports nothing; `rich` where it is installed. Rejected: a bar that guesses how long
-a stage takes: it counts stages, and says which one runs and for how long.
+the work is done. Imports nothing; `rich` where it is installed. Rejected: a bar that guesses how
+long a stage takes: it counts stages, and says which one runs and for how long.
 """
 
 from __future__ import annotations

@@ -12,11 +12,11 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import add_output, free_place, show_json, write, wrote
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target
-from lowtide.document import Trial, document
+from lowtide.document import document
 from lowtide.explain import Explanation, explain_study
 from lowtide.page import page
 from lowtide.study import Study
-from lowtide.trials import fits, try_steps
+from lowtide.trials import Tried, fits, try_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,9 @@ def main(arguments: argparse.Namespace) -> None:
             told = _least(subject, told)
         progress.stage("planning for a dozen limits")
         curve = subject.curve
-        trials = () if arguments.no_run else _trials(subject, told, target, progress)
-        made = document(told, curve=curve, trials=trials)
+        tried = Tried() if arguments.no_run else _trials(subject, told, target, progress)
+        refused = None if tried.refused is None else str(tried.refused)
+        made = document(told, curve=curve, trials=tried.trials, trial_refused=refused)
         text = page(made)
     write(path, text)
     wrote(path)
@@ -58,16 +59,14 @@ def _least(subject: Study, told: Explanation) -> Explanation:
     return Explanation(subject, nearest.plan, told.refused)
 
 
-def _trials(
-    subject: Study, told: Explanation, target: Target, progress: Progress
-) -> tuple[Trial, ...]:
+def _trials(subject: Study, told: Explanation, target: Target, progress: Progress) -> Tried:
     """Real steps, where they fit with room to spare."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
-        return ()
+        return Tried()
     return try_steps(
         target.function,
         target.args,

@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> None:
         subject = common.study_of(arguments, progress, target)
         progress.stage("planning")
         plan = subject.plan(limit)
-        trials = try_steps(
+        tried = try_steps(
             target.function,
             target.args,
             target.kwargs,
@@ -52,10 +52,13 @@ def main(arguments: argparse.Namespace) -> None:
             plain=not arguments.no_plain,
             tell=progress.stage,
         )
+    trials = tried.trials
     if arguments.json:
         show_json({"plan": plan_dict(plan), "trials": [asdict(trial) for trial in trials]})
     else:
         show(format_trials(plan, trials))
+    if tried.refused is not None:
+        raise tried.refused
     over = [t for t in trials if t.label == "planned" and plan.limit and t.measured > plan.limit]
     if over and plan.limit is not None:
         worst = max(trial.measured for trial in over)

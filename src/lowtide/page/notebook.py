@@ -1,7 +1,7 @@
 """How results look in a notebook: small pieces of HTML without script.
 
-Problem: a notebook shows what a result says of itself. Invariant: the same figures as the text, in a
-table that takes the notebook's own colours. Imports limits. Rejected: the whole page in each cell.
+Problem: a notebook shows what a result says of itself. Invariant: the same figures as the text, in
+a table that takes the notebook's own colours. Imports limits. Rejected: the whole page in each cell.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lowtide.saved import SavedTensors
 
 _ROWS = 24
+_EMPTY = ("", "", "")
+_ROW = "display:flex;gap:.6em;align-items:center"
+_BAR = "background:currentColor;opacity:.45;height:.7em"
 
 
 def saved_html(saved: SavedTensors) -> str:
@@ -42,9 +45,9 @@ def explanation_html(told: Explanation) -> str:
     """The sentences, and a bar for each kind at the peak."""
     line = told.planned or told.plain
     bars = "".join(
-        f'<div style="display:flex;gap:.6em;align-items:center"><span style="min-width:9em">'
-        f'{html.escape(kind)}</span><span style="background:currentColor;opacity:.45;height:.7em;'
-        f'width:{20 * nbytes / max(1, line.peak):.2f}em"></span><span>{format_bytes(nbytes)}</span></div>'
+        f'<div style="{_ROW}"><span style="min-width:9em">{html.escape(kind)}</span>'
+        f'<span style="{_BAR};width:{20 * nbytes / max(1, line.peak):.2f}em"></span>'
+        f"<span>{format_bytes(nbytes)}</span></div>"
         for kind, nbytes in line.by_kind().items()
     )
     said = "".join(f"<p style='margin:.3em 0'>{html.escape(text)}</p>" for text in told.sentences)

@@ -374,7 +374,9 @@
       doc.trials.map((t, k) => [t.label, figure(`trials.${k}.predicted`, t.predicted, bytes(t.predicted)), figure(`trials.${k}.measured`, t.measured, bytes(t.measured)),
         percent(t.measured ? t.predicted / t.measured - 1 : 0), t.seconds.toFixed(3)]), [1, 2, 3, 4]);
     byId("trials").hidden = !doc.trials.length;
-    byId("no-trials").hidden = doc.trials.length > 0;
+    byId("no-trials").hidden = doc.trials.length > 0 || doc.trial_refused !== null;
+    byId("trial-refused").hidden = doc.trial_refused === null;
+    if (doc.trial_refused !== null) byId("trial-refused").textContent = `The real step is not the one that was predicted, left its plan and was refused: ${doc.trial_refused}`;
     byId("outputs").append(...doc.outputs.slice(0, 8).map((o, k) => node("li", {}, `Output ${k} (${o.dtype}, ${o.shape.length ? o.shape.join(" × ") : "a scalar"}) ${o.requires_grad ? "requires" : "does not require"} grad: ${o.reason}.`)));
     byId("made").textContent = `Peaks are bytes above what was there before the step, counted storage by storage; the rows of a table add up to its total. Positions in the timeline are moments of the step, not seconds. Made by lowtide with torch ${doc.torch}.`;
   }
