@@ -160,7 +160,7 @@ def explain(
     >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
     True
     >>> print(told.sentences[0])
-    The step peaks at 1.7 MiB above what was there before it, in ...
+    The step peaks at 1.0 MiB above what was there before it, in ...
     """
     wanted = None if limit is None else parse_limit(limit)
     return explain_study(study(fn, args, kwargs, on=on), wanted)

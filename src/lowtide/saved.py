@@ -183,14 +183,12 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
 
 def from_ledger(ledger: Ledger, source: str) -> SavedTensors:
     """The same, of a step that was gone through already."""
-    block_of = {v: place for place, block in enumerate(ledger.blocks) for v in block.values}
     rows, billed = [], set()
     for saved in ledger.saved:
-        block = block_of.get(saved.number) if saved.number >= 0 else None
-        if block is not None:
-            if block in billed:
-                continue  # another version of contents in the same storage
-            billed.add(block)
+        if saved.block >= 0:
+            if saved.block in billed:
+                continue  # another version of what is in the same storage
+            billed.add(saved.block)
         site = saved.site
         rows.append(
             SavedRow(

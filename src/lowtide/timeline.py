@@ -260,10 +260,25 @@ class _Reader:
             instant = self._instant(begin, begin + 1) if self.ledger.steps else -1
         found += self._blocks_at(instant, {i.value for i in found}, moment)
         rest = moment.total - sum(item.nbytes for item in found)
+        if rest < 0:
+            found, rest = self._billed_once(found, rest)
         if rest:
             kind = "workspace" if instant >= 0 else "temporary"
             found.append(Item(rest, kind, moment.site, (), "", "", -1))
         return tuple(sorted(found, key=lambda item: -item.nbytes))
+
+    def _billed_once(self, found: list[Item], rest: int) -> tuple[list[Item], int]:
+        """Two contents of one storage (written in place) are two values and one piece of memory."""
+        once, seen = [], set()
+        for item in found:
+            block = self.names.get(item.value)
+            if block is not None and rest < 0:
+                if block.place in seen:
+                    rest += item.nbytes
+                    continue
+                seen.add(block.place)
+            once.append(item)
+        return once, rest
 
     def _values_at(self, moment: Moment) -> list[tuple[int, str]]:
         """Values that the plan has in memory then, as far as they are the plan's."""

@@ -64,7 +64,8 @@ def try_steps(
 ) -> Tried:
     """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
 
-    A step that leaves its plan and is refused ends it, without an error. The first call of some kernels allocates what later ones find: a plain step runs once before.
+    A step that leaves its plan and is refused ends it, without an error. The first call of some
+    kernels allocates what later ones find: a plain step runs once before the one that counts.
     """
     found = Found(function, args, kwargs)
     device = next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))

@@ -42,12 +42,13 @@ class Site:
 
 @dataclass(slots=True)
 class Block:
-    """One storage that a dry run made.
+    """One storage that a dry run made, and its place among all of them.
 
     `born` and `died` are places in `Ledger.steps`: it is there from the end of the one (itself
     included) to the beginning of the other. `name` is the leaf's where it became its gradient.
     """
 
+    place: int
     nbytes: int
     site: Site
     shape: tuple[int, ...]
@@ -76,7 +77,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One storage version that autograd saved. `number` is -1 for what was made outside."""
+    """One storage version that autograd saved.
+
+    `number` is -1 for what was made outside, `block` -1 where no dry run made the storage.
+    """
 
     number: int
     nbytes: int
@@ -85,6 +89,7 @@ class Saved:
     kind: str
     name: str
     site: Site
+    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +235,13 @@ class Witness:
                 if value.number not in block.values:
                     block.values.append(value.number)
         shape, dtype = tuple(handle.ref.size), _dtype(handle.ref.dtype)
+        place = -1 if block is None else block.place
         if value.number >= 0:
             if value.number not in self._saved:
                 site = value.op and self._sites[value.op.sequence]
                 site = site or (block.site if block is not None else Site())
                 self._saved[value.number] = Saved(
-                    value.number, value.nbytes, shape, dtype, "activation", "", site
+                    value.number, value.nbytes, shape, dtype, "activation", "", site, place
                 )
             return
         key = id(value) if storage is None else storage._cdata
@@ -243,10 +249,10 @@ class Witness:
             return
         if key in self._named:
             kind, name = self._named[key]
-            self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, kind, name, Site())
+            self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, kind, name, Site(), -1)
         else:
             site = Site() if block is None else block.site
-            self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, "unseen", "", site)
+            self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, "unseen", "", site, place)
 
     def returned(self, results: list[torch.Tensor], recorder: Any) -> None:
         """What the step gave back; nothing of it is kept here."""
@@ -412,6 +418,7 @@ class _Counted(FakeMemory):
                     continue
                 if storage._cdata in self._known:
                     block = Block(
+                        len(self.blocks),
                         storage.nbytes(),
                         self._site,
                         tuple(tensor.shape),

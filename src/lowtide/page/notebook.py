@@ -1,7 +1,7 @@
 """How results look in a notebook: small pieces of HTML without script.
 
 Problem: a notebook shows what a result says of itself. Invariant: the same figures as the text, in
-a table that takes the notebook's own colours. Imports limits. Rejected: the whole page in each cell.
+a table that takes the notebook's own colours. Imports limits. Rejected: the whole page in a cell.
 """
 
 from __future__ import annotations
