@@ -186,6 +186,17 @@ def test_backward_is_traced_to_the_line_of_its_forward() -> None:
     assert all(block.backward for block in gradients.values())
 
 
+def test_backward_of_a_write_through_a_view_is_traced_as_well() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(64, 64), "act": nn.LeakyReLU(inplace=True)})
+
+    def step(x: Tensor) -> Tensor:
+        return model["act"](model["first"](x).view(32, 2, 32)).square().mean()
+
+    ledger = study(step, (torch.randn(32, 64),), halve=False).ledger
+    sites = [s.site for s in ledger.steps if s.site.operator == "aten::leaky_relu_backward"]
+    assert [site.module for site in sites] == ["act"]
+
+
 def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
 
@@ -349,6 +360,13 @@ def test_the_document_is_json_and_says_what_the_objects_say() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert costs == sorted(costs)
     assert sum(row["bytes"] for row in made["saved"]["rows"]) == made["saved"]["total"]
+
+
+def test_results_show_themselves_in_a_notebook() -> None:
+    model = wide(2)
+    batch = torch.randn(64, 32)
+    for shown in (lowtide.plan(model, batch), lowtide.curve(model, batch)):
+        assert shown._repr_html_() == f"<pre>{shown}</pre>"
 
 
 def test_a_trace_has_the_moments_of_the_timelines() -> None:

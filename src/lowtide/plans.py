@@ -235,6 +235,11 @@ class Plan:
             lines.append(f"  and {len(redone) - _ROWS} modules more")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import text_html
+
+        return text_html(str(self))
+
     def __repr__(self) -> str:
         limit = "none" if self.limit is None else format_bytes(self.limit)
         return (

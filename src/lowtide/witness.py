@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.standins import Found
 
 FOREVER = 1 << 60
+_LAST_NODE = 1 << 62  # what collects a gradient has no number but the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,8 @@ class Witness:
     def _clear(self) -> None:
         self._memory: _Counted | None = None
         self._sites: list[Site] = []
-        self._by_node: dict[int, Site] = {}
+        self._nodes: list[int] = []  # of autograd, by the number it gave them, and where
+        self._places: list[Site] = []
         self._saved: dict[int, Saved] = {}
         self._foreign: dict[int, Saved] = {}
         self._outputs: list[Output] = []
@@ -353,11 +356,17 @@ class Witness:
         """Of a call that runs now: in backward, the place of the forward that it belongs to."""
         if not self._backward:
             site = Site(name, self._module(), _line())
-            self._by_node.setdefault(_compat.newest_node(), site)
+            node = _compat.newest_node()
+            if not self._nodes or self._nodes[-1] < node:
+                self._nodes.append(node)
+                self._places.append(site)
             return site
-        node = _compat.node_in_backward()
-        place = self._by_node.get(node) if node is not None else None
-        return Site(name) if place is None else Site(name, place.module, place.line)
+        running = _compat.node_in_backward()
+        # A write through a view adds a node of its own behind that of its operator.
+        found = -1 if running is None else bisect_right(self._nodes, running) - 1
+        if found < 0 or running is None or running > _LAST_NODE:
+            return Site(name)
+        return Site(name, self._places[found].module, self._places[found].line)
 
 
 class _Counted(FakeMemory):

@@ -41,6 +41,11 @@ def saved_html(saved: SavedTensors) -> str:
     return _table(titles, rows)
 
 
+def text_html(text: str) -> str:
+    """Text that is laid out already."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
 def explanation_html(told: Explanation) -> str:
     """The sentences, and a bar for each kind at the peak."""
     line = told.planned or told.plain
