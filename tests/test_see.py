@@ -119,6 +119,34 @@ def test_the_printed_rows_add_up_to_the_printed_total(rows: int | None, by: Any)
     assert f"<td>{held.total:,}</td>" in html
 
 
+def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor) -> Tensor:
+        return (model(x) * CONSTANTS["mask"]).sum()
+
+    held = lowtide.saved_tensors(step, torch.randn(4, 8))
+    assert [(row.kind, row.nbytes) for row in held.rows if row.name == "constant"] == [
+        ("input", 4 * 8 * 4)
+    ]
+    assert held.activation_bytes == 0
+
+
+class Hidden:
+    """Something that a step reaches, and lowtide does not look into."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(4, 8)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensor
+
+
+CONSTANTS = Hidden()
+
+
 def test_sums_by_a_key_that_is_not_there_are_refused() -> None:
     held = lowtide.saved_tensors(nn.Linear(2, 2), torch.randn(1, 2))
     with pytest.raises(UsageError, match="cannot be summed by 'size': use one or more of module,"):

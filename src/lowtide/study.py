@@ -69,13 +69,14 @@ class Study:
     @cached_property
     def curve(self) -> Curve:
         """Plans from the plain step to the least peak; none that another one beats in both."""
-        found = list(curve_of(self.step))
+        mine = []
         for share in SHARES:
             with contextlib.suppress(BudgetError):
-                found.append(self.plan(share))
-        found.sort(key=lambda plan: (-plan.peak, -plan.overhead))
+                mine.append(self.plan(share))
+        limits = {plan.limit for plan in mine}
+        found = [plan for plan in curve_of(self.step) if plan.limit not in limits]
         best: list[Plan] = []
-        for plan in found:
+        for plan in sorted((*found, *mine), key=lambda plan: (-plan.peak, -plan.overhead)):
             while best and best[-1].overhead >= plan.overhead and best[-1].peak >= plan.peak:
                 best.pop()
             best.append(plan)
@@ -158,13 +159,13 @@ def _halved(
 
     # A step may well take only the batch that it was written for: then there is no such figure.
     try:
-        step = dry_run(fn, cut(args), cut(kwargs), on, Fakes())
+        step = dry_run(fn, cut(args), cut(kwargs), on, _FakeOnly())
     except (LowtideError, RuntimeError, ValueError, TypeError, IndexError):
         return None
     return Halved(size, half, plan_step(step, None).peak)
 
 
-class Fakes(Witness):
+class _FakeOnly(Witness):
     """A witness that writes nothing down and refuses a real step."""
 
     def begins(self, found: Any, seen_as: Any) -> None:

@@ -250,8 +250,11 @@ class Witness:
         key = id(value) if storage is None else storage._cdata
         if key in self._foreign:
             return
-        if key in self._named:
-            kind, name = self._named[key]
+        known = self._named.get(key)
+        if known is None and block is None and self._memory is not None:
+            known = "input", "constant"  # nothing in this step made it: it was there before
+        if known is not None:
+            kind, name = known
             self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, kind, name, Site(), -1)
         else:
             site = Site() if block is None else block.site

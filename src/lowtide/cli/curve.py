@@ -18,6 +18,8 @@ from lowtide.limits import format_bytes
 from lowtide.study import Study
 from lowtide.texttable import table
 
+_LETTERS = "ABCDEFGHIJ"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_target(parser)
@@ -59,7 +61,7 @@ def format_curve(subject: Study) -> str:
         ]
         for p in points
     ]
-    for letter, option in zip("ABCDEFGHIJ", options, strict=False):
+    for letter, option in zip(_LETTERS, options, strict=False):
         marks.append(Mark(option.peak, option.overhead, letter))
         cells.append(
             [
@@ -79,7 +81,8 @@ def format_curve(subject: Study) -> str:
 def _legend(options: int) -> list[str]:
     lines = ["o  what lowtide finds: the least time for each limit (predicted)"]
     if options:
+        last = _LETTERS[options - 1]
         lines.append(
-            "A to J  what is done today, simulated on the same step, as lowtide's regions run it"
+            f"A to {last}  what is done today, simulated on the same step, as lowtide's regions run"
         )
     return lines

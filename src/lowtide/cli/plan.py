@@ -14,9 +14,9 @@ from lowtide.cli.output import add_output, free_place, show, show_json, wrote
 from lowtide.cli.progress import Progress
 from lowtide.document import plan_dict
 from lowtide.limits import format_bytes
-from lowtide.plans import Plan
+from lowtide.plans import ModuleDecision, Plan
 from lowtide.saved import OUTSIDE
-from lowtide.texttable import table
+from lowtide.texttable import count_of, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,14 +71,13 @@ def format_plan(plan: Plan, rows: int | None = 24) -> str:
         for m in shown
     ]
 
-    def summed(label: str, some: list[object]) -> list[str]:
-        kept = sum(m.kept_bytes for m in some)  # type: ignore[attr-defined]
-        redone = sum(m.recomputed_bytes for m in some)  # type: ignore[attr-defined]
-        times = sum(m.replayed_operations for m in some)  # type: ignore[attr-defined]
+    def summed(label: str, some: list[ModuleDecision]) -> list[str]:
+        kept, redone = sum(m.kept_bytes for m in some), sum(m.recomputed_bytes for m in some)
+        times = sum(m.replayed_operations for m in some)
         return [format_bytes(kept), format_bytes(redone), str(times), label]
 
     if rest:
-        cells.append(summed(f"({len(rest)} modules more)", list(rest)))
-    cells.append(summed("total", list(modules)))
+        cells.append(summed(f"({count_of(len(rest), 'module')} more)", rest))
+    cells.append(summed("total", modules))
     titles = ("kept", "recomputed", "replays", "module")
     return "\n".join([*head, *table(titles, cells, right=3, total=True)])
