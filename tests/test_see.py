@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.advice import holders
 from lowtide.document import document
 from lowtide.errors import DryRunWarning, UsageError
-from lowtide.explain import explain_study, holders
+from lowtide.explain import explain_study
 from lowtide.planner import Simulator
 from lowtide.standins import Found
 from lowtide.study import Study, study

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from lowtide.explain import Explanation, holders
+from lowtide.advice import holders
+from lowtide.explain import Explanation
 from lowtide.frontier import Curve
+from lowtide.ledger import Site
 from lowtide.options import Option
 from lowtide.plans import Plan
 from lowtide.timeline import Timeline
-from lowtide.witness import Site
 
 FORMAT = "lowtide.step"
 VERSION = 1

@@ -15,9 +15,10 @@ from typing import Any
 
 from lowtide.dryrun import dry_run
 from lowtide.errors import UsageError
+from lowtide.ledger import Ledger
 from lowtide.limits import format_bytes
 from lowtide.texttable import count_of, table
-from lowtide.witness import Ledger, Witness
+from lowtide.witness import Witness
 
 OUTSIDE = "(outside of modules)"
 _WHY = {

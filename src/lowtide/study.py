@@ -19,12 +19,13 @@ import torch
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.frontier import Curve, curve_of
+from lowtide.ledger import Ledger
 from lowtide.options import Option, Recipe, recipes, simulate_options
 from lowtide.plans import Plan, plan_step
 from lowtide.saved import SavedTensors, from_ledger
 from lowtide.standins import Found
 from lowtide.timeline import Timeline, timeline
-from lowtide.witness import Ledger, Witness
+from lowtide.witness import Witness
 
 SHARES = (0.75, 0.5)
 """Limits that are tried for everybody, as shares of the plain peak."""

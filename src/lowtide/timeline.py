@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lowtide.dryrun import Dry
+from lowtide.ledger import Block, Ledger, Site
 from lowtide.planner import HOLD, Retention, Simulation, Simulator
 from lowtide.planner.simulate import ABSENT, Trace
-from lowtide.witness import Block, Ledger, Site
 
 KINDS = ("kept", "recomputed", "gradient", "temporary")
 

@@ -3,19 +3,15 @@
 Problem: a graph says how many bytes there are and not whose they are. "Why is my memory not going
 down?" is answered by a name: this module, this operator, this line. Invariant: numbers and names
 only, never a tensor that the step would have let go; every storage of a dry run is entered once,
-when it is made, and struck out once, when it is freed, so that the entries which are open at any
-moment add up to the bytes that are live then. Imports fakememory, tape, `_compat`. Rejected: asking
+when it is made, and struck out once, when it is freed (see `lowtide.ledger`). Imports ledger,
+fakememory, tape, `_compat`. Rejected: asking
 autograd's graph afterwards, which has forgotten the modules and what was freed before it ended.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,118 +19,15 @@ import torch
 from lowtide import _compat
 from lowtide.costs import CostModel
 from lowtide.fakememory import FakeMemory
+from lowtide.ledger import Block, Ledger, Output, Saved, Site, Step
+from lowtide.lines import line_of_caller
 from lowtide.tape.values import Handle, Value, flatten
 
 if TYPE_CHECKING:
     from lowtide.observe import Observer
     from lowtide.standins import Found
 
-FOREVER = 1 << 60
 _LAST_NODE = 1 << 62  # what collects a gradient has no number but the largest
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A place in the user's program: what ran, in which module, on which line."""
-
-    operator: str = ""
-    module: str = ""
-    line: str = ""
-
-
-@dataclass(slots=True)
-class Block:
-    """One storage that a dry run made, and its place among all of them.
-
-    `born` and `died` are places in `Ledger.steps`: it is there from the end of the one (itself
-    included) to the beginning of the other. `name` is the leaf's where it became its gradient.
-    """
-
-    place: int
-    nbytes: int
-    site: Site
-    shape: tuple[int, ...]
-    dtype: str
-    born: int
-    backward: bool
-    died: int = FOREVER
-    values: list[int] = field(default_factory=list)
-    saved: bool = False
-    gradient: bool = False
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One call of an operator in a dry run, or a mark between two (then without operator).
-
-    `segment` is the last mark before it, `peak` the most bytes live while it ran.
-    """
-
-    site: Site
-    segment: int
-    level: int
-    peak: int
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """One storage version that autograd saved.
-
-    `number` is -1 for what was made outside, `block` -1 where no dry run made the storage.
-    """
-
-    number: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    kind: str
-    name: str
-    site: Site
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A tensor that the step returned, and why it does or does not require grad."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    requires_grad: bool
-    site: Site
-    reason: str
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """What a witness has written down.
-
-    Attributes:
-        sites: of each operation of the graph, where it was called.
-        saved: what autograd held at the end of the forward, each storage version once.
-        standing: bytes that were there before the step, by kind.
-        parameters: (number of tensors, of them with `requires_grad`).
-        outputs: what the step returned.
-        blocks, steps: every storage and every call, empty where a real step was recorded.
-        forward_steps: how many of the steps were before backward.
-        requests: of each event, (value, operation, mark at entry, mark at its answer).
-        held: the values that the step held when backward began and nobody else did.
-        gradients: (bytes, last reader in the forward, name) of each leaf that collects one anew.
-    """
-
-    sites: tuple[Site, ...]
-    saved: tuple[Saved, ...]
-    standing: dict[str, int]
-    parameters: tuple[int, int]
-    outputs: tuple[Output, ...]
-    blocks: tuple[Block, ...]
-    steps: tuple[Step, ...]
-    forward_steps: int
-    requests: tuple[tuple[int, int, int, int], ...]
-    held: frozenset[int]
-    gradients: tuple[tuple[int, int, str], ...]
-    marks: tuple[tuple[int, int], ...]
-    """Of each operation, the marks before and after it."""
 
 
 class Witness:
@@ -214,7 +107,7 @@ class Witness:
         """One more recorded operation; `made` are the values that it gives."""
         memory = self._memory
         self._sites.append(
-            Site(name, self._module(), memory.line if memory is not None else _line())
+            Site(name, self._module(), memory.line if memory is not None else line_of_caller())
         )
         if memory is not None:
             self._grad_mode.append((torch.is_grad_enabled(), memory.reads_grad))
@@ -358,7 +251,7 @@ class Witness:
     def site(self, name: str) -> Site:
         """Of a call that runs now: in backward, the place of the forward that it belongs to."""
         if not self._backward:
-            site = Site(name, self._module(), _line())
+            site = Site(name, self._module(), line_of_caller())
             node = _compat.newest_node()
             if not self._nodes or self._nodes[-1] < node:
                 self._nodes.append(node)
@@ -448,51 +341,6 @@ class _Counted(FakeMemory):
         # What is there between two operators: memory was freed since the last one, if anything.
         self.steps.append(Step(Site(), index, self._level, self._level))
         return index
-
-
-# ---------------------------------------------------------------------------- lines
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(__file__) + os.sep
-_LAYERS = os.path.join(_TORCH, "nn", "modules") + os.sep
-_DRY_RUN = os.path.join(_OURS, "dryrun.py")
-_short: dict[str, str] = {}
-
-
-def _line() -> str:
-    """The innermost line that is neither torch's nor ours; else the layer of torch's that called.
-
-    Written as ``path:number``, the path from the working directory or the place of installation.
-    """
-    frame = sys._getframe(1)
-    layer = ""
-    around: Any = frame
-    while around is not None:
-        name = around.f_code.co_filename
-        if name.startswith(_TORCH):
-            if not layer and name.startswith(_LAYERS) and not name.endswith("module.py"):
-                layer = f"{_shortened(name)}:{around.f_lineno}"
-        elif name == _DRY_RUN and around.f_code.co_name in ("<lambda>", "_record"):
-            break
-        elif not name.startswith(_OURS) and not name.startswith("<frozen"):
-            return f"{_shortened(name)}:{around.f_lineno}"
-        around = around.f_back
-    return layer
-
-
-def _shortened(name: str) -> str:
-    found = _short.get(name)
-    if found is None:
-        found = name
-        roots = sorted((p for p in sys.path if p and name.startswith(p.rstrip(os.sep) + os.sep)),
-                       key=len)  # fmt: skip
-        here = os.getcwd().rstrip(os.sep) + os.sep
-        if "site-packages" not in name and name.startswith(here):
-            found = name[len(here) :]
-        elif roots and not name.startswith("<"):
-            found = str(Path(name).relative_to(roots[-1]))
-        _short[name] = found
-    return found
 
 
 def _dtype(dtype: torch.dtype) -> str:
