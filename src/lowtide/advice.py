@@ -129,7 +129,7 @@ def _why_kept(graph: Any, plan: Plan, replays: list[int], value: int, price: flo
             f"running {op.name} again takes {op.seconds * 1e3:.2f} ms, {mine / price:.1f} times as "
             "much per byte as what is recomputed"
         )
-    return "the limit is kept with it in memory: dropping it would cost time and save nothing"
+    return "the limit is kept with it in memory, so nothing has to be paid for it"
 
 
 def changes(subject: Study) -> tuple[Change, ...]:
@@ -149,8 +149,9 @@ def changes(subject: Study) -> tuple[Change, ...]:
                 plan.overhead,
             )
         )
-    least = subject.plain.minimum_peak
-    if not any(change.peak <= half for change in found) and least < plain:
+    reached = any(change.peak <= half for change in found)
+    least = plain if reached else subject.plain.minimum_peak  # a search: only where it is wanted
+    if least < plain:
         limit_bytes = int(least * 1.025)
         with contextlib.suppress(BudgetError):
             plan = subject.plan(limit_bytes)
@@ -173,10 +174,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
             found.append(Change(name, option.how, option.peak, option.overhead))
 
     def order(change: Change) -> tuple[bool, float, int]:
-        return (
-            change.peak > half,
-            change.overhead if change.overhead is not None else 1.0,
-            (change.peak),
-        )
+        price = 1.0 if change.overhead is None else change.overhead
+        return change.peak > half, price, change.peak
 
     return tuple(sorted(found, key=order))
