@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,13 @@ from torch import nn
 
 from lowtide.dryrun import Dry
 from lowtide.levels import find_levels
-from lowtide.planner import HOLD, NEVER, Simulator, keep_all
+from lowtide.planner import NEVER, Simulator, keep_all
 from lowtide.policies import KeepProducts, OperationInfo, Policy
 
 if TYPE_CHECKING:
     from lowtide.standins import Found
 
+_CANDIDATES = 8
 Region = tuple[str, ...]
 """Names of modules that are recomputed together, one after the other."""
 
@@ -59,39 +60,54 @@ class Recipe:
     policy: Policy | None = None
 
 
-def recipes(found: Found) -> tuple[Recipe, ...]:
-    """The options that the modules of a step offer."""
-    made: list[Recipe] = []
-    names = found.names()
-    blocks, kind = _blocks(found, names)
-    if blocks:
-        singles = tuple((name,) for name in blocks)
-        code = f"lowtide.checkpoint_modules(model, {kind})"
-        made.append(Recipe("per block", code, singles))
-        made.append(
-            Recipe(
-                "per block, products kept",
-                f"lowtide.checkpoint_modules(model, {kind}, policy=KeepProducts())",
-                singles,
-                KeepProducts(),
-            )
-        )
-        size = math.ceil(math.sqrt(len(blocks)))
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Modules of one class, or parts of one list, that repeat: what people wrap one by one."""
+
+    names: tuple[str, ...]
+    how: str
+    """As `lowtide.checkpoint_modules` is told: a class or a pattern."""
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        """Each by itself, each with its products kept, and in about the square root of n groups."""
+        singles = tuple((name,) for name in self.names)
+        code = f"lowtide.checkpoint_modules(model, {self.how})"
+        kept = f"lowtide.checkpoint_modules(model, {self.how}, policy=KeepProducts())"
+        made = [
+            Recipe("per block", code, singles),
+            Recipe("per block, products kept", kept, singles, KeepProducts()),
+        ]
+        size = math.ceil(math.sqrt(len(singles)))
         if size > 1:
-            groups = tuple(tuple(blocks[k : k + size]) for k in range(0, len(blocks), size))
-            made.append(
-                Recipe(
-                    "square root of n",
-                    f"lowtide.checkpoint_sequential(blocks, {len(groups)}, x)",
-                    groups,
-                )
-            )
+            groups = tuple(self.names[at : at + size] for at in range(0, len(self.names), size))
+            code = f"lowtide.checkpoint_sequential(blocks, {len(groups)}, x)"
+            made.append(Recipe("square root of n", code, groups))
+        return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """What the modules of a step offer: blocks to choose among, and levels."""
+
+    blocks: tuple[Blocks, ...]
+    levels: tuple[Recipe, ...]
+
+
+def recipes(found: Found, held: Mapping[str, int]) -> Recipes:
+    """The options that the modules of a step offer.
+
+    Args:
+        found: its modules.
+        held: bytes that autograd holds, by the module that made them.
+    """
+    names = found.names()
+    levels = []
     for level in range(1, 6):
         regions = _at_level(found, names, level)
         if regions:
             code = f"lowtide.checkpoint_levels(model, {level})"
-            made.append(Recipe(f"level {level}", code, regions))
-    return tuple(made)
+            levels.append(Recipe(f"level {level}", code, regions))
+    return Recipes(_blocks(found, names, held), tuple(levels))
 
 
 def _at_level(found: Found, names: dict[int, str], level: int) -> tuple[Region, ...]:
@@ -106,48 +122,55 @@ def _at_level(found: Found, names: dict[int, str], level: int) -> tuple[Region, 
     return tuple(region for region in regions if region[0])
 
 
-def _blocks(found: Found, names: dict[int, str]) -> tuple[list[str], str]:
-    """The repeated modules that hold most parameters, and the name of their class."""
-    groups: dict[type, list[nn.Module]] = defaultdict(list)
+def _blocks(found: Found, names: dict[int, str], held: Mapping[str, int]) -> tuple[Blocks, ...]:
+    """Repeated modules, those first in which autograd holds most."""
+    inside: dict[str, int] = defaultdict(int)
+    for name, nbytes in held.items():
+        for around in _ancestors(name):
+            inside[around] += nbytes
+    groups: dict[str, list[nn.Module]] = defaultdict(list)
     for module in found.modules():
-        if next(module.children(), None) is not None and not isinstance(
-            module, nn.Sequential | nn.ModuleList | nn.ModuleDict
-        ):
-            groups[type(module)].append(module)
-    plain: dict[str, list[nn.Module]] = defaultdict(list)
-    for module in found.modules():  # blocks that are a Sequential in a Sequential or a list
+        children = list(module.children())
         if isinstance(module, nn.Sequential | nn.ModuleList):
-            for child in module.children():
-                if isinstance(child, nn.Sequential):
-                    plain[names.get(id(module), "")].append(child)
-    best: tuple[float, int, list[str], str] = (0.0, 0, [], "")
-    candidates = [(members, kind.__name__) for kind, members in groups.items()]
-    candidates += [
-        (members, repr(f"{prefix}.*" if prefix else "*")) for prefix, members in plain.items()
-    ]
-    for members, kind in candidates:
-        inside = {id(m) for block in members for m in block.modules() if m is not block}
-        outer = [m for m in members if id(m) not in inside]
-        if len(outer) < 2:
-            continue
-        weight = float(sum(p.numel() for m in outer for p in m.parameters()))
-        best = max(best, (weight, len(outer), [names[id(m)] for m in outer], kind))
-    return best[2], best[3]
+            # Blocks without a class of their own: a Sequential in a Sequential or in a list.
+            place = names.get(id(module), "")
+            pattern = repr(f"{place}.*" if place else "*")
+            groups[pattern] += [child for child in children if isinstance(child, nn.Sequential)]
+        elif children and not isinstance(module, nn.ModuleDict):
+            groups[type(module).__name__].append(module)
+    weighed = []
+    for how, members in groups.items():
+        below = {id(m) for block in members for m in block.modules() if m is not block}
+        blocks = tuple(names[id(m)] for m in members if id(m) not in below)
+        if len(blocks) > 1:
+            weighed.append((sum(inside[name] for name in blocks), Blocks(blocks, how)))
+    weighed.sort(key=lambda pair: -pair[0])
+    return tuple(blocks for _, blocks in weighed[:_CANDIDATES])
 
 
-def simulate_options(step: Dry, found: Iterable[Recipe]) -> tuple[Option, ...]:
-    """Peak and overhead of each; those that change nothing are left out."""
+def simulate_options(step: Dry, offered: Recipes) -> tuple[Option, ...]:
+    """Peak and overhead of each; those that change nothing are left out.
+
+    Of the blocks that could be wrapped, those are taken whose peak is the lowest.
+    """
     simulator = Simulator(step.graph)
     plain = keep_all(step.graph).retain
-    options = []
-    for recipe in found:
+
+    def run(recipe: Recipe) -> Option | None:
         retain = retention(step, recipe)
         if tuple(retain) == plain:
-            continue
+            return None
         result = simulator.run(retain)
         overhead = result.seconds / step.seconds if step.seconds > 0 else 0.0
-        options.append(Option(recipe.name, recipe.how, len(recipe.regions), result.peak, overhead))
-    return tuple(options)
+        return Option(recipe.name, recipe.how, len(recipe.regions), result.peak, overhead)
+
+    tried = [(run(blocks.recipes()[0]), blocks) for blocks in offered.blocks]
+    possible = [(option, blocks) for option, blocks in tried if option is not None]
+    wanted = offered.levels
+    if possible:
+        _, best = min(possible, key=lambda pair: (pair[0].peak, pair[0].overhead))
+        wanted = (*best.recipes(), *wanted)
+    return tuple(option for option in map(run, wanted) if option is not None)
 
 
 def retention(step: Dry, recipe: Recipe) -> list[int]:
@@ -219,6 +242,3 @@ def _ancestors(module: str) -> Iterator[str]:
     for match in re.finditer(r"\.", module):
         yield module[: match.start()]
     yield module
-
-
-__all__ = ["HOLD", "Option", "Recipe", "recipes", "simulate_options"]

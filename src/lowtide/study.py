@@ -20,7 +20,7 @@ from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.frontier import Curve, curve_of
 from lowtide.ledger import Ledger
-from lowtide.options import Option, Recipe, recipes, simulate_options
+from lowtide.options import Option, Recipes, recipes, simulate_options
 from lowtide.plans import Plan, plan_step
 from lowtide.saved import SavedTensors, from_ledger
 from lowtide.standins import Found
@@ -47,7 +47,7 @@ class Study:
     name: str
     step: Dry
     ledger: Ledger
-    recipes: tuple[Recipe, ...]
+    recipes: Recipes
     halved: Halved | None
 
     @cached_property
@@ -126,6 +126,8 @@ def study(
     step = dry_run(fn, args, kwargs, on, witness)
     assert witness.ledger is not None
     found = Found(fn, args, kwargs)
+    by_module = from_ledger(witness.ledger, step.source).by("module")
+    held = {group.keys[0]: group.nbytes for group in by_module}
     smaller = None
     if halve and step.source == "fake":
         smaller = _halved(fn, args, kwargs, on)
@@ -133,7 +135,7 @@ def study(
         name or getattr(fn, "__name__", type(fn).__name__),
         step,
         witness.ledger,
-        recipes(found),
+        recipes(found, held),
         smaller,
     )
 

@@ -92,7 +92,8 @@
     byId("headline").replaceChildren(
       figure("plain.peak", doc.plain.peak, bytes(doc.plain.peak)), " at the peak. ",
       best ? (half ? "Half of it is enough" : `${bytes(best.peak)} is enough`) + (best.overhead === null ? " with half the batch." : `, for ${percent(best.overhead)} more time.`)
-        : "Nothing that was tried lowers it.");
+        : "Nothing that was tried lowers it.",
+      doc.trial_refused === null ? "" : " Tried in a real step, the plan did not hold.");
     const frozen = doc.parameters.tensors - doc.parameters.requires_grad;
     byId("subject").textContent = `${doc.name} · ${doc.operations} operations · ${doc.parameters.tensors} parameters${frozen ? `, ${frozen} of them frozen` : ""} · ` +
       (doc.source === "fake" ? `predicted without running, times of ${doc.device}` : `from one recorded step on ${doc.device}`);
@@ -109,6 +110,10 @@
     if (doc.refused) {
       byId("refused").hidden = false;
       byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that can, ${bytes(doc.refused.minimum)}.`;
+    }
+    if (doc.trial_refused !== null) {
+      byId("refused").hidden = false;
+      byId("refused").textContent = `The plan for ${bytes(limit)} was tried: the real step is not quite the one that was predicted, left the plan and was refused. What would do is said under “Predicted against measured”; a larger limit may hold.`;
     }
     byId("changes").append(...doc.changes.map((change, k) => {
       const share = change.peak / doc.plain.peak;
