@@ -18,7 +18,7 @@ from lowtide.advice import holders
 from lowtide.document import document
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.explain import explain_study
-from lowtide.planner import Simulator
+from lowtide.planner import Simulator, minimum, solve
 from lowtide.standins import Found
 from lowtide.study import Study, study
 from lowtide.timeline import KINDS
@@ -365,6 +365,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(F.gelu(self.first(x)))
+
+
+def test_a_limit_inside_the_margin_costs_no_more_than_it_must() -> None:
+    subject = studied("attention")
+    graph = subject.step.graph
+    limit = int(minimum(graph).peak * 1.01)  # there is no room for 2 % of margin
+    plan, best = subject.plan(limit), solve(graph, limit)
+    assert best.peak <= limit
+    assert plan.peak <= limit
+    assert plan.overhead * subject.step.seconds == pytest.approx(best.seconds)
+    assert best.seconds < minimum(graph).seconds
 
 
 # ---------------------------------------------------------------------------- one document

@@ -311,6 +311,11 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
         return replace(plain, limit=limit)
     share = _MARGIN[step.source] if margin is None else margin
     solution = solve(graph, limit, margin=int(share * limit))
+    if solution.status == "infeasible":
+        # Nothing leaves the margin free: the cheapest that keeps the limit, not the least of all.
+        closer = solve(graph, limit)
+        if closer.peak <= limit:
+            solution = closer
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:
