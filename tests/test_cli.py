@@ -18,6 +18,7 @@ from lowtide.cli import main
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
+from lowtide.trials import fits, free_memory, try_steps
 from test_packaging import PACKAGE, ROOT
 
 PROGRAM = """
@@ -181,6 +182,22 @@ def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
     target = load("transformers:LlamaForCausalLM", ["2x8"], [*sizes, *heads])
     assert set(target.kwargs) == {"input_ids", "labels"}
     assert target.function(**target.kwargs).dim() == 0
+
+
+def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str) -> None:
+    """The plan is for another step, and nothing under its limit is possible for this one."""
+    small, large = load("program:build", (), ("count=2",)), load("program:build", (), ("count=9",))
+    plan = lowtide.plan(small.function, *small.args, limit=0.9)
+    tried = try_steps(large.function, large.args, {}, plan, 1, steps=2)
+    assert [trial.label for trial in tried.trials] == ["plain"]
+    assert isinstance(tried.refused, lowtide.BudgetError)
+    assert all(p.grad is None for p in large.function.args[0].parameters())
+
+
+def test_a_plain_step_is_tried_where_it_fits() -> None:
+    here = torch.device("cpu")
+    free = free_memory(here)
+    assert free is None or (fits(free // 4, here) and not fits(free, here))
 
 
 # ---------------------------------------------------------------------------- errors

@@ -205,6 +205,14 @@ def test_a_page_without_a_plan_draws_itself_too(tab: browser.Tab, tmp_path: Path
     assert tab.value("document.getElementById('modules-section').hidden") is True
 
 
+def test_a_plan_that_did_not_hold_is_said_at_the_top(tab: browser.Tab, tmp_path: Path) -> None:
+    path = tmp_path / "refused.html"
+    path.write_text(page({**DOCUMENT, "trial_refused": "it needs more"}), encoding="utf-8")
+    tab.open(path)
+    assert "the plan did not hold" in tab.value("document.querySelector('h1').textContent")
+    assert "it needs more" in tab.value("document.getElementById('trial-refused').textContent")
+
+
 def test_a_picture_of_it_can_be_taken(tab: browser.Tab, path: Path, tmp_path: Path) -> None:
     tab.open(path)
     picture = tmp_path / "page.png"
