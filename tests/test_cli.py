@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowtide
 from lowtide.cli import main
