@@ -18,6 +18,7 @@ from lowtide.advice import holders
 from lowtide.document import document
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.explain import explain_study
+from lowtide.options import retention
 from lowtide.planner import Simulator, minimum, solve
 from lowtide.standins import Found
 from lowtide.study import Study, study
@@ -356,6 +357,29 @@ def test_an_option_costs_what_it_costs_when_it_is_run(name: str) -> None:
     with handle:
         assert options[name].peak == pytest.approx(measured_peak(step, batch), rel=0.03)
     assert options[name].peak < 0.8 * lowtide.plan(step, batch).peak
+
+
+def test_what_goes_into_a_block_is_held_even_where_autograd_does_not_save_it() -> None:
+    model = nn.Sequential(*[Casting() for _ in range(12)])
+    subject = study(
+        lambda x: model(x).float().square().mean(),
+        (torch.randn(512, 32, dtype=torch.bfloat16),),
+        halve=False,
+    )
+    recipe = next(r for b in subject.recipes.blocks for r in b.recipes() if "Casting" in r.how)
+    result = Simulator(subject.step.graph).run(retention(subject.step, recipe))
+    assert 0 < result.replayed_ops <= len(subject.step.graph.ops)  # each at most once
+
+
+class Casting(nn.Module):
+    """A block that reads its input only to make another of it, as norms in half precision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.float().sin()).tanh().bfloat16()
 
 
 class Block(nn.Module):

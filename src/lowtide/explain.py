@@ -239,9 +239,7 @@ def _advice(told: Explanation) -> list[str]:
         said.append(f"To halve the memory: {_change(first, plain)}.")
     else:
         first = min(found, key=lambda change: change.peak)
-        said.append(
-            f"Half the memory is out of reach here; the nearest is {_change(first, plain)}."
-        )
+        said.append(f"Half the memory is out of reach here. The nearest: {_change(first, plain)}.")
     others = [change for change in found if change is not first]
     said += [f"Also: {_change(change, plain)}." for change in others[:4]]
     return said

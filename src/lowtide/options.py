@@ -20,7 +20,7 @@ from torch import nn
 
 from lowtide.dryrun import Dry
 from lowtide.levels import find_levels
-from lowtide.planner import NEVER, Simulator, keep_all
+from lowtide.planner import HOLD, NEVER, Simulator, keep_all
 from lowtide.policies import KeepProducts, OperationInfo, Policy
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ def retention(step: Dry, recipe: Recipe) -> list[int]:
         for reader in graph.consumers[value]:
             around = _common(around, of_op[reader])
         if not around:
+            if any(of_op[reader] for reader in graph.consumers[value]):
+                retain[value] = HOLD  # what goes into a region, whether autograd saves it or not
             continue
         op = graph.ops[node.producer]
         if recipe.policy is not None and recipe.policy(OperationInfo(op.name, None, node.nbytes)):
