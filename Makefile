@@ -1,5 +1,6 @@
 # make demo    the main job: a 3D U-Net on a brain scan, plain and in half its memory
 # make test    linters, types and the whole test suite
+# make docs    the documentation as a site, in site/
 # make format  let ruff rewrite what the linters object to
 # make clean   remove the environment and caches
 #
@@ -22,7 +23,7 @@ export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
 # One thread a process: WORKERS processes share the cores, and sums keep one order.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint docs format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -44,6 +45,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

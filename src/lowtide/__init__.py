@@ -17,6 +17,7 @@ from lowtide.errors import (
     UnsupportedError,
     UsageError,
 )
+from lowtide.explain import Explanation, explain, format_explanation, print_explanation
 from lowtide.fitting import fit
 from lowtide.frontier import Curve, curve
 from lowtide.levels import checkpoint_levels, find_levels
@@ -28,6 +29,12 @@ from lowtide.modules import (
 )
 from lowtide.plans import Plan, load_plan, plan
 from lowtide.report import BudgetReport
+from lowtide.saved import (
+    SavedTensors,
+    format_saved_tensors,
+    print_saved_tensors,
+    saved_tensors,
+)
 from lowtide.selection import every
 
 __all__ = [
@@ -39,10 +46,12 @@ __all__ = [
     "CompiledWarning",
     "Curve",
     "DryRunWarning",
+    "Explanation",
     "LowtideError",
     "Measurement",
     "Plan",
     "ReplayError",
+    "SavedTensors",
     "UnsupportedError",
     "UsageError",
     "budget",
@@ -52,11 +61,17 @@ __all__ = [
     "checkpoint_sequential",
     "curve",
     "every",
+    "explain",
     "find_levels",
     "fit",
+    "format_explanation",
+    "format_saved_tensors",
     "load_plan",
     "measure",
     "name",
     "plan",
     "policies",
+    "print_explanation",
+    "print_saved_tensors",
+    "saved_tensors",
 ]

@@ -339,6 +339,21 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def newest_node() -> int:
+    """The number that autograd gave the node it made last on this thread.
+
+    `Node._sequence_nr` is the same number from the other side; neither has a public name. They go
+    when torch says of a running backward which call of the forward it belongs to.
+    """
+    return int(_bindings._get_sequence_nr()) - 1
+
+
+def node_in_backward() -> int | None:
+    """The number of the node whose backward runs on this thread now, None outside of one."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
 def in_functorch() -> bool:
     """Whether a `torch.func` transform is active on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -705,3 +720,23 @@ def stop_memory_profiler() -> list[Any]:
     events = _bindings._disable_profiler().experimental_event_tree()
     fields = [event.extra_fields for event in events]
     return [field for field in fields if type(field) is _ALLOCATION]
+
+
+# --- what the CUDA allocator did ----------------------------------------------------------------
+
+# What memory_viz opens; torch documents these names and keeps the underscore. They go with it.
+
+
+@contextlib.contextmanager
+def cuda_history() -> Iterator[None]:
+    """While this is open, the CUDA allocator remembers every block and the stack that asked."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        record(enabled=None)
+
+
+def write_cuda_snapshot(path: str) -> None:
+    torch.cuda.memory._dump_snapshot(path)

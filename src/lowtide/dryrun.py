@@ -36,6 +36,7 @@ from lowtide.tape.known import Entry
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
+from lowtide.witness import Witness
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,16 @@ class _FakeRecording(Recording):
 class _Watching(Observer):
     """An observer that also knows modules and, on fake tensors, modelled times."""
 
-    def __init__(self, memory: Marks | None, names: dict[int, str]) -> None:
+    def __init__(
+        self, memory: Marks | None, names: dict[int, str], witness: Witness | None = None
+    ) -> None:
         super().__init__(memory)
         self._names = names
         self._inside: list[str] = []
         self.modules: list[str] = []
+        self.witness = witness
+        if witness is not None:
+            witness.inside = self._inside
 
     def operation(
         self,
@@ -159,6 +165,18 @@ class _Watching(Observer):
         if fake is not None:
             self.ops[-1].seconds = fake.last
         self.modules.append(self._inside[-1] if self._inside else "")
+        if self.witness is not None:
+            self.witness.operation(op.facts.name, made)
+
+    def saved(self, value: Value, handle: Handle) -> None:
+        super().saved(value, handle)
+        if self.witness is not None:
+            self.witness.saved(value, handle)
+
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        if self.witness is not None:
+            self.witness.backward_begins()
 
     def enter(self, module: nn.Module, _: Any) -> None:
         outer = self._inside[-1] if self._inside else ""
@@ -266,6 +284,8 @@ def _record(
         if begin is not None:
             begin(tape.recorder)
         result = call()
+        if observer.witness is not None:
+            observer.witness.returned(tensors_in(result), tape.recorder)
     if not decisions.begun:  # else the function has done its own backward
         loss = loss_of(result)
         del result
@@ -273,6 +293,8 @@ def _record(
             leaves = [t for t in _compat.leaves_behind([loss]) if not _compat.is_fake(t)]
             before = [(leaf, leaf.grad) for leaf in leaves]
             loss.backward()
+            if observer.witness is not None:
+                observer.witness.collected(leaves)
             if isinstance(observer.memory, FakeMemory):
                 for leaf, gradient in before:  # a real leaf that no module told of
                     leaf.grad = gradient
@@ -287,10 +309,12 @@ def dry_run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     on: str | None = None,
+    witness: Witness | None = None,
 ) -> Dry:
     """Go through a step on fake tensors; record a real one where that is not possible.
 
     Times are those of the device named `on`; of the one that the step would run on by default.
+    A `witness` is told where everything comes from.
 
     Raises:
         UsageError: called inside a budget or region, or with grad disabled.
@@ -304,7 +328,7 @@ def dry_run(
     device = _device(found)
     costs = CostModel(device, on)
     try:
-        return _fake(found, device, costs, function, args, kwargs)
+        return _fake(found, device, costs, function, args, kwargs, witness)
     except LowtideError:
         raise
     except Exception as error:
@@ -321,7 +345,7 @@ def dry_run(
         DryRunWarning,
         stacklevel=4,
     )
-    return _real(found, device, function, args, kwargs)
+    return _real(found, device, function, args, kwargs, witness)
 
 
 def _device(found: Found) -> torch.device:
@@ -339,14 +363,19 @@ def _fake(
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
+    witness: Witness | None = None,
 ) -> Dry:
     stand = StandIns(found, device)
     memory = FakeMemory(costs, stand.mode)
-    observer = _Watching(memory, found.names())
+    if witness is not None:
+        memory = witness.counts(costs, stand.mode)
+    observer = _Watching(memory, found.names(), witness)
     with warnings.catch_warnings(), stand, ExitStack() as stack:
         # torch looks at the gradient of whatever it makes a fake tensor of.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
+        if witness is not None:
+            witness.begins(found, stand.fake)
         function = _with_fake_self(stand, function)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
@@ -361,6 +390,8 @@ def _fake(
 
         _record(observer, _FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
         observer.finish(_nothing)
+        if witness is not None:
+            witness.ends(observer)
     return _dry(observer, memory.seconds, "fake", memory.costs.model.name)
 
 
@@ -373,16 +404,25 @@ def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[.
 
 
 def _real(
-    found: Found, device: torch.device, function: Callable[..., Any], args: Any, kwargs: Any
+    found: Found,
+    device: torch.device,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    witness: Witness | None = None,
 ) -> Dry:
     with RealState(found):
-        observer = _Watching(start_marks(device), found.names())
+        if witness is not None:
+            witness.begins(found, lambda tensor: tensor)
+        observer = _Watching(start_marks(device), found.names(), witness)
         began = time.perf_counter()
         try:
             _record(observer, Recording, lambda: function(*args, **kwargs))
         finally:
             seconds = time.perf_counter() - began
             observer.finish(_nothing)
+        if witness is not None:
+            witness.ends(observer)
     return _dry(observer, seconds, "recorded", str(device))
 
 

@@ -36,7 +36,7 @@ class Shapes:
         trust = self._trust.get(func)
         if trust is None:
             trust = self._trust[func] = 0 if _plain(func) else -1
-        if trust < 0 or (kwargs and not _harmless(kwargs)):
+        if trust < 0 or (kwargs and not _harmless(kwargs)) or _layout_of_backend(func, args):
             return func(*args, **kwargs)
         device = self._device(args)
         if device is None:
@@ -130,6 +130,14 @@ def _plain(func: Any) -> bool:
     """Whether an operator only makes new tensors, or views, out of what it is given."""
     facts = FACTS.get(func) or facts_of(func)
     return (facts.simple or facts.view) and facts.name.startswith("aten::")
+
+
+def _layout_of_backend(func: Any, args: Any) -> bool:
+    """Whether the backend that a fake tensor looks up decides about the strides of the result: the
+    short way knows shapes only, and agrees as long as everything is contiguous."""
+    return "convolution" in func._schema.name and any(
+        not t.is_contiguous() for t in args[:3] if isinstance(t, torch.Tensor)
+    )
 
 
 def _harmless(kwargs: dict[str, Any]) -> bool:

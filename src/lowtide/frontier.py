@@ -54,6 +54,11 @@ class Curve(Sequence[Plan]):
     def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
         return self.plans[index]
 
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import text_html
+
+        return text_html(str(self))
+
     def __str__(self) -> str:
         lines = [f"{'peak':>12}  {'of plain':>8}  {'overhead':>8}  {'at least':>8}"]
         for plan in self.plans:

@@ -235,6 +235,11 @@ class Plan:
             lines.append(f"  and {len(redone) - _ROWS} modules more")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import text_html
+
+        return text_html(str(self))
+
     def __repr__(self) -> str:
         limit = "none" if self.limit is None else format_bytes(self.limit)
         return (
@@ -306,6 +311,11 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
         return replace(plain, limit=limit)
     share = _MARGIN[step.source] if margin is None else margin
     solution = solve(graph, limit, margin=int(share * limit))
+    if solution.status == "infeasible":
+        # Nothing leaves the margin free: the cheapest that keeps the limit, not the least of all.
+        closer = solve(graph, limit)
+        if closer.peak <= limit:
+            solution = closer
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:

@@ -1,0 +1,6 @@
+"""``python -m lowtide``: the command line, where the script is not on the path. Imports cli."""
+
+from lowtide.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

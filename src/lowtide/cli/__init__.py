@@ -1,0 +1,65 @@
+"""The command line: one file a verb.
+
+Problem: people want to look at a step before they change a line of it. Invariant: whatever goes
+wrong is one line on stderr that names the way out, and an exit status that is not zero; only
+`main` catches errors, only one kind, and nothing is overwritten unasked. Imports the verbs.
+Rejected: a framework for it, which would be the package's only dependency besides torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lowtide.cli import curve, explain, plan, report, run, saved, trace
+from lowtide.errors import LowtideError
+
+_VERBS = (saved, explain, plan, curve, run, report, trace)
+_WIDTH = 400
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line; each verb adds its own."""
+    made = argparse.ArgumentParser(
+        prog="lowtide",
+        description="See where the memory of a training step goes, and what a limit would cost.",
+        epilog="TARGET is file.py:function or package.module:function, which returns (model, "
+        "batch) or a step to call; or a model class by name, with --shape: "
+        "monai:UNet, transformers:LlamaForCausalLM.",
+    )
+    verbs = made.add_subparsers(metavar="VERB", required=True)
+    for verb in _VERBS:
+        name = verb.__name__.rpartition(".")[2]
+        first = (verb.__doc__ or "").partition("\n")[0]
+        help_text = first.partition(": ")[2].rstrip(".")
+        below = verbs.add_parser(name, help=help_text, description=help_text[:1].upper()
+                                 + help_text[1:] + ".")  # fmt: skip
+        verb.add_arguments(below)
+        below.set_defaults(verb=verb.main)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit status: 0, 1 for a refusal, 2 for wrong usage."""
+    arguments = parser().parse_args(argv)
+    try:
+        arguments.verb(arguments)
+        sys.stdout.flush()
+    except LowtideError as error:
+        if getattr(arguments, "traceback", False):
+            raise
+        print(f"lowtide: {_one_line(error)}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `lowtide ... | head`
+        sys.stderr.close()
+        return 1
+    return 0
+
+
+def _one_line(error: LowtideError) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 4].rsplit(" ", 1)[0] + " ..."
+
+
+__all__ = ["main", "parser"]

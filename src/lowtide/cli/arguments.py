@@ -1,0 +1,102 @@
+"""The arguments that verbs share, and what they turn into. Imports target, limits, study.
+
+Problem: seven verbs take a target and a limit and must read them alike. Invariant: a limit on the
+command line is what a limit is in Python, text included. Rejected: a parent parser, which hides
+from a verb's own file what it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+
+from lowtide.cli.progress import Progress
+from lowtide.cli.target import Target, load
+from lowtide.errors import DryRunWarning, UsageError
+from lowtide.limits import parse_limit
+from lowtide.study import Study, study
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """What to look at."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function or package.module:function that returns (model, batch) or a step; "
+        "or a model class, with --shape",
+    )
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="SIZES",
+        help="an input of a model named by its class: 2x3x64x64, or 4x128:int64; once for each",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument that the class or function is called with; once for each",
+    )
+    parser.add_argument(
+        "--on", metavar="DEVICE", help="model the times of this device, H100 for instance"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The memory limit."""
+    more = f" (default: {default})" if default else ""
+    parser.add_argument(
+        "--limit",
+        default=default,
+        metavar="LIMIT",
+        help='"6 GiB", a number of bytes, or a share of the plain peak: 0.5 or 50%%' + more,
+    )
+
+
+def limit_of(arguments: argparse.Namespace) -> int | float | None:
+    """The limit as bytes or as a share; None where none was given."""
+    text: str | None = arguments.limit
+    if text is None:
+        return None
+    text = text.strip()
+    try:
+        if text.endswith("%"):
+            return parse_limit(float(text[:-1]) / 100)
+        return parse_limit(float(text) if "." in text else int(text))
+    except UsageError:
+        raise
+    except ValueError:
+        return parse_limit(text)
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    return load(arguments.target, arguments.shape, arguments.set)
+
+
+def study_of(
+    arguments: argparse.Namespace,
+    progress: Progress,
+    target: Target | None = None,
+    *,
+    halve: bool = False,
+) -> Study:
+    """Go through the target's step; what torch or a library warns about goes to stderr once."""
+    progress.stage("loading the target")
+    if target is None:
+        target = target_of(arguments)
+    progress.stage("going through the step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", DryRunWarning)
+        return study(
+            target.function,
+            target.args,
+            target.kwargs,
+            on=arguments.on,
+            name=target.name,
+            halve=halve,
+        )

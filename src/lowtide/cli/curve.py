@@ -1,0 +1,88 @@
+"""``lowtide curve TARGET``: time against memory, with what people do today drawn on it.
+
+Problem: which limit is worth its price is seen when the prices stand side by side. Invariant: the
+table has every figure, so that the plot is never needed. Imports frontier, options, plot. Rejected:
+a picture file: ``lowtide report`` makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lowtide.cli import arguments as common
+from lowtide.cli.output import show, show_json
+from lowtide.cli.plot import Mark, plot
+from lowtide.cli.progress import Progress
+from lowtide.document import curve_rows, option_rows
+from lowtide.limits import format_bytes
+from lowtide.study import Study
+from lowtide.texttable import table
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_target(parser)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    with Progress(4) as progress:
+        subject = common.study_of(arguments, progress)
+        progress.stage("planning for a dozen limits")
+        points = subject.curve
+        progress.stage("simulating today's options")
+        options = subject.options
+    if arguments.json:
+        show_json(
+            {
+                "plain_peak": points.plain_peak,
+                "minimum_peak": points.minimum_peak,
+                "curve": curve_rows(points),
+                "options": option_rows(options),
+            }
+        )
+    else:
+        show(format_curve(subject))
+
+
+def format_curve(subject: Study) -> str:
+    """The frontier and the options as tables and as a plot."""
+    points, options = subject.curve, subject.options
+    plain = max(1, points.plain_peak)
+    marks = [Mark(p.peak, p.overhead, "o") for p in points]
+    cells = [
+        [
+            "o",
+            format_bytes(p.peak),
+            f"{p.peak / plain:.0%}",
+            f"{p.overhead:.1%}",
+            "?" if p.lower_bound is None else f"{p.lower_bound:.1%}",
+            "plain" if p.limit is None else f"lowtide.budget({p.limit})",
+        ]
+        for p in points
+    ]
+    for letter, option in zip(_LETTERS, options, strict=False):
+        marks.append(Mark(option.peak, option.overhead, letter))
+        cells.append(
+            [
+                letter,
+                format_bytes(option.peak),
+                f"{option.peak / plain:.0%}",
+                f"{option.overhead:.1%}",
+                "",
+                f"{option.name}: {option.how}",
+            ]
+        )
+    titles = ("", "peak", "of plain", "overhead", "at least", "how")
+    text = table(titles, cells, right=5)
+    return "\n".join([*text, "", *plot(marks), "", *_legend(len(options))])
+
+
+def _legend(options: int) -> list[str]:
+    lines = ["o  what lowtide finds: the least time for each limit (predicted)"]
+    if options:
+        last = _LETTERS[options - 1]
+        lines.append(
+            f"A to {last}  what is done today, simulated on the same step, as lowtide's regions run"
+        )
+    return lines

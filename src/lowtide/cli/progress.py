@@ -1,0 +1,92 @@
+"""A progress bar on stderr, for whatever takes longer than a second.
+
+Problem: a solver that is silent for a minute looks like one that hangs. Invariant: nothing is
+written where stderr is not a terminal, nothing within the first second, and the line is gone when
+the work is done. Imports nothing; `rich` where it is installed. Rejected: a bar that guesses how
+long a stage takes: it counts stages, and says which one runs and for how long.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+_PATIENCE = 1.0
+_TICK = 0.2
+_BAR = 24
+
+
+class Progress:
+    """Context manager: ``progress.stage("...")`` before each of `count` pieces of work."""
+
+    def __init__(self, count: int, stream: TextIO | None = None) -> None:
+        self._count = count
+        self._done = -1
+        self._what = ""
+        self._stream = sys.stderr if stream is None else stream
+        self._began = time.monotonic()
+        self._stage_began = self._began
+        self._over = threading.Event()
+        self._shown = False
+        self._thread: threading.Thread | None = None
+        self._rich: Any = None
+
+    def stage(self, what: str) -> None:
+        """The next piece of work begins."""
+        self._done += 1
+        self._what = what
+        self._stage_began = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        if self._stream.isatty():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._over.wait(_PATIENCE):
+            return
+        if importlib.util.find_spec("rich") is not None and self._stream is sys.stderr:
+            self._run_rich()
+            return
+        while True:
+            self._stream.write("\r" + self.line())
+            self._stream.flush()
+            if self._over.wait(_TICK):
+                break
+        self._stream.write("\r" + " " * len(self.line()) + "\r")
+        self._stream.flush()
+
+    def line(self) -> str:
+        """The bar as text."""
+        done = min(max(self._done, 0), self._count)
+        filled = _BAR * done // max(1, self._count)
+        seconds = time.monotonic() - self._stage_began
+        text = f"[{'#' * filled}{'.' * (_BAR - filled)}] {self._what} {seconds:.0f} s"
+        return f"{text:<72}"[: max(20, shutil.get_terminal_size().columns - 1)]
+
+    def _run_rich(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (BarColumn(_BAR), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+            task = bars.add_task(self._what, total=self._count)
+            while not self._over.wait(_TICK):
+                bars.update(task, description=self._what, completed=max(self._done, 0))

@@ -1,0 +1,94 @@
+"""``lowtide run TARGET --limit LIMIT``: a few real steps, predicted against measured.
+
+Problem: a prediction is worth what its error is here. Invariant: what is printed as measured was
+counted, and a limit that did not hold is said and gives an exit status of 1. Imports trials.
+Rejected: training: parameters are not updated, only forward and backward run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lowtide.cli import arguments as common
+from lowtide.cli.output import show, show_json
+from lowtide.cli.progress import Progress
+from lowtide.document import Trial, plan_dict
+from lowtide.errors import BudgetError, UsageError
+from lowtide.limits import format_bytes
+from lowtide.plans import Plan
+from lowtide.texttable import table
+from lowtide.trials import try_steps
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_target(parser)
+    common.add_limit(parser, "50%")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="planned steps to run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--no-plain", action="store_true", help="leave out the plain steps, if they do not fit"
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.steps < 1:
+        raise UsageError(f"--steps is how many steps to run, at least 1; got {arguments.steps}.")
+    limit = common.limit_of(arguments)
+    with Progress(4 + arguments.steps) as progress:
+        target = common.target_of(arguments)
+        subject = common.study_of(arguments, progress, target)
+        progress.stage("planning")
+        plan = subject.plan(limit)
+        tried = try_steps(
+            target.function,
+            target.args,
+            target.kwargs,
+            plan,
+            subject.plain.peak,
+            steps=arguments.steps,
+            plain=not arguments.no_plain,
+            tell=progress.stage,
+        )
+    trials = tried.trials
+    if arguments.json:
+        show_json({"plan": plan_dict(plan), "trials": [asdict(trial) for trial in trials]})
+    else:
+        show(format_trials(plan, trials))
+    if tried.refused is not None:
+        raise tried.refused
+    over = [t for t in trials if t.label == "planned" and plan.limit and t.measured > plan.limit]
+    if over and plan.limit is not None:
+        worst = max(trial.measured for trial in over)
+        raise BudgetError(
+            f"the limit of {format_bytes(plan.limit)} was exceeded: {format_bytes(worst)} were "
+            "measured. This is a fault of lowtide's: a larger limit is the way out, and a report "
+            "of it is welcome.",
+            limit=plan.limit,
+            minimum=worst,
+        )
+
+
+def format_trials(plan: Plan, trials: Sequence[Trial]) -> str:
+    """Predicted against measured, step by step."""
+    cells = []
+    for trial in trials:
+        error = trial.predicted / trial.measured - 1 if trial.measured else 0.0
+        held = "" if trial.label == "plain" or plan.limit is None else (
+            "held" if trial.measured <= plan.limit else "EXCEEDED"
+        )  # fmt: skip
+        cells.append(
+            [
+                format_bytes(trial.predicted),
+                format_bytes(trial.measured),
+                f"{error:+.1%}",
+                f"{trial.seconds:.3f}",
+                trial.label,
+                held,
+            ]
+        )
+    titles = ("predicted", "measured", "error", "seconds", "step", "limit")
+    head = [f"limit  {format_bytes(plan.limit)}", ""]
+    return "\n".join([*head, *table(titles, cells, right=4)])

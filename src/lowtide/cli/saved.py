@@ -1,0 +1,40 @@
+"""``lowtide saved TARGET``: what autograd holds, by module, operation and source line.
+
+Problem: "why is my memory not going down?" Invariant: the rows add up to the total. Imports saved.
+Rejected: one row a storage by default: a transformer has thousands.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lowtide.cli import arguments as common
+from lowtide.cli.output import show, show_json
+from lowtide.cli.progress import Progress
+from lowtide.errors import UsageError
+from lowtide.saved import format_saved_tensors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    common.add_target(parser)
+    parser.add_argument(
+        "--by",
+        default="module,operator,line",
+        metavar="KEYS",
+        help="what to sum by: any of module, operator, line, dtype (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=24, help="rows to print, 0 for all (default: %(default)s)"
+    )
+
+
+def main(arguments: argparse.Namespace) -> None:
+    if arguments.rows < 0:
+        raise UsageError(f"--rows is a number of rows, 0 for all; got {arguments.rows}.")
+    with Progress(2) as progress:
+        held = common.study_of(arguments, progress).saved
+        text = format_saved_tensors(held, by=arguments.by.split(","), rows=arguments.rows or None)
+    if arguments.json:
+        show_json(held.to_dict())
+    else:
+        show(text)

@@ -1,0 +1,251 @@
+"""From what stands on the command line to a step that can be called.
+
+Problem: a step is Python, and a shell has only words. Invariant: a target either gives a step or an
+error of one line that says what was looked for, where, and how to write it. Imports errors and
+torch. Rejected: a configuration file, which is one more language.
+
+A target is ``file.py:function`` or ``package.module:function``. The function takes no arguments and
+returns ``(model, batch)``, ``(step, batch)`` or a step without arguments. A batch is a tensor, a
+tuple of arguments, or a dictionary of keyword arguments. A class of a model library works by name,
+with the shapes of its inputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.errors import LowtideError, UsageError
+
+# Where the classes of a library are, for those who write its name alone.
+_HOMES = {
+    "monai": "monai.networks.nets",
+    "torchvision": "torchvision.models",
+    "timm": "timm.models",
+}
+_WAY_OUT = (
+    "Write file.py:function or package.module:function, where the function returns (model, batch) "
+    "or a step to call"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A step by its name on the command line: ``function(*args, **kwargs)`` is its forward."""
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) -> Target:
+    """Find what a target names and turn it into a step.
+
+    Raises:
+        UsageError: it cannot be found, cannot be called, or does not return a step.
+    """
+    home, colon, name = text.rpartition(":")
+    if not colon or not home or not name:
+        raise UsageError(f"cannot read the target {text!r}. {_WAY_OUT}.")
+    found = _named(_module(home, text), name, text)
+    if inspect.isclass(found) and issubclass(found, nn.Module):
+        return _of_class(text, found, shapes, settings)
+    if settings or shapes:
+        if not callable(found):
+            raise UsageError(f"{text} is a {type(found).__name__}, not a class or function.")
+        if shapes:
+            made = _call(text, lambda: found(**_settings(settings)))
+            if isinstance(made, nn.Module):
+                return _of_model(text, made, shapes)
+            raise UsageError(
+                f"{text} returned a {type(made).__name__}: --shape needs a model. Leave --shape "
+                "out where the function makes its own batch."
+            )
+    return _of_result(text, found, settings)
+
+
+def _module(home: str, text: str) -> ModuleType:
+    here = os.getcwd()
+    if home.endswith(".py"):
+        path = Path(home)
+        if not path.is_file():
+            raise UsageError(f"there is no file {home!r} (looked in {here}). {_WAY_OUT}.")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        sys.path.insert(0, str(path.resolve().parent))
+        loader = spec.loader
+        _call(home, lambda: loader.exec_module(module))
+        return module
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    home = _HOMES.get(home, home)
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        missing = error.name or home
+        if home == missing or home.startswith(missing + "."):
+            raise UsageError(
+                f"there is no module {missing!r} for the target {text!r}: install it, or run this "
+                f"where it can be imported. {_WAY_OUT}."
+            ) from error
+        raise UsageError(
+            f"importing {home} failed: it needs {missing!r}, not installed."
+        ) from error
+    except Exception as error:
+        raise UsageError(_failed(f"importing {home}", error)) from error
+
+
+def _named(module: ModuleType, name: str, text: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [n for n, f in vars(module).items() if not n.startswith("_") and callable(f)]
+            near = [n for n in public if getattr(vars(module)[n], "__module__", "")
+                    == module.__name__][:6]  # fmt: skip
+            there = f" It has {', '.join(near)}." if near else ""
+            raise UsageError(f"{module.__name__} has no {part!r} for the target {text!r}.{there}")
+        found = getattr(found, part)
+    return found
+
+
+def _call(what: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except LowtideError:
+        raise
+    except Exception as error:
+        raise UsageError(_failed(what, error)) from error
+
+
+def _failed(what: str, error: Exception) -> str:
+    return (
+        f"{what} raised {type(error).__name__}: {error}. Correct it, or add --traceback to see "
+        "where"
+    )
+
+
+# ---------------------------------------------------------------------------- what it returns
+
+
+def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
+    if not callable(found):
+        raise UsageError(f"{text} is a {type(found).__name__}, not a function. {_WAY_OUT}.")
+    made = _call(text, lambda: found(**_settings(settings)))
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
+        return _with_batch(text, made[0], made[1])
+    if isinstance(made, nn.Module):
+        raise UsageError(
+            f"{text} returned a model and no batch. Return (model, batch), or add --shape."
+        )
+    if callable(made):
+        return Target(text, made, (), {})
+    raise UsageError(
+        f"{text} returned a {type(made).__name__}. Return (model, batch), (step, batch) or a step "
+        "to call; a step returns its loss and leaves backward to lowtide."
+    )
+
+
+def _with_batch(text: str, function: Callable[..., Any], batch: Any) -> Target:
+    if isinstance(function, nn.Module):
+        function = functools.partial(_loss, function)
+    if isinstance(batch, torch.Tensor):
+        return Target(text, function, (batch,), {})
+    if isinstance(batch, list | tuple):
+        return Target(text, function, tuple(batch), {})
+    if hasattr(batch, "items"):  # also what tokenizers and collators return
+        return Target(text, function, (), dict(batch.items()))
+    raise UsageError(
+        f"{text} returned a batch of type {type(batch).__name__}. A batch is a tensor, a tuple of "
+        "arguments, or a dictionary of keyword arguments."
+    )
+
+
+def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A model's own loss where its output has one, else all that it returns."""
+    result = model(*args, **kwargs)
+    loss = getattr(result, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else result
+
+
+# ---------------------------------------------------------------------------- classes by name
+
+
+def _of_class(
+    text: str, cls: type[nn.Module], shapes: Sequence[str], settings: Sequence[str]
+) -> Target:
+    if not shapes:
+        raise UsageError(
+            f"{text} is a class: say what goes in, for instance --shape 2x3x224x224, and what it "
+            "is built with, --set in_channels=3."
+        )
+    named = _settings(settings)
+    config = getattr(cls, "config_class", None)
+    if config is not None:  # transformers: a model is made from its configuration
+        model = _call(text, lambda: cls(config(**named)))
+    else:
+        model = _call(text, lambda: cls(**named))
+    return _of_model(text, model, shapes)
+
+
+def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
+    model.train()
+    words = getattr(getattr(model, "config", None), "vocab_size", None)
+    batch = [_tensor(shape, words) for shape in shapes]
+    takes = inspect.signature(model.forward).parameters
+    if words is not None and len(batch) == 1 and not batch[0].is_floating_point():
+        named = {"input_ids": batch[0]}
+        if "labels" in takes:
+            named["labels"] = batch[0].clone()
+        return _with_batch(text, model, named)
+    return _with_batch(text, model, tuple(batch))
+
+
+def _tensor(shape: str, words: int | None) -> torch.Tensor:
+    """``2x3x64x64`` or ``2x128:int64``; token ids where a model has a vocabulary and 2 sizes."""
+    sizes, _, dtype_name = shape.partition(":")
+    try:
+        size = tuple(int(part) for part in sizes.split("x"))
+        if min(size) < 1:
+            raise ValueError
+        ids = not dtype_name and words is not None and len(size) == 2
+        dtype = torch.int64 if ids else getattr(torch, dtype_name or "float32")
+        if not isinstance(dtype, torch.dtype):
+            raise AttributeError
+    except (ValueError, AttributeError) as error:
+        raise UsageError(
+            f"cannot read the shape {shape!r}: write sizes joined by x, and a dtype if it is not "
+            "float32: 2x3x224x224 or 4x128:int64."
+        ) from error
+    if dtype.is_floating_point:
+        return torch.randn(size, dtype=dtype)
+    return torch.randint(0, words or 2, size).to(dtype)
+
+
+def _settings(pairs: Sequence[str]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"cannot read --set {pair!r}: write name=value, as in depth=4.")
+        try:
+            named[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            named[name] = value
+    return named

@@ -1,0 +1,263 @@
+"""`lowtide.explain`: what stands at the peak, why, and what would help, in sentences with figures.
+
+Problem: tables are read by those who know what they look for; others ask. Invariant: every sentence
+is made from figures that are in the data beside it, and nothing is said that was not simulated or
+counted for this very step. Imports advice, study, limits. Rejected: advice that holds for "most
+models".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lowtide.advice import Change, Holder, Kept, changes, holders, reasons
+from lowtide.errors import BudgetError
+from lowtide.ledger import Output
+from lowtide.limits import format_bytes, parse_limit
+from lowtide.plans import Plan
+from lowtide.saved import OUTSIDE, standing_text
+from lowtide.study import Study, study
+from lowtide.texttable import count_of
+from lowtide.timeline import Timeline
+
+_MOST = 5
+_KINDS = {
+    "kept": "activations kept for backward",
+    "recomputed": "recomputed activations",
+    "gradient": "gradients of parameters and inputs",
+    "temporary": "temporaries",
+    "workspace": "workspace of a kernel",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a step's memory is for. Prints as sentences.
+
+    Attributes:
+        study: the step as it was gone through.
+        plan: what the limit makes of it; None where no limit was given.
+        refused: why there is no plan for the limit that was given, if there is none.
+    """
+
+    study: Study
+    plan: Plan | None
+    refused: BudgetError | None = None
+
+    @property
+    def plain(self) -> Timeline:
+        """The step with nothing recomputed."""
+        return self.study.plain_timeline
+
+    @cached_property
+    def planned(self) -> Timeline | None:
+        """The step under the plan."""
+        return None if self.plan is None else self.study.timeline(self.plan)
+
+    @property
+    def biggest(self) -> tuple[Holder, ...]:
+        """The five largest things at the peak: the planned one, if there is a plan."""
+        return holders(self.planned or self.plain)[:_MOST]
+
+    @cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """The largest tensors that the plan keeps, and why each is not recomputed."""
+        return reasons(self.study, self.plan) if self.plan is not None else ()
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """What the step returned, and why it does or does not require grad."""
+        return self.study.ledger.outputs
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """What would lower the plain peak, those that halve it at the least price first."""
+        return changes(self.study)
+
+    @cached_property
+    def sentences(self) -> tuple[str, ...]:
+        """The same in words."""
+        return tuple(_say(self))
+
+    def __str__(self) -> str:
+        return format_explanation(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import explanation_html
+
+        return explanation_html(self)
+
+
+def explain(
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    limit: int | float | str | None = None,
+    on: str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Why a training step takes the memory that it takes, and what would lower it.
+
+    A dry run, as `lowtide.plan`: nothing is executed. Bytes are those above what stands before the
+    step, as everywhere.
+
+    Args:
+        fn, args, kwargs: the step, as for `lowtide.plan`.
+        limit: explain the plan for this limit as well: what it keeps, and why. One that cannot be
+            kept is explained, not raised.
+        on: the device whose times to model, as for `lowtide.plan`.
+
+    Raises:
+        UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
+
+    >>> import torch
+    >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
+    >>> told = explain(torch.nn.Sequential(*layers), torch.ones(512, 64))
+    >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
+    True
+    >>> print(told.sentences[0])
+    The step peaks at 1.0 MiB above what was there before it, in ...
+    """
+    wanted = None if limit is None else parse_limit(limit)
+    return explain_study(study(fn, args, kwargs, on=on), wanted)
+
+
+def explain_study(subject: Study, limit: int | float | None) -> Explanation:
+    """The same, of a step that was gone through already."""
+    if limit is None:
+        return Explanation(subject, None)
+    try:
+        return Explanation(subject, subject.plan(limit))
+    except BudgetError as error:
+        return Explanation(subject, None, error)
+
+
+# ---------------------------------------------------------------------------- words
+
+
+def _place(module: str, line: str) -> str:
+    where = module or OUTSIDE.strip("()")
+    return f"{where}, {line}" if line else where
+
+
+def _say(told: Explanation) -> list[str]:
+    plain = told.plain
+    said = [f"The step {_peak(plain)}."]
+    if told.study.step.source == "recorded":
+        said.append(
+            "It could not be gone through on fake tensors, so one real step was recorded: what is "
+            "temporary is known as a sum, and not storage by storage."
+        )
+    said.append(_parts(plain))
+    standing = standing_text(told.study.ledger.standing)
+    said.append(f"There before it, and not counted in it: {standing}.")
+    said += _advice(told)
+    if told.refused is not None:
+        said.append(
+            f"The limit of {format_bytes(told.refused.limit)} cannot be kept. The smallest that "
+            f"would do is {format_bytes(told.refused.minimum)}."
+        )
+    if told.planned is not None and told.plan is not None:
+        said += _under(told.plan, told.planned)
+    said.append(f"The biggest {count_of(len(told.biggest), 'thing')} at that peak:")
+    for place, holder in enumerate(told.biggest, 1):
+        said.append(f"  {place}. {_holder(holder)}")
+    if told.kept and told.plan is not None and told.plan.overhead > 0:
+        said.append("Why the largest tensors are kept and not recomputed:")
+        for kept in told.kept[:3]:
+            said.append(
+                f"  {format_bytes(kept.nbytes)} of {kept.operator} "
+                f"({_place(kept.module, kept.line)}): {kept.why}."
+            )
+    for place, output in enumerate(told.outputs[:4]):
+        does = "requires" if output.requires_grad else "does not require"
+        said.append(f"Output {place} ({output.dtype}{list(output.shape)}) {does} grad: "
+                    f"{output.reason}.")  # fmt: skip
+    if not any(output.requires_grad for output in told.outputs):
+        said.append("Nothing that the step returns requires grad: it has no backward to plan for.")
+    return said
+
+
+def _under(plan: Plan, planned: Timeline) -> list[str]:
+    limit = format_bytes(plan.limit)
+    if plan.overhead == 0:
+        return [f"A limit of {limit} is kept without recomputing anything."]
+    least = "" if plan.lower_bound is None else f" (at least {plan.lower_bound:.1%})"
+    return [
+        f"Under a limit of {limit} it {_peak(planned)}, for {plan.overhead:.1%} more time{least}.",
+        _parts(planned),
+    ]
+
+
+def _peak(line: Timeline) -> str:
+    if not line.moments:
+        return "has no operation that needs memory"
+    moment = line.moments[line.at]
+    when = {"forward": "the forward", "replay": "backward, while recomputing", "backward": (
+        "backward"
+    )}[moment.phase]  # fmt: skip
+    return (
+        f"peaks at {format_bytes(line.peak)} above what was there before it, in {when}, at "
+        f"{moment.site.operator} ({_place(moment.site.module, moment.site.line)})"
+    )
+
+
+def _parts(line: Timeline) -> str:
+    parts = [
+        f"{format_bytes(nbytes)} of {_KINDS[kind]} ({nbytes / line.peak:.0%})"
+        for kind, nbytes in line.by_kind().items()
+        if nbytes
+    ]
+    return f"At the peak stand {', '.join(parts)}." if parts else "Nothing stands at the peak."
+
+
+def _holder(holder: Holder) -> str:
+    what = {
+        "kept": "kept",
+        "recomputed": "recomputed",
+        "gradient": "gradient",
+        "temporary": "temporary",
+        "workspace": "kernel workspace",
+    }[holder.kind]
+    times = "" if holder.count == 1 else f" in {holder.count} storages"
+    return (
+        f"{format_bytes(holder.nbytes)}{times}, {what}: {holder.operator or 'not told apart'} "
+        f"({_place(holder.module, holder.line)})."
+    )
+
+
+def _advice(told: Explanation) -> list[str]:
+    found, plain = told.changes, told.plain.peak
+    if not found:
+        return ["Nothing that was tried lowers the peak: what stands there is not activations."]
+    said = []
+    if found[0].peak <= plain // 2:
+        first = found[0]
+        said.append(f"To halve the memory: {_change(first, plain)}.")
+    else:
+        first = min(found, key=lambda change: change.peak)
+        said.append(f"Half the memory is out of reach here. The nearest: {_change(first, plain)}.")
+    others = [change for change in found if change is not first]
+    said += [f"Also: {_change(change, plain)}." for change in others[:4]]
+    return said
+
+
+def _change(change: Change, plain: int) -> str:
+    price = "less work a step" if change.overhead is None else f"{change.overhead:.1%} more time"
+    return (
+        f"{change.what} ({change.how}) peaks at {format_bytes(change.peak)}, "
+        f"{change.peak / plain:.0%} of the plain peak, for {price}"
+    )
+
+
+def format_explanation(told: Explanation) -> str:
+    """The sentences, one to a line."""
+    return "\n".join(told.sentences)
+
+
+def print_explanation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Print `explain` of a step."""
+    print(format_explanation(explain(fn, *args, **kwargs)))  # noqa: T201

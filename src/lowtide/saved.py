@@ -1,0 +1,292 @@
+"""`lowtide.saved_tensors`: what autograd holds between forward and backward, and who asked for it.
+
+Problem: "why is my memory not going down?" Invariant: each storage is billed once, however many
+operations saved a view of it; rows add up to the total, which is asserted; what is held by others
+anyway (parameters, inputs) is told apart from what lives for backward alone. Imports dryrun and
+witness. Rejected: walking ``grad_fn._saved_*``, which counts a storage once for each of its views
+and knows neither module nor line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.dryrun import dry_run
+from lowtide.errors import UsageError
+from lowtide.ledger import Ledger
+from lowtide.limits import format_bytes
+from lowtide.texttable import count_of, table
+from lowtide.witness import Witness
+
+OUTSIDE = "(outside of modules)"
+_WHY = {
+    "activation": "an activation: it lives for backward alone",
+    "parameter": "a parameter: it is there anyway",
+    "buffer": "a buffer: it is there anyway",
+    "input": "an input: your program holds it anyway",
+    "unseen": "made where the tape cannot see (a compiled or custom kernel, a collective, a write "
+    "that the dispatcher was not told of): it can only be kept",
+}
+_ROWS = 24
+_PLURALS = (
+    ("parameter", "parameters"),
+    ("buffer", "buffers"),
+    ("input", "inputs"),
+    ("gradient", "gradients"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """One storage that autograd holds.
+
+    Attributes:
+        nbytes: of the storage.
+        kind: "activation", "parameter", "buffer", "input" or "unseen".
+        module: qualified name of the module that made it; "" outside of modules.
+        operator: that made it, ``aten::convolution``; "" for what was made before the step.
+        line: of the program, ``path:number``: the innermost one that is not torch's.
+        shape, dtype: of the tensor that was saved of it.
+        name: of the parameter, buffer or input.
+    """
+
+    nbytes: int
+    kind: str
+    module: str
+    operator: str
+    line: str
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+
+    @property
+    def why(self) -> str:
+        """Why it is held, as a sentence."""
+        return _WHY[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedGroup:
+    """Rows that have `keys` in common, and their sum."""
+
+    keys: tuple[str, ...]
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """What autograd held when the forward of a step was over. Prints as a table.
+
+    Attributes:
+        rows: each storage once, largest first.
+        standing: bytes that were there before the step, by kind ("parameter", "buffer",
+            "gradient", "input"), whether autograd saved them or not.
+        source: "fake": nothing was run; "recorded": from one real step.
+    """
+
+    rows: tuple[SavedRow, ...]
+    standing: dict[str, int]
+    source: str
+
+    def __post_init__(self) -> None:
+        assert sum(group.nbytes for group in self.by("module")) == self.total
+
+    @property
+    def total(self) -> int:
+        """Bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that live for backward alone: what recomputation could free."""
+        return sum(row.nbytes for row in self.rows if row.kind in ("activation", "unseen"))
+
+    def by(self, *keys: str) -> tuple[SavedGroup, ...]:
+        """Sums by any of "module", "operator", "line", "kind", largest first."""
+        allowed = ("module", "operator", "line", "kind", "dtype", "name")
+        for key in keys:
+            if key not in allowed:
+                raise UsageError(
+                    f"saved tensors cannot be summed by {key!r}: use one or more of "
+                    f"{', '.join(allowed)}."
+                )
+        sums: dict[tuple[str, ...], list[int]] = {}
+        for row in self.rows:
+            found = sums.setdefault(tuple(getattr(row, key) for key in keys), [0, 0])
+            found[0] += row.nbytes
+            found[1] += 1
+        groups = (SavedGroup(names, nbytes, count) for names, (nbytes, count) in sums.items())
+        return tuple(sorted(groups, key=lambda group: -group.nbytes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As what JSON knows."""
+        return {
+            "source": self.source,
+            "total": self.total,
+            "activation_bytes": self.activation_bytes,
+            "standing": dict(self.standing),
+            "rows": [
+                {
+                    "bytes": row.nbytes,
+                    "kind": row.kind,
+                    "module": row.module,
+                    "operator": row.operator,
+                    "line": row.line,
+                    "shape": list(row.shape),
+                    "dtype": row.dtype,
+                    "name": row.name,
+                }
+                for row in self.rows
+            ],
+        }
+
+    def __str__(self) -> str:
+        return format_saved_tensors(self)
+
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import saved_html
+
+        return saved_html(self)
+
+
+def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedTensors:
+    """What autograd holds after the forward of a step: by module, operator and line.
+
+    A dry run, as `lowtide.plan`: nothing is executed. Where that is not possible, one real step is
+    recorded, with a `DryRunWarning`.
+
+    Args:
+        fn, args, kwargs: the step, as for `lowtide.plan`.
+
+    Raises:
+        UsageError: called inside a budget or with grad disabled.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    >>> held = saved_tensors(layers, torch.ones(16, 8))
+    >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
+    [('1', 4096)]
+    """
+    if not callable(fn):
+        raise UsageError(
+            f"saved_tensors needs the step as a callable (a module, or a function of its "
+            f"arguments); got {type(fn).__name__}."
+        )
+    witness = Witness()
+    step = dry_run(fn, args, kwargs, witness=witness)
+    assert witness.ledger is not None
+    return from_ledger(witness.ledger, step.source)
+
+
+def from_ledger(ledger: Ledger, source: str) -> SavedTensors:
+    """The same, of a step that was gone through already."""
+    rows, billed = [], set()
+    for saved in ledger.saved:
+        if saved.block >= 0:
+            if saved.block in billed:
+                continue  # another version of what is in the same storage
+            billed.add(saved.block)
+        site = saved.site
+        rows.append(
+            SavedRow(
+                saved.nbytes,
+                saved.kind,
+                site.module,
+                site.operator,
+                site.line,
+                saved.shape,
+                saved.dtype,
+                saved.name,
+            )
+        )
+    rows.sort(key=lambda row: -row.nbytes)
+    return SavedTensors(tuple(rows), dict(ledger.standing), source)
+
+
+# ---------------------------------------------------------------------------- text
+
+
+def format_saved_tensors(
+    saved: SavedTensors,
+    *,
+    by: Iterable[str] = ("module", "operator", "line"),
+    rows: int | None = _ROWS,
+) -> str:
+    """A table of what autograd holds, largest first. Its rows add up to the total printed.
+
+    Args:
+        saved: from `saved_tensors`.
+        by: what to sum by: any of "module", "operator", "line", "kind".
+        rows: how many to print; the others become one row. None: all.
+    """
+    keys = tuple(by)
+    only = [row for row in saved.rows if row.kind in ("activation", "unseen")]
+    held = SavedTensors(tuple(only), saved.standing, saved.source)
+    groups = held.by(*keys)
+    shown = groups if rows is None else groups[:rows]
+    lines = [
+        _cells(g.nbytes, held.total, g.count, _named(keys, g.keys)) for g in shown
+    ]  # fmt: skip
+    rest = groups[len(shown) :]
+    if rest:
+        more = sum(group.nbytes for group in rest)
+        count = sum(group.count for group in rest)
+        label = [f"({count_of(len(rest), 'row')} more)", *[""] * (len(keys) - 1)]
+        lines.append(_cells(more, held.total, count, label))
+    assert sum(g.nbytes for g in shown) + sum(g.nbytes for g in rest) == held.total
+    titles = ("bytes", "size", "share", "storages", *keys)
+    lines.append(_cells(held.total, held.total, len(only), ["total", *[""] * (len(keys) - 1)]))
+    text = ["What autograd holds for backward alone", ""]
+    text += table(titles, lines, right=4, total=True)
+    text += ["", *_others(saved)]
+    return "\n".join(text)
+
+
+def _others(saved: SavedTensors) -> list[str]:
+    groups = {group.keys[0]: group for group in saved.by("kind")}
+    parts = [
+        f"{format_bytes(groups[kind].nbytes)} of {plural}"
+        for kind, plural in (
+            ("parameter", "parameters"),
+            ("buffer", "buffers"),
+            ("input", "inputs"),
+        )
+        if kind in groups
+    ]
+    text = []
+    if parts:
+        text.append(
+            f"Autograd also refers to {', '.join(parts)}: they are there anyway and cost nothing "
+            "more."
+        )
+    standing = standing_text(saved.standing)
+    text.append(f"There before the step, whatever is recomputed: {standing}.")
+    return text
+
+
+def standing_text(standing: dict[str, int]) -> str:
+    """What was there before a step: ``"parameters 48.1 MiB, inputs 4.0 KiB"``."""
+    parts = (f"{name} {format_bytes(standing[kind])}" for kind, name in _PLURALS
+             if standing.get(kind))  # fmt: skip
+    return ", ".join(parts) or "nothing"
+
+
+def _named(keys: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    return [
+        name or (OUTSIDE if key == "module" else "(unknown)")
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def _cells(nbytes: int, total: int, count: int, labels: list[str]) -> list[str]:
+    share = f"{nbytes / total:.1%}" if total else ""
+    return [f"{nbytes:,}", format_bytes(nbytes), share, str(count), *labels]
+
+
+def print_saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Print `saved_tensors` of a step."""
+    print(format_saved_tensors(saved_tensors(fn, *args, **kwargs)))  # noqa: T201

@@ -1,0 +1,122 @@
+"""Real steps, plain and under a plan, each measured against what was predicted for it.
+
+Problem: a prediction is worth what its error is on this machine. Invariant: every step is counted
+allocation by allocation; gradients are taken away before each and put back at the end, so that all
+steps do the same. Imports budget, measure, study. Rejected: resident memory of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.budget import Budget
+from lowtide.document import Trial
+from lowtide.dryrun import loss_of
+from lowtide.errors import BudgetError
+from lowtide.measure import measure
+from lowtide.plans import Plan
+from lowtide.standins import Found
+
+_SHARE = 0.6  # of the free memory that a plain step may take to be tried unasked
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The steps that were run, and why the last one was refused, if it was."""
+
+    trials: tuple[Trial, ...] = ()
+    refused: BudgetError | None = None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def fits(peak: int, device: torch.device) -> bool:
+    """Whether a step of this peak may be tried without asking."""
+    free = free_memory(device)
+    return free is None or peak <= _SHARE * free
+
+
+def try_steps(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan | None,
+    plain_peak: int,
+    *,
+    steps: int = 3,
+    plain: bool = True,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Tried:
+    """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
+
+    A step that leaves its plan and is refused ends it, without an error. The first call of some
+    kernels allocates what later ones find: a plain step runs once before the one that counts.
+    """
+    found = Found(function, args, kwargs)
+    device = next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
+    budget = None if plan is None else Budget(plan, device=device)
+    trials: list[Trial] = []
+
+    def step(limit: Budget | None) -> None:
+        if limit is None:
+            loss = loss_of(function(*args, **kwargs))
+        else:
+            with limit:
+                loss = loss_of(function(*args, **kwargs))
+        if loss is not None and loss.grad_fn is not None:
+            loss.backward()
+
+    def measured(label: str, limit: Budget | None, predicted: int) -> None:
+        _clear(found)
+        gc.collect()
+        took = measure(lambda: step(limit), device=device)
+        trials.append(Trial(label, predicted, took.peak_bytes, took.seconds))
+
+    with _gradients(found):
+        if plain:
+            tell("a plain step")
+            _clear(found)
+            step(None)
+            measured("plain", None, plain_peak)
+        if budget is not None and plan is not None:
+            predicted = plan.peak
+            for number in range(steps):
+                tell(f"planned step {number + 1} of {steps}")
+                try:
+                    measured("planned", budget, predicted)
+                except BudgetError as error:
+                    return Tried(tuple(trials), error)
+                predicted = budget.report().planned_peak or predicted
+    return Tried(tuple(trials))
+
+
+def _clear(found: Found) -> None:
+    for tensor in (*found.state(), *found.tensors):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+@contextmanager
+def _gradients(found: Found) -> Iterator[None]:
+    leaves = [t for t in (*found.state(), *found.tensors) if t.is_leaf]
+    before = [leaf.grad for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient

@@ -1,0 +1,316 @@
+"""The command line: what it prints, what it writes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.cli import main
+from lowtide.cli.plot import Mark, plot
+from lowtide.cli.progress import Progress
+from lowtide.cli.target import load
+from lowtide.trials import fits, free_memory, try_steps
+from test_packaging import PACKAGE, ROOT
+
+PROGRAM = """
+import torch
+from torch import nn
+
+def blocks(count=6, width=64):
+    torch.manual_seed(0)
+    return nn.Sequential(*[
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        for _ in range(count)
+    ])
+
+def build(count=6):
+    return blocks(count), torch.randn(256, 64)
+
+def keywords():
+    return blocks(), {"input": torch.randn(256, 64)}
+
+def step():
+    model, batch = build()
+    return lambda: model(batch).square().mean()
+
+def pair():
+    model = blocks()
+    batch = torch.ones(256, 64), torch.zeros(256, 64)
+    return (lambda x, y: (model(x) - y).square().mean()), batch
+
+def broken():
+    raise RuntimeError("no data today")
+
+def nothing():
+    return 3
+
+def alone():
+    return blocks()
+
+number = 3
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "program", raising=False)
+    return "program.py"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- verbs
+
+
+def test_saved_adds_up(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "saved", f"{program}:build", "--rows", "5")
+    found = [int(n.replace(",", "")) for n in re.findall(r"^ *([\d,]+)  ", text, re.MULTILINE)]
+    assert len(found) == 7  # five rows, the others, the total
+    assert sum(found[:-1]) == found[-1]
+    data = json.loads(printed(capsys, "saved", f"{program}:build", "--json"))
+    assert data["activation_bytes"] == found[-1]
+    assert "operator" not in printed(capsys, "saved", f"{program}:build", "--by", "module")
+
+
+def test_plan_writes_what_it_shows(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    data = json.loads(
+        printed(capsys, "plan", f"{program}:build", "--limit", "50%", "-o", str(path), "--json")
+    )
+    plan = lowtide.load_plan(path)
+    assert (plan.peak, plan.limit) == (data["peak"], data["limit"])
+    assert plan.overhead == pytest.approx(data["overhead"])
+    assert sum(m["recomputed_bytes"] for m in data["modules"]) > 0
+    text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "3")
+    assert re.search(r"\(\d+ modules more\)$", text, re.M)
+    assert re.search(r"^predicted peak +[\d.]+ \w+ of [\d.]+ \w+ plain \(\d+%\)$", text, re.M)
+
+
+@pytest.mark.parametrize("limit", ["0.5", "50%", "2 MB", "2000000"])
+def test_a_limit_is_what_it_is_in_python(
+    program: str, capsys: pytest.CaptureFixture[str], limit: str
+) -> None:
+    data = json.loads(printed(capsys, "plan", f"{program}:build", "--limit", limit, "--json"))
+    half = limit in ("0.5", "50%")
+    assert data["limit"] == (int(data["plain_peak"] * 0.5) if half else 2_000_000)
+
+
+def test_curve_has_every_point_in_its_table(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(printed(capsys, "curve", f"{program}:build", "--json"))
+    text = printed(capsys, "curve", f"{program}:build")
+    for point in data["curve"][1:]:
+        assert f"lowtide.budget({point['limit']})" in text
+    assert data["curve"][0]["peak"] == data["plain_peak"]
+    assert min(p["peak"] for p in data["curve"]) == data["minimum_peak"]
+    names = {option["name"] for option in data["options"]}
+    assert names >= {"per block", "square root of n", "level 2"}
+    for option in data["options"]:
+        assert f"{option['name']}: {option['how']}" in text
+
+
+def test_run_compares_predicted_with_measured(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = json.loads(
+        printed(capsys, "run", f"{program}:pair", "--limit", "60%", "--steps", "2", "--json")
+    )
+    assert [trial["label"] for trial in data["trials"]] == ["plain", "planned", "planned"]
+    plain, *planned = data["trials"]
+    assert plain["predicted"] == pytest.approx(plain["measured"], rel=0.02)
+    assert all(trial["measured"] <= data["plan"]["limit"] for trial in planned)
+    text = printed(capsys, "run", f"{program}:pair", "--limit", "60%", "--steps", "1", "--no-plain")
+    assert re.search(r"planned +held$", text, re.M)
+    assert "plain" not in text
+
+
+def test_explain_and_trace(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = printed(capsys, "explain", f"{program}:build", "--limit", "0.5")
+    assert "To halve the memory: " in text
+    data = json.loads(printed(capsys, "explain", f"{program}:build", "--limit", "0.5", "--json"))
+    assert data["sentences"][0] == text.splitlines()[0]
+    path = tmp_path / "trace.json"
+    assert main(["trace", f"{program}:build", "-o", str(path)]) == 0
+    trace = json.loads(path.read_text())
+    highest = max(sum(e["args"].values()) for e in trace["traceEvents"] if e["ph"] == "C")
+    assert highest == data["plain"]["peak"]
+
+
+def test_targets_of_every_form_give_the_same_step(program: str) -> None:
+    peaks = []
+    for name in ("build", "keywords", "step"):
+        target = load(f"{program}:{name}")
+        peaks.append(lowtide.plan(target.function, *target.args, **target.kwargs).peak)
+    assert peaks[0] == peaks[1]
+    assert peaks[2] > 0
+    target = load("program:build", (), ("count=2",))
+    assert lowtide.plan(target.function, *target.args).peak < peaks[0]
+
+
+def test_classes_work_by_name_with_a_shape(program: str) -> None:
+    target = load("torch.nn:Linear", ["8x16"], ["in_features=16", "out_features=4"])
+    assert target.args[0].shape == (8, 16)
+    assert target.function(*target.args).shape == (8, 4)
+    target = load("program:alone", ["8x64"])
+    assert target.function(*target.args).shape == (8, 64)
+
+
+def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
+    pytest.importorskip("transformers")
+    sizes = ("hidden_size=16", "intermediate_size=32", "num_hidden_layers=1", "vocab_size=50")
+    heads = ("num_attention_heads=2", "num_key_value_heads=2")
+    target = load("transformers:LlamaForCausalLM", ["2x8"], [*sizes, *heads])
+    assert set(target.kwargs) == {"input_ids", "labels"}
+    assert target.function(**target.kwargs).dim() == 0
+
+
+def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str) -> None:
+    """The plan is for another step, and nothing under its limit is possible for this one."""
+    small, large = load("program:build", (), ("count=2",)), load("program:build", (), ("count=9",))
+    plan = lowtide.plan(small.function, *small.args, limit=0.9)
+    tried = try_steps(large.function, large.args, {}, plan, 1, steps=2)
+    assert [trial.label for trial in tried.trials] == ["plain"]
+    assert isinstance(tried.refused, lowtide.BudgetError)
+    assert all(p.grad is None for p in large.function.args[0].parameters())
+
+
+def test_a_plain_step_is_tried_where_it_fits() -> None:
+    here = torch.device("cpu")
+    free = free_memory(here)
+    assert free is None or (fits(free // 4, here) and not fits(free, here))
+
+
+# ---------------------------------------------------------------------------- errors
+
+ERRORS = [
+    (["saved", "program"], r"cannot read the target 'program'. Write file.py:function or package"),
+    (["saved", "absent.py:build"], r"there is no file 'absent.py' \(looked in "),
+    (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
+    (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
+    (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
+    (["saved", "program.py:nothing"], r"returned a int. Return \(model, batch\), \(step,"),
+    (["saved", "program.py:alone"], r"returned a model and no batch. Return \(model, b"),
+    (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
+    (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),
+    (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
+    (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
+    (["saved", "program.py:build", "--rows", "-1"], r"--rows is a number of rows, 0 for all"),
+    (["saved", "program.py:build", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
+    (["plan", "program.py:build", "--limit", "6 Gib!"], r"cannot read the limit '6 Gib!'"),
+    (["plan", "program.py:build", "--limit", "1 kB"], r"the step does not fit in 1000 B. The "),
+    (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
+    (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "text"), ERRORS, ids=[text[:24] for _, text in ERRORS])
+def test_an_error_is_one_line_with_the_way_out(
+    program: str, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str
+) -> None:
+    assert main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert said.err.startswith("lowtide: ")
+    assert re.search(text, said.err), said.err
+
+
+def test_the_place_of_an_error_is_shown_on_request(program: str) -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        main(["saved", f"{program}:broken", "--traceback"])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("verb", ["plan", "report", "trace"])
+def test_nothing_is_overwritten_without_force(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    path = tmp_path / "there"
+    path.write_text("precious")
+    arguments = [verb, f"{program}:build", "-o", str(path)]
+    assert main(arguments) == 1
+    assert "exists and is not overwritten. Name another file with -o, or add --force" in (
+        capsys.readouterr().err
+    )
+    assert path.read_text() == "precious"
+    more = ["--no-run"] if verb == "report" else []
+    assert main([*arguments, "--force", *more]) == 0
+    assert path.read_text() != "precious"
+
+
+def test_wrong_usage_is_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["see", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "VERB" in capsys.readouterr().err
+
+
+def test_it_is_installed_under_its_name_and_runs_as_a_module() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"lowtide": "lowtide.cli:main"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace"):
+        assert re.search(rf"^    {verb} +\w", done.stdout, re.M), verb
+
+
+# ---------------------------------------------------------------------------- terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_silent_where_nobody_looks_and_for_short_work() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(2, stream) as progress:
+            progress.stage("working")
+        assert stream.getvalue() == ""
+
+
+def test_progress_says_what_runs_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.cli.progress._PATIENCE", 0.0)
+    stream = Terminal()
+    with Progress(4, stream) as progress:
+        progress.stage("loading")
+        progress.stage("planning")
+        while "planning" not in stream.getvalue():
+            pass
+    line = next(part for part in stream.getvalue().split("\r") if "planning" in part)
+    assert line.startswith("[######..................] planning 0 s")
+    assert stream.getvalue().rpartition("\r")[0].endswith(" ")
+
+
+def test_points_stand_where_they_belong() -> None:
+    lines = plot([Mark(100, 0.0, "o"), Mark(50, 0.4, "A")], width=21, height=5)
+    assert lines[0] == "      |          A"
+    assert lines[4] == "   0% |                    o"

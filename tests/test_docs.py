@@ -1,0 +1,60 @@
+"""The documentation builds without a warning, and the code on its pages runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# On these pages each block builds on the last; `tests/test_guides.py` runs the other guides.
+PAGES = ("index.md", "questions.md", "coming-from.md", "guides/seeing.md", "guides/llm.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(
+    page: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = "\n".join(BLOCK.findall((DOCS / page).read_text(encoding="utf-8")))
+    for library in ("monai", "transformers"):
+        if f"from {library}" in code:
+            pytest.importorskip(library)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = tmp_path / "page.py"  # a file, so that lines of it can be named
+    path.write_text(code, encoding="utf-8")
+    try:
+        exec(compile(code, str(path), "exec"), {"__name__": "page"})
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    for line in re.findall(r"print\(.*?\)  # (.*)$", code, re.MULTILINE):
+        assert line.split("...")[0].strip() in printed
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert (tmp_path / "site" / "guides" / "seeing" / "index.html").exists()
+
+
+def test_every_block_of_python_is_run_by_some_test() -> None:
+    guides = (ROOT / "tests" / "test_guides.py").read_text(encoding="utf-8")
+    for path in DOCS.rglob("*.md"):
+        if BLOCK.search(path.read_text(encoding="utf-8")):
+            name = path.relative_to(DOCS).as_posix()
+            assert name in PAGES or f'"{path.stem}' in guides, name

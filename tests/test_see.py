@@ -1,0 +1,492 @@
+"""What a step's memory is for: rows that add up, timelines that meet the measured peak, reasons."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.advice import holders
+from lowtide.document import document
+from lowtide.errors import DryRunWarning, UsageError
+from lowtide.explain import explain_study
+from lowtide.options import retention
+from lowtide.planner import Simulator, minimum, solve
+from lowtide.standins import Found
+from lowtide.study import Study, study
+from lowtide.timeline import KINDS
+from lowtide.tracing import memory_snapshot, trace_events
+from test_dryrun import STEPS
+
+
+def saved_for_real(function: Callable[..., Any], *args: Any) -> int:
+    """Bytes that autograd holds after a real forward, each storage once; no parameter or input."""
+    there = {t.untyped_storage().data_ptr() for t in Found(function, args, {}).state()}
+    there |= {t.untyped_storage().data_ptr() for t in args}
+    held: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+        result = function(*args)
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    del result
+    return sum(nbytes for pointer, nbytes in sizes.items() if pointer not in there)
+
+
+def measured_peak(function: Callable[..., Any], *args: Any) -> int:
+    def step() -> None:
+        function(*args).backward()
+
+    def clear() -> None:
+        for tensor in Found(function, args, {}).state():
+            tensor.grad = None
+
+    step()
+    clear()
+    peak = lowtide.measure(step, device="cpu").peak_bytes
+    clear()
+    return peak
+
+
+def studied(name: str) -> Study:
+    function, args = STEPS[name]()
+    return study(function, args, halve=False)
+
+
+# ---------------------------------------------------------------------------- saved tensors
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_autograd_holds_is_what_it_holds_in_a_real_step(name: str) -> None:
+    function, args = STEPS[name]()
+    held = lowtide.saved_tensors(function, *args)
+    assert held.activation_bytes == saved_for_real(function, *args)
+    assert held.total == sum(row.nbytes for row in held.rows)
+    assert [row.nbytes for row in held.rows] == sorted((r.nbytes for r in held.rows), reverse=True)
+
+
+def test_rows_name_module_operator_and_line() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8, bias=False))
+    here = test_rows_name_module_operator_and_line.__code__.co_firstlineno
+
+    def step(x: Tensor) -> Tensor:
+        return model(x.exp()).sum()
+
+    held = lowtide.saved_tensors(step, torch.randn(16, 8, requires_grad=True))
+    exp, relu = (next(r for r in held.rows if r.operator == f"aten::{n}") for n in ("exp", "relu"))
+    assert (exp.module, exp.nbytes, exp.shape, exp.dtype) == ("", 16 * 8 * 4, (16, 8), "float32")
+    assert re.fullmatch(rf"(tests/)?test_see\.py:{here + 5}", exp.line)
+    assert (relu.module, relu.nbytes) == ("1", 16 * 64 * 4)
+    kinds = {row.name: row.kind for row in held.rows if row.name}
+    assert kinds == {"0.weight": "parameter", "2.weight": "parameter"}
+
+
+def test_a_storage_that_is_saved_through_many_views_is_billed_once() -> None:
+    def step(x: Tensor) -> Tensor:
+        whole = x.exp()
+        return sum(part.sin().sum() for part in whole.split(4)) + whole.t().cos().sum()
+
+    held = lowtide.saved_tensors(step, torch.randn(16, 16, requires_grad=True))
+    assert held.activation_bytes == 16 * 16 * 4
+
+
+def test_what_is_held_by_others_is_told_apart() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 4))
+    images = torch.randn(32, 8)
+    model[1].weight.grad = torch.zeros(4, 8)
+    held = lowtide.saved_tensors(model, images)
+    assert held.standing["parameter"] == sum(p.numel() * 4 for p in model.parameters())
+    assert held.standing["buffer"] == sum(b.numel() * b.element_size() for b in model.buffers())
+    assert held.standing["input"] == 32 * 8 * 4
+    assert held.standing["gradient"] == 4 * 8 * 4
+    assert {row.kind for row in held.rows} >= {"activation", "parameter", "input"}
+
+
+@pytest.mark.parametrize("rows", [2, None])
+@pytest.mark.parametrize("by", [("module",), ("operator",), ("module", "operator", "line")])
+def test_the_printed_rows_add_up_to_the_printed_total(rows: int | None, by: Any) -> None:
+    function, args = STEPS["attention"]()
+    held = lowtide.saved_tensors(function, *args)
+    text = lowtide.format_saved_tensors(held, by=by, rows=rows)
+    found = [int(n.replace(",", "")) for n in re.findall(r"^ *([\d,]+)  ", text, re.MULTILINE)]
+    assert len(found) > 2
+    assert sum(found[:-1]) == found[-1] == held.activation_bytes
+    html = held._repr_html_()
+    assert f"<td>{held.total:,}</td>" in html
+
+
+def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
+    model = nn.Linear(8, 8)
+
+    def step(x: Tensor) -> Tensor:
+        return (model(x) * CONSTANTS["mask"]).sum()
+
+    held = lowtide.saved_tensors(step, torch.randn(4, 8))
+    assert [(row.kind, row.nbytes) for row in held.rows if row.name == "constant"] == [
+        ("input", 4 * 8 * 4)
+    ]
+    assert held.activation_bytes == 0
+
+
+class Hidden:
+    """Something that a step reaches, and lowtide does not look into."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self) -> None:
+        self.tensor = torch.ones(4, 8)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensor
+
+
+CONSTANTS = Hidden()
+
+
+def test_sums_by_a_key_that_is_not_there_are_refused() -> None:
+    held = lowtide.saved_tensors(nn.Linear(2, 2), torch.randn(1, 2))
+    with pytest.raises(UsageError, match="cannot be summed by 'size': use one or more of module,"):
+        held.by("size")
+    with pytest.raises(UsageError, match=r"needs the step as a callable .* got Tensor"):
+        lowtide.saved_tensors(torch.ones(1))
+
+
+# ---------------------------------------------------------------------------- timelines
+
+
+@pytest.mark.parametrize("share", [None, 0.7])
+@pytest.mark.parametrize("name", STEPS)
+def test_kinds_add_up_to_the_simulated_peak_to_the_byte(name: str, share: float | None) -> None:
+    subject = studied(name)
+    try:
+        plan = subject.plan(share)
+    except lowtide.BudgetError as error:
+        plan = subject.plan(error.minimum)
+    line = subject.timeline(plan)
+    simulated = Simulator(subject.step.graph).run(plan.retention.retain)
+    assert max(m.total for m in line.moments) == line.peak == simulated.peak
+    assert sum(item.nbytes for item in line.items) == line.peak
+    assert sum(holder.nbytes for holder in holders(line)) == line.peak
+    assert all(getattr(m, kind) >= 0 for m in line.moments for kind in KINDS)
+    assert all(item.nbytes > 0 for item in line.items)
+    if share is None:
+        assert not any(m.recomputed for m in line.moments)
+    elif plan.overhead:
+        assert any(m.recomputed for m in line.moments)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_sums_are_the_profilers_peak_within_two_percent(name: str) -> None:
+    function, args = STEPS[name]()
+    told = lowtide.explain(function, *args)
+    shown = sum(item.nbytes for item in told.plain.items)
+    assert shown == pytest.approx(measured_peak(function, *args), rel=0.02)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_open_entries_add_up_to_what_is_live_at_every_call(name: str) -> None:
+    ledger = studied(name).ledger
+    change = [0] * (len(ledger.steps) + 1)
+    for block in ledger.blocks:
+        change[block.born] += block.nbytes
+        change[min(block.died, len(ledger.steps))] -= block.nbytes
+    level = 0
+    for step, more in zip(ledger.steps, change, strict=False):
+        level += more
+        assert level == step.level
+
+
+def test_backward_is_traced_to_the_line_of_its_forward() -> None:
+    model = nn.ModuleDict({"wide": nn.Linear(32, 256), "narrow": nn.Linear(256, 4)})
+
+    def step(x: Tensor) -> Tensor:
+        return model["narrow"](model["wide"](x).relu()).square().mean()
+
+    subject = study(step, (torch.randn(64, 32),), halve=False)
+    gradients = {b.name: b for b in subject.ledger.blocks if b.gradient}
+    assert set(gradients) == {"wide.weight", "wide.bias", "narrow.weight", "narrow.bias"}
+    assert gradients["wide.weight"].site.module == "wide"
+    assert gradients["narrow.weight"].nbytes == 4 * 256 * 4
+    assert all(block.backward for block in gradients.values())
+
+
+def test_backward_of_a_write_through_a_view_is_traced_as_well() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(64, 64), "act": nn.LeakyReLU(inplace=True)})
+
+    def step(x: Tensor) -> Tensor:
+        return model["act"](model["first"](x).view(32, 2, 32)).square().mean()
+
+    ledger = study(step, (torch.randn(32, 64),), halve=False).ledger
+    sites = [s.site for s in ledger.steps if s.site.operator == "aten::leaky_relu_backward"]
+    assert [site.module for site in sites] == ["act"]
+
+
+def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def step(x: Tensor) -> Tensor:
+        out = model(x).mean()
+        return out if out.item() < 1e9 else -out  # asks for what is in an activation
+
+    with pytest.warns(DryRunWarning):
+        told = lowtide.explain(step, torch.randn(256, 16))
+    assert told.study.step.source == "recorded"
+    assert sum(item.nbytes for item in told.plain.items) == told.plain.peak
+    assert told.plain.peak == max(m.total for m in told.plain.moments)
+    assert "one real step was recorded" in str(told)
+
+
+# ---------------------------------------------------------------------------- reasons
+
+
+def wide(blocks: int = 6) -> nn.Sequential:
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(blocks)]
+    )
+
+
+def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
+    model = wide()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    batch = torch.randn(512, 32)
+    told = lowtide.explain(step, batch, limit=0.5)
+    half = told.changes[0]
+    assert half.peak <= told.plain.peak // 2
+    assert str(told).count("To halve the memory: ") == 1
+    assert f"{half.overhead:.1%} more time" in str(told)
+    smaller = next(change for change in told.changes if change.what == "half the batch")
+    assert smaller.peak == lowtide.plan(step, batch[:256]).peak
+    assert smaller.how == "256 in place of 512"
+    assert len(told.biggest) == 5
+    assert told.plan is not None
+    assert told.planned is not None
+    assert told.planned.peak == told.plan.peak <= told.plan.limit
+    assert told.kept
+    assert "recomputation starts from it" in " ".join(kept.why for kept in told.kept)
+    assert told._repr_html_().count("<p") == len(told.sentences)
+
+
+def test_a_limit_that_cannot_be_kept_is_explained() -> None:
+    model = wide()
+    told = lowtide.explain(lambda x: model(x).square().mean(), torch.randn(512, 32), limit="1 kB")
+    assert told.plan is None
+    assert told.refused is not None
+    assert "The limit of 1000 B cannot be kept. The smallest that would do is" in str(told)
+
+
+@torch.library.custom_op("lowtide_see::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    return x * 2
+
+
+opaque.register_fake(torch.empty_like)
+opaque.register_autograd(lambda ctx, grad: grad * 2, setup_context=lambda *args, **kwargs: None)
+
+
+def test_a_tensor_of_a_kernel_that_the_tape_cannot_see_is_said_to_be_kept_for_that() -> None:
+    model = wide(2)
+    told = lowtide.explain(
+        lambda x: model(opaque(model(x)).sin()).square().mean(), torch.randn(512, 32), limit=0.8
+    )
+    unseen = [kept for kept in told.kept if "the tape cannot see" in kept.why]
+    assert [(kept.operator, kept.nbytes) for kept in unseen] == [
+        ("lowtide_see::opaque", 512 * 32 * 4)
+    ]
+
+
+def frozen(x: Tensor) -> Tensor:
+    return nn.Linear(4, 4).requires_grad_(False)(x).sum()
+
+
+def test_why_an_output_does_or_does_not_require_grad() -> None:
+    model = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> dict[str, Tensor]:
+        out = model(x)
+        with torch.no_grad():
+            silent = out * 2
+        return {
+            "loss": out.sum(),
+            "silent": silent,
+            "cut": (out + 1).detach(),
+            "label": out.argmax(-1),
+            "data": x * 3,
+        }
+
+    told = lowtide.explain(step, torch.randn(2, 4))
+    reasons = [output.reason for output in told.outputs]
+    assert [output.requires_grad for output in told.outputs] == [True] + [False] * 4
+    assert "with grad enabled, from 2 leaves that require grad, weight among them" in reasons[0]
+    assert "grad disabled" in reasons[1]
+    assert "cut off after it was made (detach" in reasons[2]
+    assert "its dtype is int64" in reasons[3]
+    assert "nothing that it was computed from requires grad" in reasons[4]
+    held = nn.Linear(4, 4).requires_grad_(False)
+    told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
+    assert "(2 of 2 parameters are frozen)" in told.outputs[0].reason
+    assert "Nothing that the step returns requires grad" in str(told)
+
+
+# ---------------------------------------------------------------------------- today's options
+
+
+@pytest.mark.parametrize("name", ["per block", "level 2"])
+def test_an_option_costs_what_it_costs_when_it_is_run(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(6)])
+
+    def step(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    batch = torch.randn(1024, 32)
+    options = {o.name: o for o in study(step, (batch,), halve=False).options}
+    if name == "per block":
+        assert options[name].how == "lowtide.checkpoint_modules(model, Block)"
+        handle = lowtide.checkpoint_modules(model, Block)
+    else:
+        handle = lowtide.checkpoint_levels(model, 2)
+    with handle:
+        assert options[name].peak == pytest.approx(measured_peak(step, batch), rel=0.03)
+    assert options[name].peak < 0.8 * lowtide.plan(step, batch).peak
+
+
+def test_what_goes_into_a_block_is_held_even_where_autograd_does_not_save_it() -> None:
+    model = nn.Sequential(*[Casting() for _ in range(12)])
+    subject = study(
+        lambda x: model(x).float().square().mean(),
+        (torch.randn(512, 32, dtype=torch.bfloat16),),
+        halve=False,
+    )
+    recipe = next(r for b in subject.recipes.blocks for r in b.recipes() if "Casting" in r.how)
+    result = Simulator(subject.step.graph).run(retention(subject.step, recipe))
+    assert 0 < result.replayed_ops <= len(subject.step.graph.ops)  # each at most once
+
+
+class Casting(nn.Module):
+    """A block that reads its input only to make another of it, as norms in half precision do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x.float().sin()).tanh().bfloat16()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(F.gelu(self.first(x)))
+
+
+def test_a_limit_inside_the_margin_costs_no_more_than_it_must() -> None:
+    subject = studied("attention")
+    graph = subject.step.graph
+    limit = int(minimum(graph).peak * 1.01)  # there is no room for 2 % of margin
+    plan, best = subject.plan(limit), solve(graph, limit)
+    assert best.peak <= limit
+    assert plan.peak <= limit
+    assert plan.overhead * subject.step.seconds == pytest.approx(best.seconds)
+    assert best.seconds < minimum(graph).seconds
+
+
+# ---------------------------------------------------------------------------- one document
+
+
+def test_the_document_is_json_and_says_what_the_objects_say() -> None:
+    model = wide()
+    subject = study(lambda x: model(x).square().mean(), (torch.randn(512, 32),))
+    told = explain_study(subject, 0.5)
+    made = json.loads(json.dumps(document(told, curve=subject.curve)))
+    for key, line in (("plain", told.plain), ("planned", told.planned)):
+        assert line is not None
+        moments = made[key]["moments"]
+        assert max(sum(row[3:]) for row in moments) == made[key]["peak"] == line.peak
+        assert sum(item["bytes"] for item in made[key]["items"]) == line.peak
+        assert sum(holder["nbytes"] for holder in made[key]["holders"]) == line.peak
+        operator, module, line_number = made["sites"][moments[0][2]]
+        assert (operator, module) == ("aten::addmm", "0.0")
+        assert line_number
+    peaks = [row["peak"] for row in made["curve"]]
+    costs = [row["overhead"] for row in made["curve"]]
+    assert peaks == sorted(peaks, reverse=True)
+    assert costs == sorted(costs)
+    assert sum(row["bytes"] for row in made["saved"]["rows"]) == made["saved"]["total"]
+
+
+def test_results_show_themselves_in_a_notebook() -> None:
+    model = wide(2)
+    batch = torch.randn(64, 32)
+    for shown in (lowtide.plan(model, batch), lowtide.curve(model, batch)):
+        assert shown._repr_html_() == f"<pre>{shown}</pre>"
+
+
+def test_a_trace_has_the_moments_of_the_timelines() -> None:
+    model = wide()
+    told = lowtide.explain(lambda x: model(x).square().mean(), torch.randn(512, 32), limit=0.5)
+    made = json.loads(json.dumps(trace_events(told)))
+    for process, line in ((1, told.plain), (2, told.planned)):
+        assert line is not None
+        counters = [e for e in made["traceEvents"] if e["ph"] == "C" and e["pid"] == process]
+        assert [sum(e["args"].values()) for e in counters] == [m.total for m in line.moments]
+        times = [e["ts"] for e in counters]
+        assert times == sorted(times)
+        slices = [e for e in made["traceEvents"] if e["ph"] == "X" and e["pid"] == process]
+        assert [e["args"]["module"] for e in slices] == [m.site.module for m in line.moments]
+
+
+def test_a_snapshot_is_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match=r"there is no CUDA device here. On the CPU, `lowtide"):
+            memory_snapshot(lambda: None, tmp_path / "s.pickle")
+    # By fakes: what is asked of torch, in which order.
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
+    )
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
+    path = tmp_path / "s.pickle"
+    memory_snapshot(lambda: asked.append("step"), path)
+    assert asked == [
+        {"max_entries": 1_000_000},
+        "step",
+        "synchronize",
+        str(path),
+        {"enabled": None},
+    ]
+    path.write_bytes(b"")
+    with pytest.raises(UsageError, match="exists and is not overwritten"):
+        memory_snapshot(lambda: None, path)
+
+
+def test_a_layout_that_the_backend_chooses_is_that_of_the_real_step() -> None:
+    convolutions = nn.ModuleList(nn.Conv3d(24, 24, 3, padding=1, bias=False) for _ in range(6))
+
+    def step(x: Tensor) -> Tensor:
+        for layer in convolutions[:-1]:
+            x = layer(x)
+        last = x.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+        return F.instance_norm(convolutions[-1](last)).square().mean()
+
+    batch = torch.randn(1, 24, 30, 30, 30)
+    step(batch)  # whatever oneDNN makes once
+    plan = lowtide.plan(step, batch, limit=0.8)
+    limit = lowtide.budget(plan)
+    with limit:
+        loss = step(batch)
+    loss.backward()
+    assert limit.report().planned
