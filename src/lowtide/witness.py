@@ -306,11 +306,11 @@ class _Counted(FakeMemory):
         self.reads_grad = any(
             isinstance(t, torch.Tensor) and t.requires_grad for a in args for t in flatten(a)
         )
-        before, self._peak = self._peak, 0
+        before, self.peak = self.peak, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        here = max(self._peak, self._level)
-        self._peak = max(before, here)
-        self.steps.append(Step(self._site, len(self._levels) - 1, self._level, here))
+        here = max(self.peak, self.level)
+        self.peak = max(before, here)
+        self.steps.append(Step(self._site, len(self._levels) - 1, self.level, here))
         return result
 
     def _count(self, args: Any, kwargs: Any, result: Any) -> int:
@@ -339,7 +339,7 @@ class _Counted(FakeMemory):
     def mark(self) -> int:
         index = super().mark()
         # What is there between two operators: memory was freed since the last one, if anything.
-        self.steps.append(Step(Site(), index, self._level, self._level))
+        self.steps.append(Step(Site(), index, self.level, self.level))
         return index
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+from lowtide.convolution import convolution_workspace, padded, unfolded
+
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 # Their backward is a formula of several operators with temporaries of its own.
@@ -20,7 +21,6 @@ _SEVERAL_STEPS = frozenset(
     f"aten::{name}"
     for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
 )
-_SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 
 
 # Of the CPU's kernels, what they take besides as a share of what they make.
@@ -65,26 +65,10 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     channels_out = weight.shape[1] if transposed else weight.shape[0]
     if not transposed and unfolded(source, weight):
         return source.shape[1] * kernel * made // max(1, channels_out)
-    blocked = _padded(made, channels_out)
+    blocked = padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
-        blocked += _padded(_bytes(source), source.shape[1])
+        blocked += padded(_bytes(source), source.shape[1])
     return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
-
-
-def unfolded(source: torch.Tensor, weight: torch.Tensor, device: str | None = None) -> bool:
-    """Whether torch unfolds the input itself: small inputs of batch 1 on the CPU."""
-    return (
-        (device or source.device.type) == "cpu"
-        and source.dim() in (4, 5)
-        and source.shape[0] == 1
-        and min(weight.shape[-2:]) <= 3
-        and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
-    )
-
-
-def _padded(nbytes: int, channels: int) -> int:
-    blocks = -(-channels // _CHANNEL_BLOCK)
-    return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
 
 
 def kernel_workspace(
@@ -117,7 +101,9 @@ def kernel_workspace(
         forward = (source, weight), ([None] * 6 + [transposed])
         return _convolution(*forward[0], forward[1], given)
     passes = backward and len(args) > 10 and bool(args[10][0])
-    return _measured(source, weight, given, max(stride), bool(transposed), backward, passes)
+    return convolution_workspace(
+        source, weight, given, max(stride), bool(transposed), backward, passes
+    )
 
 
 def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
@@ -128,56 +114,6 @@ def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
     scores = rows * min(512, key.shape[-2])
     each = 2 * scores if backward else scores + rows * (2 + width)
     return 4 * each * torch.get_num_threads()
-
-
-def _measured(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    stride: int,
-    transposed: bool,
-    back: bool,
-    passes: bool,
-) -> int:
-    """Workspace of a convolution on the CPU, where `out` is the size of its forward's result and
-    a backward `passes` a gradient on to the input."""
-    into, parameter = _bytes(source), _bytes(weight)
-    kernel = weight[0, 0].numel()
-    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight, "cpu"):
-        channels = weight.shape[1] if transposed else source.shape[1]
-        points = source if transposed else out // (source.element_size() * weight.shape[0])
-        count = points[0, 0].numel() if isinstance(points, torch.Tensor) else points
-        return channels * kernel * count * source.element_size()
-    if kernel == 1 and stride == 1 and _multiplied(source):
-        return max(0, into - parameter) if back and source.dim() == 5 else 0
-    if not transposed and _channels_last(source):  # read as it is; parameters are reordered
-        return (3 if back else 2) * parameter
-    narrow = source.shape[1] < _CHANNEL_BLOCK // 2  # such an input is read as it is
-    if transposed:
-        few = weight.shape[1] < _CHANNEL_BLOCK // 2
-        if back:
-            return max(into if few else into + out, parameter)
-        return max(2 * max(out, into) if few else 2 * out, parameter + into)
-    if back:
-        if narrow:
-            reordered = min(_padded(into, source.shape[1]), into + out) if passes else 0
-            padded = _padded(parameter, source.shape[1])
-            copies = torch.get_num_threads() * (padded - parameter)
-            return reordered + max(_padded(out, weight.shape[0]), copies)
-        if source.dim() == 5 and min(source.shape[2:]) < min(weight.shape[2:]):
-            parameter *= 4 * torch.get_num_threads()  # smaller than the kernel: a few copies each
-        strided = 2 * into - parameter if stride > 1 else 0
-        return max(into + out + (parameter if kernel == 1 else 0), parameter, strided)
-    return max(parameter + (0 if narrow else into), out)
-
-
-def _channels_last(source: torch.Tensor) -> bool:
-    return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
-
-
-def _multiplied(source: torch.Tensor) -> bool:
-    """Whether torch runs a convolution of kernel 1 as a product: one thread, small batches."""
-    return torch.get_num_threads() == 1 and source.shape[0] < 16
 
 
 def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
