@@ -11,6 +11,7 @@ model in memory until the garbage collector runs.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -169,15 +170,16 @@ class _ForwardOverride(InstanceEntry):
                 return override(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
-        plain = getattr(self.plain(), "__func__", None)
-        functools.update_wrapper(forward, plain or type(self.module()).forward)
+        plain = getattr(self.plain(), "__func__", None) or type(self.module()).forward
+        functools.update_wrapper(forward, plain)
+        # Accelerate unwraps along `__wrapped__` to the end, which must be this and not the plain.
+        del forward.__dict__["__wrapped__"]
+        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         forward.__dict__[_OVERRIDE] = self
         return forward
 
     @property
     def __signature__(self) -> Any:
-        import inspect
-
         return inspect.signature(self.plain())
 
     def __repr__(self) -> str:
