@@ -23,8 +23,9 @@ from by_hand import counted_replays, same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.policies import KeepProducts
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from lowtide.transformers import MemoryBudget, enable, set_checkpointing_function
@@ -231,9 +232,8 @@ def test_the_librarys_own_checkpointing_is_refused(way: str) -> None:
 
 def test_a_limit_that_cannot_be_met() -> None:
     model = llama().train()
-    with enable(model, limit="40 KiB"), pytest.raises(BudgetError, match="does not fit in 40.0 Ki"):
-        for _ in range(3):
-            step(model)
+    with enable(model, limit="40 KiB"), pytest.raises(BudgetError, match=r"not fit in 40\.0 KiB"):
+        step(model)
 
 
 # --- peft -------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_trainer_callback_after_a_training_that_failed(tmp_path: Path) -> None:
 
 
 def test_trainers_own_checkpointing_beside_the_callback_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="gradient_checkpointing is True; call model.activation"):
+    with pytest.raises(UsageError, match="gradient_checkpointing is True; call model"):
         train(llama(), tmp_path, (MemoryBudget(0.7),), activation_checkpointing=True)
 
 
