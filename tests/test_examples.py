@@ -32,3 +32,12 @@ def test_train_llama() -> None:
     assert "all 3 losses identical:          yes" in printed
     assert "all final weights identical:   yes" in printed
     assert "peak within the limit:         yes" in printed
+
+
+def test_fit_lightning() -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("sklearn")
+    printed = run("fit_lightning.py", "--batches", "3", "--epochs", "1")
+    assert "all 3 losses identical:          yes" in printed
+    assert "all final weights identical:   yes" in printed
+    assert "peak within the limit:         yes" in printed

@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> Iterator[object]:
-    for name in ("densenet", "unet", "levels", "transformers"):
+    for name in ("densenet", "unet", "levels", "transformers", "lightning"):
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
@@ -32,8 +32,10 @@ def fresh_accelerator() -> Iterator[None]:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-# peft's, of transformers
+# peft's, of transformers; Lightning's own
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("code", list(blocks()))
 def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):
