@@ -41,3 +41,12 @@ def test_fit_lightning() -> None:
     assert "all 3 losses identical:          yes" in printed
     assert "all final weights identical:   yes" in printed
     assert "peak within the limit:         yes" in printed
+
+
+def test_supervised_trainer() -> None:
+    for library in ("monai", "ignite", "nilearn"):
+        pytest.importorskip(library)
+    printed = run("supervised_trainer.py", "--epochs", "2")
+    assert "all 6 losses identical:          yes" in printed
+    assert "all final weights identical:   yes" in printed
+    assert "peak within the limit:         yes" in printed

@@ -41,6 +41,8 @@ def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):
         if f"from {library}" in code:
             pytest.importorskip(library)
+    if "monai.engines" in code:
+        pytest.importorskip("ignite")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
