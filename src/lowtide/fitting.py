@@ -30,8 +30,13 @@ _KIND = "lowtide.fit"
 class FittedBudget(Budget):
     """A budget that stands around a model's forward; `detach` takes it off."""
 
-    def __init__(self, limit: int | float | str, device: torch.device | str | None = None) -> None:
-        super().__init__(limit, device=device)
+    def __init__(
+        self,
+        limit: int | float | str,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        super().__init__(limit, device=device, group=group)
         self._restore: Restore | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
 
@@ -91,7 +96,11 @@ def _budget_lost() -> None:
 
 
 def fit(
-    model: torch.nn.Module, limit: int | float | str, *, device: torch.device | str | None = None
+    model: torch.nn.Module,
+    limit: int | float | str,
+    *,
+    device: torch.device | str | None = None,
+    group: Any = None,
 ) -> FittedBudget:
     """Keep every training step of `model` inside a limit, with no ``with``::
 
@@ -106,7 +115,7 @@ def fit(
 
     Args:
         model: any module.
-        limit, device: as for `lowtide.budget`.
+        limit, device, group: as for `lowtide.budget`.
 
     Raises:
         UsageError: an unreadable limit; not a module; a model that has a budget already, or that
@@ -126,6 +135,6 @@ def fit(
             "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
-    budget = FittedBudget(limit, device)
+    budget = FittedBudget(limit, device, group)
     budget.attach(model)
     return budget
