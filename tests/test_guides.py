@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> Iterator[object]:
-    for name in ("densenet", "unet", "levels", "transformers", "lightning"):
+    for name in ("densenet", "unet", "levels", "transformers", "lightning", "distributed"):
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
