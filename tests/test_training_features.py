@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import counted_replays, same
-from lowtide.errors import ReplayError
+from lowtide.errors import ReplayError, UnsupportedError
 
 WAYS = ("budget", "fit", "checkpoint", "modules")
 
@@ -302,3 +302,15 @@ def test_data_parallel_without_devices(way: str, replayed: Callable[[], int]) ->
         return left_by(model, loss.detach())
 
     check(training, way, replayed)
+
+
+def test_data_parallel_replicas() -> None:
+    """What it makes for several devices, called here by hand: regions go along, a budget cannot."""
+    model, _ = made("fit")
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(UnsupportedError, match=r"nn\.DataParallel runs copies of this model on"):
+        replica(batches(1)[0])
+    with torch.no_grad():
+        replica(batches(1)[0])  # rule 12
+    model.eval()
+    model._replicate_for_data_parallel()(batches(1)[0])

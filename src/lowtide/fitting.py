@@ -17,7 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.errors import CompiledWarning, UsageError
+from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import check_model
 from lowtide.observe import Observer
@@ -44,7 +44,9 @@ class FittedBudget(Budget):
         reference = weakref.ref(model)
         self._model = reference
         make = functools.partial(_inside, self, reference)
-        self._restore = override_forward(model, make, kind=_KIND)
+        self._restore = override_forward(
+            model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
+        )
 
     def gradients_to_come(self, observer: Observer) -> int:
         model = self._model() if self._model is not None else None
@@ -79,6 +81,25 @@ def _inside(
             return forward(*args, **kwargs)  # something around it decides already
         with budget:
             return forward(*args, **kwargs)
+
+    return run
+
+
+def _on_a_replica(
+    reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The forward of a copy that `nn.DataParallel` made for one of several devices."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None or not model.training or not recordable():
+            return forward(*args, **kwargs)
+        raise UnsupportedError(
+            "nn.DataParallel runs copies of this model on several devices at once, in threads of "
+            "one process: one budget cannot count for all of them. Use "
+            "nn.parallel.DistributedDataParallel, with lowtide.fit in each process, or "
+            "lowtide.checkpoint_modules, which nn.DataParallel copies along."
+        )
 
     return run
 
