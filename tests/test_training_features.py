@@ -314,3 +314,23 @@ def test_data_parallel_replicas() -> None:
         replica(batches(1)[0])  # rule 12
     model.eval()
     model._replicate_for_data_parallel()(batches(1)[0])
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_capture_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a fake: without a GPU nothing can be captured."""
+    model, limit = made(way)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refused = pytest.raises(UnsupportedError, match="cannot record while a CUDA graph is captured")
+    with refused, limit:
+        model(batches(1)[0])
+    with torch.no_grad():
+        model(batches(1)[0])  # rule 12
+    monkeypatch.undo()
+    with limit:
+        loss = model(batches(1)[0]).square().mean()
+    loss.backward()
