@@ -4,6 +4,7 @@ The data are scikit-learn's handwritten digits, 1797 real images of 8 x 8 that i
 downloaded. The second fit differs in one line, the callback `MemoryBudget(limit)`.
 
     python examples/fit_lightning.py --limit 0.5
+    torchrun --nproc-per-node 2 examples/fit_lightning.py --devices 2
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Digits(LightningModule):
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -84,7 +85,8 @@ def fit(options: argparse.Namespace, *callbacks: MemoryBudget) -> tuple[Digits, 
     seed_everything(0, verbose=False)
     module = Digits(options.width, options.depth)
     trainer = Trainer(
-        max_epochs=options.epochs, accelerator="cpu", devices=1, log_every_n_steps=1, logger=False,
+        max_epochs=options.epochs, accelerator="cpu", devices=options.devices, logger=False,
+        strategy="ddp" if options.devices > 1 else "auto", log_every_n_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         limit_train_batches=options.batches, callbacks=list(callbacks),
     )  # fmt: skip
@@ -98,6 +100,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batches", type=int, default=8, help="batches of an epoch")
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--devices", type=int, default=1, help="processes, under torchrun")
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--depth", type=int, default=4)
     options = parser.parse_args()
@@ -107,11 +110,12 @@ def main() -> int:
         limit = options.limit
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*does not have many workers")
+    torch.set_num_threads(1)  # sums keep one order
 
     plain, trainer = fit(options)
     held_out = float(trainer.logged_metrics["val_loss"])
     print(f"plain:   {len(plain.losses)} steps, held-out loss {held_out}")
-    memory = MemoryBudget(limit)
+    memory = MemoryBudget(limit, group=True if options.devices > 1 else None)
     limited, trainer = fit(options, memory)
     print(
         f"limited: {len(limited.losses)} steps, held-out loss {trainer.logged_metrics['val_loss']}"

@@ -5,6 +5,7 @@ byte by byte: real data, nothing is downloaded. The second training differs in o
 callback `MemoryBudget(limit)`. With `--lora` only peft's adapters are trained.
 
     python examples/train_llama.py --limit 0.5
+    torchrun --nproc-per-node 2 examples/train_llama.py --limit 0.5
 """
 
 from __future__ import annotations

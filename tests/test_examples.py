@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from once import on_one_recorder
+
 ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = on_one_recorder
 
 
 def run(name: str, *arguments: str) -> str:

@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from once import on_one_recorder
+
 ROOT = Path(__file__).resolve().parents[1]
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"
-)
+pytestmark = [
+    on_one_recorder,
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(),
+        reason="torch was built without gloo",
+    ),
+]
 
 # A loop by DDP in which rank 1 has a limit that its first step cannot keep.
 PROGRAM = """
@@ -65,6 +71,22 @@ def test_the_example(by: str, processes: int) -> None:
     for what in ("losses", "gradients and weights"):
         assert f"{what + ' identical on every rank:':50}yes" in said
     assert f"{'peaks within the limit on every rank:':50}yes" in said
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "arguments"),
+    [
+        ("transformers", "train_llama.py", ("--layers", "2")),
+        ("lightning", "fit_lightning.py", ("--devices", "2", "--batches", "3", "--epochs", "1")),
+    ],
+)
+def test_frameworks_on_two_ranks(library: str, name: str, arguments: tuple[str, ...]) -> None:
+    pytest.importorskip(library)
+    code, said = torchrun(2, ROOT / "examples" / name, *arguments)
+    assert code == 0, said
+    assert said.count("losses identical:          yes") == 2
+    assert said.count("all final weights identical:   yes") == 2
+    assert said.count("peak within the limit:         yes") == 2
 
 
 def test_a_rank_that_is_refused_ends_the_others_with_its_own_error(tmp_path: Path) -> None:

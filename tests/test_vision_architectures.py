@@ -7,6 +7,7 @@ The library brings a whole documentation tool chain along, so that development d
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,9 @@ from lowtide.errors import UsageError
 LIBRARY = "vision_architectures"
 HOME = f"{LIBRARY}.utils.activation_checkpointing"
 
-pytest.importorskip(LIBRARY)
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec(LIBRARY) is None, reason="vision_architectures is not installed"
+)
 
 
 @pytest.fixture

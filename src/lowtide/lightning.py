@@ -56,8 +56,9 @@ class MemoryBudget(Callback):
     nothing stays: checkpoints, the module and its copies are those of a training without it.
 
     Args:
-        limit, device: as for `lowtide.budget`. A limit is counted from where ``training_step`` is
-            entered; Lightning frees the gradients of the step before only after that.
+        limit, device, group: as for `lowtide.budget`. A limit is counted from where
+            ``training_step`` is entered; Lightning frees the gradients of the step before only
+            after that.
         log: whether to log.
 
     Attributes:
@@ -74,12 +75,14 @@ class MemoryBudget(Callback):
         limit: int | float | str,
         *,
         device: torch.device | str | None = None,
+        group: Any = None,
         log: bool = True,
     ) -> None:
         super().__init__()
         parse_limit(limit)
         self.limit = limit
         self.device = device
+        self.group = group
         self.log_figures = log
         self.budget: Budget | None = None
         self._entry: _TrainingStep | None = None
@@ -95,7 +98,7 @@ class MemoryBudget(Callback):
                 "with one lowtide.budget(...) for each of them."
             )
         refuse_active_checkpointing(pl_module, "MemoryBudget")
-        self.budget = Budget(self.limit, device=self.device)
+        self.budget = Budget(self.limit, device=self.device, group=self.group)
         self._entry = _TrainingStep(pl_module, self.budget)
         self._entry.install()
 

@@ -80,6 +80,7 @@ def enable(
     policy: Policy | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
+    group: Any = None,
 ) -> Enabled:
     """Train a model of transformers or peft in less memory::
 
@@ -92,7 +93,7 @@ def enable(
 
     Args:
         model: a model of transformers, or a peft model around one, before or after it is wrapped.
-        limit, device: as for `lowtide.fit`.
+        limit, device, group: as for `lowtide.fit`.
         policy: as for `lowtide.checkpoint`. Default: nothing is kept.
         every_n_layers: make every n-th layer a region, beginning with the first.
 
@@ -108,7 +109,7 @@ def enable(
                 "enable takes either limit=, by which lowtide chooses what to keep, or policy= and "
                 "every_n_layers=, by which you do."
             )
-        return Enabled(fit(model, limit, device=device))
+        return Enabled(fit(model, limit, device=device, group=group))
     _check_layers(model, "enable")
     which = every(every_n_layers, GradientCheckpointingLayer)
     return Enabled(checkpoint_modules(model, which, policy=policy))
@@ -192,21 +193,26 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
     what Trainer logs; the last one is of the last step that was measured.
 
     Args:
-        limit, device: as for `lowtide.fit`.
+        limit, device, group: as for `lowtide.fit`.
     """
 
     def __init__(
-        self, limit: int | float | str, *, device: torch.device | str | None = None
+        self,
+        limit: int | float | str,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
     ) -> None:
         self.limit = limit
         self.device = device
+        self.group = group
         self.budget: FittedBudget | None = None
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         self._detach()  # a training that failed has not said that it ended
-        self.budget = fit(model, self.limit, device=self.device)
+        self.budget = fit(model, self.limit, device=self.device, group=self.group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
