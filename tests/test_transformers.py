@@ -365,6 +365,29 @@ def test_trainers_own_checkpointing_beside_the_callback_is_refused(tmp_path: Pat
         train(llama(), tmp_path, (MemoryBudget(0.7),), activation_checkpointing=True)
 
 
+def test_trainers_own_checkpointing_after_a_limit_is_refused(tmp_path: Path) -> None:
+    """Trainer switches it on when the training begins, after the model was given its budget."""
+    model = llama()
+    enable(model, limit=0.7)
+    with pytest.raises(UsageError, match="gradient_checkpointing is True; call model"):
+        train(model, tmp_path, activation_checkpointing=True)
+
+
+def test_rows_of_different_lengths(tmp_path: Path, replayed: Callable[[], int]) -> None:
+    def run(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        for length in (48, 20, 48, 33, 20, 48):
+            ids = tokens(length=length)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, model = llama().train(), llama().train()
+    peak = lowtide.measure(lambda: run(llama().train()), device="cpu").peak_bytes
+    enable(model, limit=int(0.8 * peak))
+    assert same(run(model), run(plain))
+    assert replayed() > 0
+
+
 def test_trainer_resumes_where_the_plain_run_would(
     tmp_path: Path, replayed: Callable[[], int]
 ) -> None:

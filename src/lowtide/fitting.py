@@ -40,6 +40,11 @@ class FittedBudget(Budget):
         self._restore: Restore | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step has run."""
+        return self._steps > 0
+
     def attach(self, model: torch.nn.Module) -> None:
         reference = weakref.ref(model)
         self._model = reference
@@ -68,7 +73,7 @@ class FittedBudget(Budget):
 
 
 def _inside(
-    budget: Budget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+    budget: FittedBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -79,6 +84,8 @@ def _inside(
             return forward(*args, **kwargs)
         if current_recorder() is not None:
             return forward(*args, **kwargs)  # something around it decides already
+        if not budget.begun:  # a trainer may have switched the model's own on since
+            refuse_active_checkpointing(model, "lowtide.fit")
         with budget:
             return forward(*args, **kwargs)
 
@@ -140,7 +147,7 @@ def fit(
 
     Raises:
         UsageError: an unreadable limit; not a module; a model that has a budget already, or that
-            checkpoints parts of itself by its own flag.
+            checkpoints parts of itself by its own flag, now or when its first step runs.
         BudgetError: in a step, if the limit cannot be met.
     """
     check_model(model, "lowtide.fit")
