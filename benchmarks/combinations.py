@@ -136,7 +136,7 @@ def page(listed: list[Row], results: dict[str, dict[tuple[str, str], str]]) -> s
         "",
         "Written by `python benchmarks/combinations.py`, which runs the tests that",
         "[status.md](status.md) names; what the words mean, and the limits, stand there. The",
-        "columns on the right are tests on each recorder.",
+        "columns on the right are tests on each recorder; those that start whole programs run on one.",
         "",
         f"{versions()}.",
         "",
