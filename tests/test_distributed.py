@@ -256,6 +256,13 @@ def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
     )
     yield "dtensor budget", lambda: against(plain, limited)
 
+    def fitted() -> list[Tensor]:
+        model = parallel()
+        lowtide.fit(model, 0.9)
+        return train(model)
+
+    yield "dtensor fit", lambda: against(plain, fitted)
+
 
 # -------------------------------------------------------------------------------- collectives
 
@@ -443,7 +450,7 @@ def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
     check_same(outcomes, "fsdp2 region over groups")
 
 
-@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("how", HOWS)
 def test_tensor_parallel(outcomes: list[dict[str, Outcome]], how: str) -> None:
     check_same(outcomes, f"dtensor {how}")
 

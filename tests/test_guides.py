@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> Iterator[object]:
-    for name in ("densenet", "unet", "levels"):
+    for name in ("densenet", "unet", "levels", "transformers", "lightning", "distributed"):
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
@@ -22,10 +23,26 @@ def blocks() -> Iterator[object]:
     yield pytest.param("\n".join(BLOCK.findall(text)), id="planning")  # each builds on the last
 
 
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> Iterator[None]:
+    """Accelerate keeps one state a process, and refuses a second precision."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# peft's, of transformers; Lightning's own
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
 @pytest.mark.parametrize("code", list(blocks()))
 def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "monai" in code:
-        pytest.importorskip("monai")
+    for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):
+        if f"from {library}" in code:
+            pytest.importorskip(library)
+    if "monai.engines" in code:
+        pytest.importorskip("ignite")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -134,7 +134,8 @@ def test_signature_and_unwrapping_see_the_plain_forward() -> None:
     ActivationCheckpointWrapper(block)
     assert inspect.signature(block.forward) == expected
     assert block.forward.__self__ is block
-    assert inspect.unwrap(block.forward.__func__) is Block.forward
+    # Accelerate unwraps as far as it goes and binds what it finds: the layers must be in it.
+    assert not hasattr(block.forward.__func__, "__wrapped__")
     assert inspect.signature(block.forward.__func__) == inspect.signature(Block.forward)
     assert block.forward.__name__ == "forward"
     assert repr(block.forward) == "<forward of Block, checkpoint>"

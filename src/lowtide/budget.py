@@ -9,8 +9,9 @@ planning from the model's code, which does not say what autograd saves.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -18,11 +19,12 @@ from lowtide.decide import StepDecisions, Tally
 from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
-from lowtide.observe import Observer
+from lowtide.observe import Observer, Seen
 from lowtide.planner import Graph, Retention, Simulator, keep_all, minimum, solve
 from lowtide.planner.resume import forward_over, from_held
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
+from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
@@ -35,17 +37,33 @@ _MEASURE_EVERY = 50
 _PLANS_KEPT = 16
 
 
+@dataclass(frozen=True)
+class _Learned:
+    """What a step that was watched has shown."""
+
+    graph: Graph
+    seen: Seen
+    ran: list[int] | None
+    measured: bool
+
+
 class Budget:
     """A memory limit for training steps; see `budget`. One object serves all steps of a loop."""
 
     def __init__(
-        self, limit: int | float | str | Plan, *, device: torch.device | str | None = None
+        self,
+        limit: int | float | str | Plan,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
     ):
         given = limit if isinstance(limit, Plan) else None
         if isinstance(limit, Plan):
             limit = limit.limit or max(1, limit.peak)
         self.limit = parse_limit(limit)
         self.device = torch.device(device) if device is not None else None
+        self._ranks = None if group is None else Ranks(group)
+        self._news: _Learned | None = None  # what the ranks have not planned yet
         self._recording: Recording | None = None
         self._entered = False
         self._steps = 0
@@ -80,6 +98,8 @@ class Budget:
             )
         for decisions in tuple(self._active):
             self._finish(decisions)
+        if self._ranks is not None:
+            self._agree(self._ranks)
         if self._refusal is not None:
             refused, self._refusal = self._refusal, None  # the step after that may be another one
             raise refused
@@ -230,21 +250,44 @@ class Budget:
             self._learned += 1
         if not observer.requests:
             return
-        graph = observer.graph()
+        measured = observer.timeline is not None
+        learned = _Learned(observer.graph(), observer.seen(), observer.ran, measured)
+        if self._ranks is not None:
+            self._news = learned  # planned where all ranks enter the next step
+        else:
+            self._plan_next(learned)
+
+    def _plan_next(self, learned: _Learned, ranks: Ranks | None = None) -> None:
+        graph, measured = learned.graph, learned.measured
         self._plain_peak = plain = Simulator(graph).run(keep_all(graph).retain).peak
         limit = self.limit_bytes()
         assert limit is not None
-        measured = observer.timeline is not None
         share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
         margin = 0 if measured and plain <= limit else int(share * limit)
-        solution = solve(graph, limit, margin=margin)
-        plan, peak = solution.plan, solution.peak
-        if peak > limit:
-            plan, peak = _lowest(graph, observer)
-            if peak > limit and measured:
-                self._refusal = refusal(graph, limit, plan.retain, measured=True)
-                return
-        self._remember(Prepared.of(plan, graph, peak, observer.seen(), measured))
+
+        def search() -> tuple[Retention, int]:
+            solution = solve(graph, limit, margin=margin)
+            if solution.peak <= limit:
+                return solution.plan, solution.peak
+            return _lowest(graph, learned.ran)
+
+        plan, peak = search() if ranks is None else ranks.of_first(search)
+        if peak > limit and measured:
+            self._refusal = refusal(graph, limit, plan.retain, measured=True)
+            return
+        self._remember(Prepared.of(plan, graph, peak, learned.seen, measured))
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
+        news, self._news = self._news, None
+        if not ranks.any(news is not None or self._refusal is not None):
+            return
+        common = ranks.common(News(None if news is None else news.graph, self.limit))
+        if news is not None:
+            alike = news if common is None else replace(news, graph=common)
+            self._plan_next(alike, None if common is None else ranks)
+        refused, self._refusal = self._refusal, None
+        ranks.refuse_together(refused)
 
     def _remember(self, prepared: Prepared) -> None:
         others = [p for p in self._prepared if p.signatures != prepared.signatures]
@@ -307,13 +350,13 @@ class Budget:
         )
 
 
-def _lowest(graph: Graph, observer: Observer) -> tuple[Retention, int]:
+def _lowest(graph: Graph, ran: list[int] | None) -> tuple[Retention, int]:
     """The plan of the lowest peak known: found by a search, or the one that ran."""
     found = minimum(graph)
-    if observer.ran is not None and len(observer.ran) == len(graph.values):
-        peak = Simulator(graph).run(observer.ran).peak
+    if ran is not None and len(ran) == len(graph.values):
+        peak = Simulator(graph).run(ran).peak
         if peak < found.peak:
-            return Retention(tuple(observer.ran), graph.fingerprint), peak
+            return Retention(tuple(ran), graph.fingerprint), peak
     return found.plan, found.peak
 
 
@@ -321,7 +364,12 @@ def _nothing(observer: Observer) -> None:
     """A step that went as planned teaches nothing."""
 
 
-def budget(limit: int | float | str | Plan, *, device: torch.device | str | None = None) -> Budget:
+def budget(
+    limit: int | float | str | Plan,
+    *,
+    device: torch.device | str | None = None,
+    group: Any = None,
+) -> Budget:
     """Keep a training step inside a memory limit, with the same bits as without it.
 
     Put it around forward and loss; ``backward()`` may come after it closes::
@@ -344,9 +392,13 @@ def budget(limit: int | float | str | Plan, *, device: torch.device | str | None
             at the first operation that differs, and planned like any unknown step.
         device: where to count. Default: the current CUDA device if the process uses CUDA, else
             the CPU.
+        group: a process group, or True for the default one, whose ranks are to plan and to refuse
+            alike. Entering the budget is then a collective of that group: every rank enters it
+            equally often. Default: each rank decides for itself.
 
     Raises:
-        UsageError: a limit that cannot be read; a budget entered twice or inside another.
+        UsageError: a limit that cannot be read; a budget entered twice or inside another; a group
+            that is not there.
         BudgetError: the limit cannot be met; it names the smallest that would do.
     """
-    return Budget(limit, device=device)
+    return Budget(limit, device=device, group=group)

@@ -17,7 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.errors import CompiledWarning, UsageError
+from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import check_model
 from lowtide.observe import Observer
@@ -30,16 +30,28 @@ _KIND = "lowtide.fit"
 class FittedBudget(Budget):
     """A budget that stands around a model's forward; `detach` takes it off."""
 
-    def __init__(self, limit: int | float | str, device: torch.device | str | None = None) -> None:
-        super().__init__(limit, device=device)
+    def __init__(
+        self,
+        limit: int | float | str,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        super().__init__(limit, device=device, group=group)
         self._restore: Restore | None = None
         self._model: weakref.ref[torch.nn.Module] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step has run."""
+        return self._steps > 0
 
     def attach(self, model: torch.nn.Module) -> None:
         reference = weakref.ref(model)
         self._model = reference
         make = functools.partial(_inside, self, reference)
-        self._restore = override_forward(model, make, kind=_KIND)
+        self._restore = override_forward(
+            model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
+        )
 
     def gradients_to_come(self, observer: Observer) -> int:
         model = self._model() if self._model is not None else None
@@ -61,7 +73,7 @@ class FittedBudget(Budget):
 
 
 def _inside(
-    budget: Budget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+    budget: FittedBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -72,8 +84,29 @@ def _inside(
             return forward(*args, **kwargs)
         if current_recorder() is not None:
             return forward(*args, **kwargs)  # something around it decides already
+        if not budget.begun:  # a trainer may have switched the model's own on since
+            refuse_active_checkpointing(model, "lowtide.fit")
         with budget:
             return forward(*args, **kwargs)
+
+    return run
+
+
+def _on_a_replica(
+    reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The forward of a copy that `nn.DataParallel` made for one of several devices."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None or not model.training or not recordable():
+            return forward(*args, **kwargs)
+        raise UnsupportedError(
+            "nn.DataParallel runs copies of this model on several devices at once, in threads of "
+            "one process: one budget cannot count for all of them. Use "
+            "nn.parallel.DistributedDataParallel, with lowtide.fit in each process, or "
+            "lowtide.checkpoint_modules, which nn.DataParallel copies along."
+        )
 
     return run
 
@@ -91,7 +124,11 @@ def _budget_lost() -> None:
 
 
 def fit(
-    model: torch.nn.Module, limit: int | float | str, *, device: torch.device | str | None = None
+    model: torch.nn.Module,
+    limit: int | float | str,
+    *,
+    device: torch.device | str | None = None,
+    group: Any = None,
 ) -> FittedBudget:
     """Keep every training step of `model` inside a limit, with no ``with``::
 
@@ -106,11 +143,11 @@ def fit(
 
     Args:
         model: any module.
-        limit, device: as for `lowtide.budget`.
+        limit, device, group: as for `lowtide.budget`.
 
     Raises:
         UsageError: an unreadable limit; not a module; a model that has a budget already, or that
-            checkpoints parts of itself by its own flag.
+            checkpoints parts of itself by its own flag, now or when its first step runs.
         BudgetError: in a step, if the limit cannot be met.
     """
     check_model(model, "lowtide.fit")
@@ -126,6 +163,6 @@ def fit(
             "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
-    budget = FittedBudget(limit, device)
+    budget = FittedBudget(limit, device, group)
     budget.attach(model)
     return budget

@@ -11,6 +11,7 @@ model in memory until the garbage collector runs.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,7 @@ class _Replica(InstanceEntry):
         current = find_override(module)
         if current is not None:
             for layer in current.layers:
-                override_forward(replica, layer.make_call, kind=layer.kind)
+                override_forward(replica, layer.for_replica, kind=layer.kind)
         return replica
 
 
@@ -169,15 +170,16 @@ class _ForwardOverride(InstanceEntry):
                 return override(*args, **kwargs)
             return type(module).forward(module, *args, **kwargs)
 
-        plain = getattr(self.plain(), "__func__", None)
-        functools.update_wrapper(forward, plain or type(self.module()).forward)
+        plain = getattr(self.plain(), "__func__", None) or type(self.module()).forward
+        functools.update_wrapper(forward, plain)
+        # Accelerate unwraps along `__wrapped__` to the end, which must be this and not the plain.
+        del forward.__dict__["__wrapped__"]
+        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         forward.__dict__[_OVERRIDE] = self
         return forward
 
     @property
     def __signature__(self) -> Any:
-        import inspect
-
         return inspect.signature(self.plain())
 
     def __repr__(self) -> str:
@@ -207,11 +209,16 @@ class Restore:
     """One layer around a forward; `remove()` takes exactly this layer off again."""
 
     def __init__(
-        self, override: _ForwardOverride, make_call: Callable[[Call], Call], kind: str
+        self,
+        override: _ForwardOverride,
+        make_call: Callable[[Call], Call],
+        kind: str,
+        for_replica: Callable[[Call], Call],
     ) -> None:
         self._override: _ForwardOverride | None = override
         self.make_call = make_call
         self.kind = kind
+        self.for_replica = for_replica
 
     @property
     def active(self) -> bool:
@@ -229,13 +236,18 @@ class Restore:
 
 
 def override_forward(
-    module: nn.Module, make_call: Callable[[Call], Call], *, kind: str = "override"
+    module: nn.Module,
+    make_call: Callable[[Call], Call],
+    *,
+    kind: str = "override",
+    for_replica: Callable[[Call], Call] | None = None,
 ) -> Restore:
     """Make every call of `module.forward` run `make_call(forward)` in its place.
 
     `make_call` is called at once, and again whenever a layer below it comes or goes; the `forward`
     it is given is the module's own, or the next layer. `kind` tells layers apart, see
-    `has_override`. Neither `make_call` nor what it returns should hold the module strongly.
+    `has_override`. `for_replica` takes its place on the replicas that `nn.DataParallel` makes.
+    Neither `make_call` nor what it returns should hold the module strongly.
     """
     override = find_override(module)
     if override is None:
@@ -243,7 +255,7 @@ def override_forward(
         override.install()
     for entry in override.companions:
         entry.install()
-    layer = Restore(override, make_call, kind)
+    layer = Restore(override, make_call, kind, for_replica or make_call)
     override.layers.append(layer)
     try:
         override.rebuild()

@@ -67,6 +67,16 @@ class BudgetReport:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
+def logged(report: BudgetReport) -> dict[str, int]:
+    """The figures of a report that a training log takes: bytes, those that are known."""
+    figures = {
+        "lowtide/limit": report.limit,
+        "lowtide/planned_peak": report.planned_peak,
+        "lowtide/measured_peak": report.measured_peak,
+    }
+    return {name: nbytes for name, nbytes in figures.items() if nbytes is not None}
+
+
 def too_small(
     name: str, live: int, need: int, limit: int, count: int, least: int, named: int
 ) -> BudgetError:

@@ -144,8 +144,17 @@ class Nested:
 def recordable() -> bool:
     """Whether anything run now could be asked for in a backward (rule 12).
 
-    Nothing that torch.compile traces: its code is not recorded.
+    Nothing that torch.compile traces: its code is not recorded. In the capture of a CUDA graph
+    it could, and that is refused.
     """
     if torch.compiler.is_compiling():
         return False
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "lowtide cannot record while a CUDA graph is captured: the graph would run again "
+            "without what is decided, measured and replayed in Python. Capture the step without "
+            "lowtide, or leave the graph out."
+        )
+    return True

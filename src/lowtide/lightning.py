@@ -1,0 +1,128 @@
+"""Lightning: a budget for the training steps of a `LightningModule`, as a callback.
+
+Problem: Lightning calls ``training_step`` itself, so a script has no place for a ``with``, and the
+layers may not exist before ``configure_model`` has run. Invariant: the budget stands around
+``training_step`` alone, forward and loss, from the first batch of a fit to its end; validation and
+the module itself are untouched. Imports lightning, budget, foreign, override. Rejected: a budget
+around the module's ``forward``, which many training steps never call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.budget import Budget
+from lowtide.errors import UsageError
+from lowtide.foreign import refuse_active_checkpointing
+from lowtide.limits import parse_limit
+from lowtide.override import InstanceEntry
+from lowtide.report import logged
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise ImportError(
+        "lowtide.lightning needs Lightning 2.5 or later, which is not installed or does not "
+        "import: pip install 'lowtide[lightning]'"
+    ) from error
+
+__all__ = ["MemoryBudget"]
+
+
+class _TrainingStep(InstanceEntry):
+    """`training_step` of a module, inside a budget."""
+
+    attribute = "training_step"
+
+    def __init__(self, module: nn.Module, budget: Budget) -> None:
+        super().__init__(module)
+        self.budget = budget
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.budget:
+            return self.plain()(*args, **kwargs)
+
+
+class MemoryBudget(Callback):
+    """Keep every training step of a Lightning module inside a memory limit::
+
+        Trainer(callbacks=[MemoryBudget("6 GiB")]).fit(module)
+
+    Logs ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, each
+    time that the trainer logs; the last one is of the last step that was measured. Around the fit
+    nothing stays: checkpoints, the module and its copies are those of a training without it.
+
+    Args:
+        limit, device, group: as for `lowtide.budget`. A limit is counted from where
+            ``training_step`` is entered; Lightning frees the gradients of the step before only
+            after that.
+        log: whether to log.
+
+    Attributes:
+        budget: that of the last fit, whose ``report()`` tells what its last step took; None before.
+
+    Raises:
+        UsageError: an unreadable limit; at the start of a fit, a module with manual optimization
+            or one that checkpoints parts of itself by its own flag.
+        BudgetError: in a step, if the limit cannot be met.
+    """
+
+    def __init__(
+        self,
+        limit: int | float | str,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
+        log: bool = True,
+    ) -> None:
+        super().__init__()
+        parse_limit(limit)
+        self.limit = limit
+        self.device = device
+        self.group = group
+        self.log_figures = log
+        self.budget: Budget | None = None
+        self._entry: _TrainingStep | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # Not in `setup`: `configure_model` and the strategy have had their turn only now.
+        self._leave()
+        if not pl_module.automatic_optimization:
+            raise UsageError(
+                f"MemoryBudget: this {type(pl_module).__name__} has manual optimization, so its "
+                "training_step runs backward too, and a budget goes around forward and loss only. "
+                "Leave the callback out and write `with budget:` around each forward and its loss, "
+                "with one lowtide.budget(...) for each of them."
+            )
+        refuse_active_checkpointing(pl_module, "MemoryBudget")
+        self.budget = Budget(self.limit, device=self.device, group=self.group)
+        self._entry = _TrainingStep(pl_module, self.budget)
+        self._entry.install()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.log_figures and self.budget is not None:
+            # float64: the default of float32 cannot tell bytes above 16 MiB apart.
+            figures = {
+                name: torch.tensor(nbytes, dtype=torch.float64)
+                for name, nbytes in logged(self.budget.report()).items()
+            }
+            pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._leave()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            entry.uninstall()

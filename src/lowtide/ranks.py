@@ -1,0 +1,132 @@
+"""The ranks of a process group, where a budget lets them plan and refuse alike.
+
+Problem: each rank measures other times, so each would plan for itself, and a limit that only one
+rank refuses leaves the others waiting in their next collective. Invariant: ranks talk only where a
+budget is entered, which every rank does equally often; nothing is sent in a forward or a backward,
+and what was agreed on is the same value on each rank. Imports torch.distributed, the planner and
+errors. Rejected: agreeing in the middle of a step, where the others may stand in a collective of
+the model's own and would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from lowtide.errors import BudgetError, UsageError
+from lowtide.planner import Graph
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class News:
+    """What one rank learned from a step: its graph, or None, and the limit to plan it for."""
+
+    graph: Graph | None
+    limit: int | float
+
+
+class Ranks:
+    """The ranks of one process group. Every method is a collective of that group."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise UsageError(
+                "a budget was given a group, but torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group() before, or leave group= out."
+            )
+        self.group = dist.group.WORLD if group is True else group
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise UsageError("this process is not a member of the group that its budget was given.")
+        self.size = dist.get_world_size(self.group)
+        nccl = "nccl" in str(dist.get_backend(self.group))
+        self._device = torch.device("cuda") if nccl else torch.device("cpu")
+
+    def any(self, here: bool) -> bool:
+        """Whether it is true on some rank. One number is sent."""
+        import torch.distributed as dist
+
+        flag = torch.tensor([int(here)], device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def gather(self, item: T) -> list[T]:
+        """What each rank has, in the order of ranks."""
+        import torch.distributed as dist
+
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def of_first(self, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, where alone it is called."""
+        made = make() if self.rank == 0 else None
+        return self.gather(made)[0]  # type: ignore[return-value]
+
+    def refuse_together(self, refusal: BudgetError | None) -> None:
+        """Raise the `BudgetError` of the rank that needs most on every rank, if there is any."""
+        found = self.gather(None if refusal is None else (str(refusal), refusal.limit,
+                                                          refusal.minimum))  # fmt: skip
+        worst = max(
+            ((entry[2], -rank) for rank, entry in enumerate(found) if entry is not None),
+            default=None,
+        )
+        if worst is None:
+            return
+        minimum, rank = worst[0], -worst[1]
+        entry = found[rank]
+        assert entry is not None
+        count = sum(entry is not None for entry in found)
+        raise BudgetError(
+            f"{count} of {self.size} ranks cannot keep their limit, so all of them stop here. "
+            f"Rank {rank} needs most: {entry[0]}",
+            limit=entry[1],
+            minimum=minimum,
+        )
+
+    def common(self, news: News) -> Graph | None:
+        """One graph for all ranks, if they learned the same step for the same limit."""
+        found = self.gather(news)
+        graphs = [entry.graph for entry in found if entry.graph is not None]
+        alike = len(graphs) == self.size and all(entry.limit == news.limit for entry in found)
+        if not alike or len({graph.fingerprint for graph in graphs}) > 1:
+            return None
+        return merged(graphs)
+
+
+def merged(graphs: Sequence[Graph]) -> Graph:
+    """Graphs of one structure as one: mean times, and of memory the largest of any rank.
+
+    A plan that fits it fits on each of them.
+    """
+    first = graphs[0]
+    values = tuple(
+        replace(nodes[0], pinned=all(node.pinned for node in nodes))
+        for nodes in zip(*(graph.values for graph in graphs), strict=True)
+    )
+    ops = tuple(
+        replace(
+            nodes[0],
+            seconds=sum(node.seconds for node in nodes) / len(nodes),
+            workspace=max(node.workspace for node in nodes),
+            other=max(node.other for node in nodes),
+            peak_other=max(node.peak_other for node in nodes),
+        )
+        for nodes in zip(*(graph.ops for graph in graphs), strict=True)
+    )
+    events = tuple(
+        replace(
+            nodes[0],
+            other=max(node.other for node in nodes),
+            peak_other=max(node.peak_other for node in nodes),
+        )
+        for nodes in zip(*(graph.events for graph in graphs), strict=True)
+    )
+    return replace(first, values=values, ops=ops, events=events)

@@ -1,0 +1,232 @@
+"""Hugging Face transformers: a budget or regions for its models, in one line.
+
+Problem: the library's own checkpointing runs each layer twice, switches the cache off, and needs a
+hook on the embeddings where their weights are frozen; and its Trainer leaves no place for a
+``with``. Invariant: the model stays the object it was, `remove()` gives the plain one back, and a
+model with checkpointing of its own switched on is refused. Imports transformers, and lowtide's
+public parts. Rejected: a subclass of Trainer, of which a script can have only one.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide.checkpoint import checkpoint
+from lowtide.errors import UsageError
+from lowtide.fitting import FittedBudget, fit
+from lowtide.foreign import refuse_active_checkpointing
+from lowtide.modules import Handle, check_model, checkpoint_modules, every
+from lowtide.policies import Policy
+from lowtide.report import logged
+
+try:
+    from transformers import PreTrainedModel, TrainerCallback
+    from transformers.modeling_layers import GradientCheckpointingLayer
+except ImportError as error:
+    raise ImportError(
+        "lowtide.transformers needs transformers 5.0 or later, which is not installed or does not "
+        "import: pip install 'lowtide[transformers]'"
+    ) from error
+
+__all__ = ["Enabled", "MemoryBudget", "enable", "set_checkpointing_function"]
+
+
+class Enabled:
+    """What `enable` or `set_checkpointing_function` switched on; `remove()` switches it off.
+
+    Also a context manager that removes on the way out.
+
+    Attributes:
+        budget: the budget around the model's forward, if there is one; its ``report()`` tells
+            what the last step took.
+        names: the qualified names of the modules that are regions, if there are any.
+    """
+
+    def __init__(self, what: FittedBudget | Handle | _OwnFunction) -> None:
+        self._what: FittedBudget | Handle | _OwnFunction | None = what
+        self.budget = what if isinstance(what, FittedBudget) else None
+        self.names = () if isinstance(what, FittedBudget) else what.names
+
+    def remove(self) -> None:
+        """Give the model its plain forward back; a second call does nothing."""
+        what, self._what = self._what, None
+        if isinstance(what, FittedBudget):
+            what.detach()
+        elif what is not None:
+            what.remove()
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+def enable(
+    model: nn.Module,
+    *,
+    limit: int | float | str | None = None,
+    policy: Policy | None = None,
+    every_n_layers: int = 1,
+    device: torch.device | str | None = None,
+    group: Any = None,
+) -> Enabled:
+    """Train a model of transformers or peft in less memory::
+
+        enable(model, limit="6 GiB")
+        Trainer(model=model, ...).train()
+
+    With a ``limit`` lowtide chooses what to recompute, as in `lowtide.fit`. Without one, each
+    layer is a region, and ``policy`` says what is kept inside it: the library's own checkpointing,
+    but each layer runs once, the cache works, and frozen embeddings need no hook.
+
+    Args:
+        model: a model of transformers, or a peft model around one, before or after it is wrapped.
+        limit, device, group: as for `lowtide.fit`.
+        policy: as for `lowtide.checkpoint`. Default: nothing is kept.
+        every_n_layers: make every n-th layer a region, beginning with the first.
+
+    Raises:
+        UsageError: both a limit and a policy; a model with no layers that transformers can
+            checkpoint; one that is checkpointed or compiled already.
+        BudgetError: in a step, if the limit cannot be met.
+    """
+    check_model(model, "lowtide.transformers.enable")
+    if limit is not None:
+        if policy is not None or every_n_layers != 1:
+            raise UsageError(
+                "enable takes either limit=, by which lowtide chooses what to keep, or policy= and "
+                "every_n_layers=, by which you do."
+            )
+        return Enabled(fit(model, limit, device=device, group=group))
+    _check_layers(model, "enable")
+    which = every(every_n_layers, GradientCheckpointingLayer)
+    return Enabled(checkpoint_modules(model, which, policy=policy))
+
+
+def _check_layers(model: nn.Module, caller: str) -> None:
+    if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
+        raise UsageError(
+            f"{caller}: this {type(model).__name__} has no layers that transformers can "
+            "checkpoint (no GradientCheckpointingLayer). Give a limit= instead, which needs none, "
+            "or choose modules by lowtide.checkpoint_modules(model, ...)."
+        )
+
+
+class _OwnFunction:
+    """A model whose own checkpointing runs lowtide's function."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.names = tuple(
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+        )
+
+    def remove(self) -> None:
+        self.model.activation_checkpointing_disable()
+
+
+def set_checkpointing_function(
+    model: nn.Module, *, policy: Policy | None = None, every_n_layers: int = 1
+) -> Enabled:
+    """Switch the library's own checkpointing on, with `lowtide.checkpoint` in place of torch's.
+
+    For code that asks ``model.is_activation_checkpointing`` or switches by
+    ``model.activation_checkpointing_disable()``, which works as ever. The layers then behave as
+    under the library's own: they pass no cache on in training and say so once. Where nothing asks,
+    `enable` is the better choice. Leave ``TrainingArguments(activation_checkpointing=True)`` out,
+    which would put torch's function back.
+
+    Args:
+        model: a model of transformers, or a peft model around one.
+        policy: as for `lowtide.checkpoint`. Default: nothing is kept.
+        every_n_layers: checkpoint every n-th layer, beginning with the first.
+
+    Raises:
+        UsageError: not such a model, or one that is checkpointed already.
+    """
+    check_model(model, "lowtide.transformers.set_checkpointing_function")
+    get_base = getattr(model, "get_base_model", None)
+    base = get_base() if callable(get_base) else model
+    if not isinstance(base, PreTrainedModel):
+        raise UsageError(
+            f"set_checkpointing_function takes a model of transformers or peft, not a "
+            f"{type(model).__name__}; for any module use lowtide.checkpoint_modules."
+        )
+    refuse_active_checkpointing(model, "set_checkpointing_function")
+    _check_layers(model, "set_checkpointing_function")
+    function = functools.partial(checkpoint, policy=policy)
+    # The one private name of transformers: its public `activation_checkpointing_enable` takes no
+    # function, and puts a hook on the embeddings that torch's reentrant mode needed.
+    own = base._set_gradient_checkpointing
+    options: dict[str, Any] = {}
+    if every_n_layers != 1:
+        if "every_n_layers" not in inspect.signature(own).parameters:
+            raise UsageError(
+                "this version of transformers has no every_n_layers of its own; "
+                "lowtide.transformers.enable(model, every_n_layers=...) needs none."
+            )
+        options["every_n_layers"] = every_n_layers
+    own(enable=True, gradient_checkpointing_func=function, **options)
+    return Enabled(_OwnFunction(base))
+
+
+class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """`enable(model, limit=...)` as a callback, for the time of each training::
+
+        Trainer(model=model, args=args, callbacks=[MemoryBudget("6 GiB")], ...).train()
+
+    Adds ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, to
+    what Trainer logs; the last one is of the last step that was measured.
+
+    Args:
+        limit, device, group: as for `lowtide.fit`.
+    """
+
+    def __init__(
+        self,
+        limit: int | float | str,
+        *,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        self.limit = limit
+        self.device = device
+        self.group = group
+        self.budget: FittedBudget | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        self._detach()  # a training that failed has not said that it ended
+        self.budget = fit(model, self.limit, device=self.device, group=self.group)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._detach()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if self.budget is None or logs is None:
+            return
+        figures = logged(self.budget.report())
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)
+
+    def _detach(self) -> None:
+        if self.budget is not None:
+            self.budget.detach()

@@ -1,0 +1,16 @@
+"""Tests that start whole programs run on one recorder: the compiled one, where it can be built.
+
+Programs take seconds to start, and what differs between the recorders is tested without them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+on_one_recorder = pytest.mark.skipif(
+    os.environ.get("LOWTIDE_ENGINE") == "python" and shutil.which("c++") is not None,
+    reason="runs with the compiled recorder",
+)

@@ -1,0 +1,247 @@
+"""lowtide.lightning: fits of a LightningModule, bit for bit with the plain fit.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import counted_replays, same
+from lowtide.errors import BudgetError, CompiledWarning, UsageError
+
+pytest.importorskip("lightning")
+
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from lowtide.lightning import MemoryBudget
+
+pytestmark = [
+    # Lightning's own advice and torch's notices about what Lightning calls
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def replayed() -> Iterator[Callable[[], int]]:
+    with counted_replays() as count:
+        yield count
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.inside = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1))
+        self.out = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.out(self.inside(self.norm(x)))
+        return out
+
+
+class Net(LightningModule):
+    """Its layers are made in `configure_model`, its training step does not call `forward`."""
+
+    def __init__(self, late: bool = True) -> None:
+        super().__init__()
+        self.parts: nn.Sequential | None = None
+        self.seen: list[Tensor] = []
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if self.parts is None:
+            torch.manual_seed(0)
+            self.parts = nn.Sequential(Part(), Part(), Part(), nn.Linear(16, 1))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        assert self.parts is not None
+        return self.parts(batch).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=len(batch))
+        self.seen.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def batches(self, seed: int) -> torch.utils.data.DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        data: Any = torch.randn(4 * 64, 16, generator=generator)
+        return torch.utils.data.DataLoader(data, batch_size=64)
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
+        return self.batches(3)
+
+    def val_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
+        return self.batches(4)
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, **options}
+    return Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        callbacks=list(callbacks), **settings,
+    )  # fmt: skip
+
+
+def fit(folder: Path, *callbacks: Any, module: Any = None, **options: Any) -> list[Tensor]:
+    """Every loss of a fit, and the state it leaves."""
+    module = Net() if module is None else module
+    seed_everything(1, verbose=False)
+    trainer(folder, *callbacks, **options).fit(module)
+    assert module.seen
+    return [*module.seen, *module.state_dict().values(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 0.5}, {"val_check_interval": 2}],
+    ids=["plain", "bf16", "clipped", "validated often"],
+)
+def test_a_fit(options: dict[str, Any], tmp_path: Path, replayed: Callable[[], int]) -> None:
+    """Layers of `configure_model`, accumulation, validation before, in between and after."""
+    expected = fit(tmp_path, **options)
+    assert replayed() == 0
+    callback = MemoryBudget(0.7)
+    assert same(fit(tmp_path, callback, **options), expected)
+    assert replayed() > 0
+    assert callback.budget is not None
+    assert callback.budget.report().steps == 8  # validation is no step of it (rule 12)
+
+
+def test_the_figures_are_logged(tmp_path: Path) -> None:
+    module, callback = Net(), MemoryBudget(0.7)
+    run = trainer(tmp_path, callback)
+    run.fit(module)
+    figures = {name: int(value) for name, value in run.logged_metrics.items() if "/" in name}
+    assert set(figures) == {"lowtide/limit", "lowtide/planned_peak", "lowtide/measured_peak"}
+    assert 0 < figures["lowtide/measured_peak"] <= figures["lowtide/limit"]
+    assert 0 < figures["lowtide/planned_peak"] <= figures["lowtide/limit"]
+    run = trainer(tmp_path, MemoryBudget(0.7, log=False))
+    run.fit(Net())
+    assert not any("/" in name for name in run.logged_metrics)
+
+
+def test_nothing_stays_on_the_module(tmp_path: Path, replayed: Callable[[], int]) -> None:
+    """Rules 11 and 12."""
+    module, callback = Net(), MemoryBudget(0.7)
+    copies: list[LightningModule] = []
+
+    class Copy(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+            copies.append(copy.deepcopy(pl_module))
+
+    fit(tmp_path, callback, Copy(), module=module, max_epochs=1)
+    assert "training_step" not in vars(module)
+    before = replayed()
+    assert before > 0
+    module.trainer = None
+    for each in (module, copies[0]):
+        each.loss(torch.randn(64, 16)).backward()
+    assert replayed() == before
+    assert vars(copies[0])["training_step"].__self__ is copies[0]
+
+
+def resumed(folder: Path, *limits: float) -> list[Tensor]:
+    """A fit broken off after an epoch, and a second one that goes on from its checkpoint."""
+    first, second = Net(), Net()
+    seed_everything(1, verbose=False)
+    run = trainer(folder, *map(MemoryBudget, limits), max_epochs=1)
+    run.fit(first)
+    run.save_checkpoint(folder / "first.ckpt")
+    run = trainer(folder, *map(MemoryBudget, limits))
+    run.fit(second, ckpt_path=folder / "first.ckpt", weights_only=False)
+    assert second.seen
+    return [*first.seen, *second.seen, *second.state_dict().values(), torch.get_rng_state()]
+
+
+def test_resuming(tmp_path: Path, replayed: Callable[[], int]) -> None:
+    expected = resumed(tmp_path)
+    assert replayed() == 0
+    assert same(resumed(tmp_path, 0.7), expected)
+    assert replayed() > 0
+
+
+def test_a_fit_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
+    module, callback = Net(), MemoryBudget("30 KiB")
+    with pytest.raises(BudgetError, match=r"does not fit in 30\.0 KiB"):
+        fit(tmp_path, callback, module=module)
+    assert "training_step" not in vars(module)
+    callback.limit = 0.7
+    fit(tmp_path, callback, module=module)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the limit 'much'"):
+        MemoryBudget("much")
+    manual = Net()
+    manual.automatic_optimization = False
+    with pytest.raises(UsageError, match="this Net has manual optimization, so its training_step"):
+        fit(tmp_path, MemoryBudget(0.7), module=manual, accumulate_grad_batches=1)
+    flagged = Net(late=False)
+    assert flagged.parts is not None
+    flagged.parts[1].use_checkpoint = True
+    with pytest.raises(UsageError, match=r"use_checkpoint is True.*: parts\.1"):
+        fit(tmp_path, MemoryBudget(0.7), module=flagged)
+
+
+def test_a_compiled_module_runs_eagerly_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replayed: Callable[[], int]
+) -> None:
+    from lowtide import step
+
+    monkeypatch.setattr(step, "_warned", False)
+    expected = fit(tmp_path, module=Net(late=False), max_epochs=1)
+    torch._dynamo.reset()
+    module = Net(late=False)
+    seed_everything(1, verbose=False)
+    compiled = torch.compile(module, backend="eager")
+    with pytest.warns(CompiledWarning, match="runs eagerly"):
+        trainer(tmp_path, MemoryBudget(0.7), max_epochs=1).fit(compiled)
+    torch._dynamo.reset()
+    assert replayed() > 0
+    assert same([*module.seen, *module.state_dict().values()], expected[:-1])
+
+
+def test_without_lightning_the_error_names_the_extra() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['lightning'] = None\n"
+        "try:\n"
+        "    import lowtide.lightning\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(lowtide.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "pip install 'lowtide[lightning]'" in done.stdout

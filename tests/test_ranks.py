@@ -1,0 +1,383 @@
+"""Four gloo ranks: FSDP2 in its variants, and budgets that plan and refuse alike (rule 14).
+
+As in `test_distributed.py`, whose models and step these are: every scenario is a step with lowtide
+and the same step without, compared bit for bit on each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.errors import BudgetError, UsageError
+from lowtide.planner import Event, Graph, OpNode, ValueNode
+from lowtide.ranks import merged
+from test_distributed import Net, Outcome, against, compare, ddp, train
+
+WORLD = 4
+Scenario = Callable[[], Outcome]
+
+
+# ------------------------------------------------------------------------------------ FSDP2
+
+
+def sharded(
+    how: str,
+    *,
+    reshard: bool = True,
+    nested: bool = False,
+    mixed: bool = False,
+    mesh2: bool = False,
+) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if mesh2:  # sharded over two ranks, replicated over two
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (WORLD,))
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    if mixed:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = Net(lowtide.checkpoint if how == "checkpoint" else None)
+    for block in model.blocks:
+        if nested:
+            fully_shard(block.first, **options)
+            fully_shard(block.second, **options)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    model.no_sync = no_sync
+    if how == "fit":
+        lowtide.fit(model, 0.6)
+    return model
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "resharded": {"reshard": True},
+    "nested": {"nested": True},
+    "nested and kept": {"nested": True, "reshard": False},
+    "mixed precision": {"mixed": True},
+    "two meshes": {"mesh2": True},
+}
+HOWS = ("checkpoint", "budget", "fit")
+ALIKE = "alike"  # a budget that was given the group
+
+
+def around(how: str) -> Callable[[], Any]:
+    if how == "budget":
+        limit: Any = lowtide.budget(0.6)
+    elif how == ALIKE:
+        limit = lowtide.budget(0.6, group=True)
+    else:
+        limit = contextlib.nullcontext()
+    return lambda: limit
+
+
+def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
+    plain: dict[str, list[Tensor]] = {}
+
+    def make(name: str, settings: dict[str, Any], how: str, accumulate: int = 1) -> Scenario:
+        def once() -> list[Tensor]:
+            if name not in plain:
+                plain.clear()
+                plain[name] = train(sharded("", **settings), accumulate=accumulate)
+            return plain[name]
+
+        return lambda: against(
+            once, lambda: train(sharded(how, **settings), around(how), accumulate=accumulate)
+        )
+
+    for name, settings in SETTINGS.items():
+        for how in HOWS:
+            yield f"{name} {how}", make(name, settings, how)
+    for how in (*HOWS, ALIKE):
+        yield f"accumulated {how}", make("accumulated", {}, how, accumulate=2)
+
+
+def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
+    def make(how: str) -> Scenario:
+        def other() -> list[Tensor]:
+            model = Net(lowtide.checkpoint if how == "checkpoint" else None, batch_norm=True)
+            if how == "fit":
+                lowtide.fit(model, 0.8, group=True)
+            return train(ddp(model), around(how), accumulate=2)
+
+        return lambda: against(lambda: train(ddp(Net(batch_norm=True)), accumulate=2), other)
+
+    for how in (*HOWS, ALIKE):
+        yield f"ddp {how}", make(how)
+
+
+# ------------------------------------------------------------------------------ planning alike
+
+
+def steps(limit: Any, rows: list[int], model: nn.Module | None = None) -> list[Tensor]:
+    """A training by DDP in which this rank's batches have so many rows."""
+    model = ddp(Net()) if model is None else model
+    left = []
+    for number, count in enumerate(rows):
+        torch.manual_seed(10 * number + dist.get_rank())
+        model.zero_grad()
+        with limit:
+            loss = model(torch.randn(count, 8)).square().mean()
+        loss.backward()
+        left += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+    return left
+
+
+def plans_alike() -> Outcome:
+    """What each rank keeps and replays, with times that differ by far from rank to rank."""
+    limit = lowtide.budget(0.6, group=True)
+    plain = steps(contextlib.nullcontext(), [256] * 5)
+    with slowed():
+        outcome = compare(plain, steps(limit, [256] * 5))
+    prepared, report = limit._prepared[0], limit.report()
+    return {
+        **outcome,
+        "retain": prepared.plan.retain,
+        "peak": prepared.peak,
+        "replayed": report.replayed_operations,
+        "limit": report.limit,
+    }
+
+
+@contextlib.contextmanager
+def slowed() -> Iterator[None]:
+    """On each rank another operator seems to be slow, so that each would plan another way."""
+    from lowtide import observe
+
+    rank = dist.get_rank()
+    slow = ["aten::gelu", "aten::addmm", "aten::native_layer_norm", "aten::sin"][rank]
+    plain = observe.Observer.operation
+
+    def operation(self: Any, op: Any, *rest: Any) -> None:
+        op.seconds = 1e-3 if op.facts.name == slow else 1e-5
+        plain(self, op, *rest)
+
+    observe.Observer.operation = operation  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        observe.Observer.operation = plain  # type: ignore[method-assign]
+
+
+def plans_apart() -> Outcome:
+    """The same with no group: the check that the test above could fail."""
+    limit = lowtide.budget(0.6)
+    with slowed():
+        steps(limit, [256] * 5)
+    return {"retain": limit._prepared[0].plan.retain}
+
+
+def shapes_that_differ() -> Outcome:
+    """Each rank has batches of its own: it plans by itself, and nobody waits."""
+    rows = [128 + 32 * dist.get_rank()] * 4
+    plain = steps(contextlib.nullcontext(), rows)
+    return compare(plain, steps(lowtide.budget(0.7, group=True), rows))
+
+
+def one_rank_cannot() -> Outcome:
+    """Rank 2 has a larger batch than its limit takes, as the first step's measurement shows."""
+    rank = dist.get_rank()
+    size = 512 if rank == 2 else 64
+    peak = lowtide.measure(lambda: steps(contextlib.nullcontext(), [64]), device="cpu").peak_bytes
+    limit = lowtide.budget(0.05 if rank == 2 else 1.0, group=True)
+    began = time.monotonic()
+    try:
+        steps(limit, [size] * 4)
+    except BudgetError as error:
+        text = str(error)
+        told = {"error": "", "text": text, "minimum": error.minimum}
+        after = steps(contextlib.nullcontext(), [64])  # and the ranks can go on together
+        return {**told, "same": bool(after), "seconds": time.monotonic() - began, "peak": peak}
+    return {"text": "nothing was refused"}
+
+
+def collectives_sent() -> Outcome:
+    """One number for a step that went as planned, and nothing in forward or backward."""
+    from test_distributed import collectives_in
+
+    counts = {}
+    for name, group in (("alike", True), ("apart", None)):
+        limit, model = lowtide.budget(0.6, group=group), ddp(Net())
+        steps(limit, [64] * 6, model)
+        counts[name] = collectives_in(lambda m=model, b=limit: steps(b, [64] * 3, m))
+    return counts
+
+
+def sync_batch_norm() -> Outcome:
+    """Which torch has on a GPU alone: its own error comes through."""
+    texts = []
+    for call in (lambda f, x: f(x), lowtide.checkpoint):
+        try:
+            call(nn.SyncBatchNorm(4), torch.randn(8, 4))
+        except ValueError as error:
+            texts.append(str(error))
+    return {"texts": texts}
+
+
+def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
+    for function in (
+        plans_alike, plans_apart, shapes_that_differ, one_rank_cannot, collectives_sent,
+        sync_batch_norm,
+    ):  # fmt: skip
+        yield function.__name__, function
+
+
+# ------------------------------------------------------------------------- running the ranks
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
+    outcomes: dict[str, Outcome] = {}
+    for scenarios in (alike_scenarios, ddp_scenarios, fsdp_scenarios):
+        for name, scenario in scenarios():
+            try:
+                outcomes[name] = scenario()
+            except Exception:
+                outcomes[name] = {"error": "unexpected", "text": traceback.format_exc()}
+            (folder / f"{rank}.json").write_text(json.dumps(outcomes))
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    here = Path(__file__).resolve()
+    paths = [str(here.parent), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(here), str(rank), str(folder)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(WORLD)
+    ]  # fmt: skip
+    said: list[str] = []
+    try:
+        for process in ranks:
+            said.append(process.communicate(timeout=300)[0])
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert all(p.returncode == 0 for p in ranks), "\n".join(said)[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def check_same(outcomes: list[dict[str, Outcome]], name: str) -> None:
+    for rank, outcome in enumerate(found[name] for found in outcomes):
+        assert "error" not in outcome, f"rank {rank}: {outcome['text']}"
+        assert outcome["same"], f"rank {rank}: other bits than the plain step"
+        assert outcome["replayed"] > 0, f"rank {rank}: nothing was recomputed"
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("setting", [*SETTINGS, "accumulated"])
+def test_fsdp2(outcomes: list[dict[str, Outcome]], setting: str, how: str) -> None:
+    check_same(outcomes, f"{setting} {how}")
+
+
+def test_fsdp2_of_a_group_that_plans_alike(outcomes: list[dict[str, Outcome]]) -> None:
+    check_same(outcomes, f"accumulated {ALIKE}")
+
+
+@pytest.mark.parametrize("how", [*HOWS, ALIKE])
+def test_ddp(outcomes: list[dict[str, Outcome]], how: str) -> None:
+    check_same(outcomes, f"ddp {how}")
+
+
+def test_ranks_of_a_group_plan_alike(outcomes: list[dict[str, Outcome]]) -> None:
+    check_same(outcomes, "plans_alike")
+    alike = [found["plans_alike"] for found in outcomes]
+    for key in ("retain", "replayed", "peak", "limit"):
+        assert all(outcome[key] == alike[0][key] for outcome in alike), key
+    apart = [found["plans_apart"]["retain"] for found in outcomes]
+    assert any(retain != apart[0] for retain in apart), "the times made no difference"
+
+
+def test_ranks_with_steps_of_their_own_plan_by_themselves(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    for found in outcomes:
+        assert found["shapes_that_differ"].get("same"), found["shapes_that_differ"]
+
+
+def test_a_limit_that_one_rank_refuses_is_refused_on_all(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    told = [found["one_rank_cannot"] for found in outcomes]
+    assert all(outcome.get("same") for outcome in told), told
+    assert len({outcome["text"] for outcome in told}) == 1
+    assert told[0]["text"].startswith(
+        "1 of 4 ranks cannot keep their limit, so all of them stop here. Rank 2 needs most: "
+    )
+    assert "The smallest limit that would do is" in told[0]["text"]
+    assert len({outcome["minimum"] for outcome in told}) == 1
+
+
+def test_what_is_sent(outcomes: list[dict[str, Outcome]]) -> None:
+    for found in outcomes:
+        sent, apart = found["collectives_sent"]["alike"], found["collectives_sent"]["apart"]
+        assert sum(apart.values()) > 0
+        assert sum(sent.values()) == sum(apart.values()) + 3  # steps
+
+
+def test_sync_batch_norm_is_refused_by_torch_itself(outcomes: list[dict[str, Outcome]]) -> None:
+    for found in outcomes:
+        plain, ours = found["sync_batch_norm"]["texts"]
+        assert plain.startswith("SyncBatchNorm expected input tensor to be on GPU")
+        assert plain == ours
+
+
+# ------------------------------------------------------------------------- without processes
+
+
+def graph(seconds: float, memory: int, pinned: bool = False) -> Graph:
+    return Graph(
+        (ValueNode(8, 0, pinned),),
+        (OpNode("aten::sin", seconds, (), (0,), memory, True, memory + 1, memory + 2),),
+        (Event(0, memory + 3, memory + 4, (0,)),),
+    )
+
+
+def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
+    found = merged([graph(1.0, 100, True), graph(3.0, 50), graph(2.0, 200, True)])
+    assert found == graph(2.0, 200)
+    assert found.fingerprint == graph(1.0, 100).fingerprint
+
+
+def test_a_group_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"torch.distributed is not initialized: call"):
+        lowtide.budget(0.5, group=True)
+    with pytest.raises(UsageError, match="or leave group= out"):
+        lowtide.fit(nn.Linear(2, 2), 0.5, group=True)
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), Path(sys.argv[2]))
