@@ -127,6 +127,47 @@ def test_a_budget_uses_what_data_left(function: Callable[..., Tensor], limit: fl
         assert torch.equal(gradient(step, 1), plain)
 
 
+def moved_statistics(p: Tensor) -> Tensor:
+    """A buffer that was filled, saved, and then moved by a normalization: as in spectral norm."""
+    mean = torch.zeros(3)
+    mean.copy_(p.detach().mean(0))
+    used = torch.dot(mean, p.sum(0)).tanh()
+    far = p.repeat(1000, 1)
+    for _ in range(6):
+        far = far.sin().exp()
+    moved = F.batch_norm(far, mean, torch.ones(3), None, None, True, 0.1)
+    return used + moved.square().sum() + far.sum()
+
+
+@pytest.mark.parametrize("limit", [0.7, 1_000_000])
+def test_statistics_that_were_saved_before_they_move(limit: float) -> None:
+    budget = lowtide.budget(limit)
+
+    def step(p: Tensor) -> Tensor:
+        with budget:
+            return moved_statistics(p)
+
+    plain = gradient(moved_statistics, 1)
+    assert torch.equal(gradient(lambda p: lowtide.checkpoint(moved_statistics, p), 1), plain)
+    for _ in range(3):
+        assert torch.equal(gradient(step, 1), plain)
+
+
+def test_a_view_whose_base_was_written_is_not_asked_for_its_leaf() -> None:
+    def written(p: Tensor) -> Tensor:
+        parts = torch.view_as_real(torch.complex(p, p))
+        parts[0].mul_(2)
+        return parts[parts > 0].sum()
+
+    budget = lowtide.budget(1.0)
+
+    def step(p: Tensor) -> Tensor:
+        with budget:
+            return written(p)
+
+    assert torch.equal(gradient(step, 0), gradient(written, 0))
+
+
 def test_a_write_that_autograd_sees_is_not_taken_for_one_that_it_does_not() -> None:
     def seen(p: Tensor) -> Tensor:
         saved = torch.tanh(p)

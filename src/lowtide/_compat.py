@@ -308,12 +308,13 @@ version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # typ
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The leaf that collects a gradient for `tensor`: itself, or the parameter it is a view of.
 
-    `Tensor._base` has no public name.
+    `Tensor._base` has no public name. A view is not asked whether it is a leaf: if its base was
+    written, torch makes its `grad_fn` anew for the answer, which fails below autograd.
     """
-    if tensor.is_leaf:
-        return tensor
     base = tensor._base
-    return base if base is not None and base.is_leaf and base.requires_grad else None
+    if base is None:
+        return tensor if tensor.is_leaf else None
+    return base if base.requires_grad and base.is_leaf else None
 
 
 def storage_holders(storage: torch.UntypedStorage) -> int:

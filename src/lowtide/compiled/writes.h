@@ -39,19 +39,21 @@ inline bool trains(const Fact& fact, const c10::IValue* values) {
       (fact.always_trains || values[fact.training].toBool());
 }
 
-// Whether autograd has saved what is in a storage, and may or may not see that it is written.
-inline bool is_saved(PyObject* entry) {
+// Whether autograd has saved what is in a storage, and may or may not see that it is written; of
+// statistics, which it does not see, only what is not held: an alias is left to it anyway.
+inline bool is_saved(PyObject* entry, bool held) {
   PyObject* value = slot(entry, layout.entry_value);
   Owned found;
   if (is_none(value) && !is_none(slot(entry, layout.entry_weak))) {
     found = Owned(target_of(slot(entry, layout.entry_weak)));
     value = found.get();
   }
-  return value != nullptr && !is_none(value) && !is_none(slot(value, layout.value_saves));
+  return value != nullptr && !is_none(value) && !is_none(slot(value, layout.value_saves)) &&
+      (held || !holds(value));
 }
 
-// As `Recorder._written`; false where Python has to look closer. `check`: whether at what autograd
-// has saved, too.
+// As `Recorder._written`; false where Python has to look closer. `check`: at all that autograd has
+// saved.
 inline bool find_written(
     State* state, const c10::FunctionSchema& schema, const std::vector<int>& places,
     const c10::IValue* values, std::vector<Written>& written, bool check) {
@@ -68,7 +70,7 @@ inline bool find_written(
     for (const Written& other : written) {
       if (other.entry.get() == entry) return false;
     }
-    if (check && is_saved(entry)) return false;
+    if (is_saved(entry, check)) return false;
     written.push_back({Owned(Py_NewRef(entry)), place, tensor});
   }
   return true;

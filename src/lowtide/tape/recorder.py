@@ -173,7 +173,7 @@ class Recorder(Writes, _compat.Mode):
                     self.drawn()
             if self.cuda:
                 op.stream = _compat.stream_of(args)
-        behind = self._behind(written, args, kwargs, statistics)
+        behind = self._behind(facts, written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:
                 hidden = place in statistics and place not in facts.writes
@@ -199,7 +199,7 @@ class Recorder(Writes, _compat.Mode):
             if entry.key in behind:
                 self._follow_live(*behind[entry.key], entry)
             elif old is not None:
-                self._rebind(old, entry)
+                self._rebind(old, self.value_in(entry))
         self._register(op, result, made)
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)

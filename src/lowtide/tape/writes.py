@@ -51,6 +51,7 @@ class Writes(Known):
 
     def _behind(
         self,
+        facts: Facts,
         written: list[tuple[Entry, int | str]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -59,7 +60,10 @@ class Writes(Known):
         """Of what a call is about to write, what autograd has saved and will not see changing."""
         found = {}
         for entry, place in written:
-            if place in statistics:
+            if place in statistics and place not in facts.writes:
+                value = self._saved(entry)  # no counter moves at all
+                if value is not None:
+                    found[entry.key] = (value, args[place])
                 continue
             argument = kwargs.get(place) if isinstance(place, str) else args[place]
             for tensor in flatten(argument):
@@ -77,7 +81,7 @@ class Writes(Known):
         if new.op is None and new.held is None:
             with _compat.disable_dispatch():
                 self._hold(entry, new, tensor)
-        self._rebind(old, entry)
+        self._rebind(old, new)
 
     def _can_be_made(
         self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
@@ -133,10 +137,8 @@ class Writes(Known):
     # ------------------------------------------------------------------ inputs
 
     @staticmethod
-    def _rebind(old: Value, entry: Entry) -> None:
+    def _rebind(old: Value, new: Value) -> None:
         """Handles that autograd made before the call mean the content after it."""
-        new = entry.value
-        assert new is not None
         new.saves = new.saves or []
         for weak in old.saves or ():
             handle = weak()
@@ -146,6 +148,11 @@ class Writes(Known):
         new.scope = old.scope or new.region
         if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version
+
+    def _saved(self, entry: Entry) -> Value | None:
+        """What is in a storage, if autograd has saved it."""
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        return value if value is not None and value.pending() else None
 
     def _written_behind(self, entry: Entry, tensor: Tensor) -> Value | None:
         """The saved value that a write through `tensor` reaches behind autograd's back, if any.
