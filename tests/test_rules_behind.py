@@ -7,14 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import lowtide
 from lowtide import _compat
-from lowtide.tape.values import Ref
-from lowtide.tape.writes import apart
 
 
 def result(p: Tensor) -> Tensor:
@@ -199,32 +195,6 @@ def test_chunks_with_counters_of_their_own_are_still_rematerialized() -> None:
     assert p.grad is not None
     assert q.grad is not None
     assert torch.equal(p.grad, q.grad)
-
-
-@given(
-    st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)),
-    st.data(),
-)
-def test_views_that_are_said_to_be_apart_are(size: tuple[int, ...], data: st.DataObject) -> None:
-    memory = torch.arange(60)
-    stride = torch.empty(size).stride() if data.draw(st.booleans()) else (12, 4, 1)
-
-    def view() -> Tensor:
-        sizes = [data.draw(st.integers(1, n)) for n in size]
-        return torch.as_strided(memory, sizes, stride, data.draw(st.integers(0, 12)))
-
-    one, other = view(), view()
-    common = set(one.flatten().tolist()) & set(other.flatten().tolist())
-    if apart(Ref(None, one), other):
-        assert not common
-
-
-def test_rows_and_columns_are_told_apart() -> None:
-    memory = torch.zeros(4, 6)
-    assert apart(Ref(None, memory[:, :3]), memory[:, 3:])
-    assert apart(Ref(None, memory[:2]), memory[2:])
-    assert not apart(Ref(None, memory[:, :4]), memory[:, 3:])
-    assert not apart(Ref(None, memory), memory.t())
 
 
 def test_a_counter_keeps_no_memory() -> None:

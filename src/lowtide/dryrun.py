@@ -97,6 +97,9 @@ class _FakeRecorder(Recorder):
         with _compat.below_autograd():
             return ref.of(base)
 
+    def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # nothing reads the counters of fake tensors
+
     def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
         if value.op is None:
             real = self.stand.real(tensor)

@@ -72,6 +72,7 @@ class Observer:
         self._end = 0
         self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
+        self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
         self._calls: dict[Call, Call] = {}  # one of each, as layers repeat
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
@@ -176,18 +177,40 @@ class Observer:
             self._drawn = self.memory.mark()
 
     def saved(self, value: Value, handle: Handle) -> None:
-        if value.number < 0:
-            return
-        self.last_save.append((value.number, handle.sequence))
-        self._handles[value.number] = self._handles.get(value.number, 0) + 1
+        """Autograd has a handle on `value`; again if the handle means another one now."""
         number = value.number
+        meant = self._meant.get(handle)
+        if meant is not None:
+            self._moved(handle, meant, number)
+            return
+        if number < 0:
+            return
+        self.last_save.append((number, handle.sequence))
+        self._handles[number] = self._handles.get(number, 0) + 1
+        meant = self._meant[handle] = [number]
 
-        def dropped(_: Any) -> None:
+        def dropped(_: Any, meant: list[int] = meant) -> None:
+            number = meant[0]
+            if number < 0:
+                return
             self._handles[number] -= 1
             if not self._handles[number]:
                 self.released[number] = len(self.requests) - 1
 
         self._refs.append(weakref.ref(handle, dropped))
+
+    def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
+        old, meant[0] = meant[0], number
+        if old == number:
+            return
+        if old >= 0:
+            self._handles[old] -= 1
+            place = len(self.last_save) - 1 - self.last_save[::-1].index((old, handle.sequence))
+            self.last_save[place] = (number, handle.sequence)
+            if number < 0:
+                del self.last_save[place]
+        if number >= 0:
+            self._handles[number] = self._handles.get(number, 0) + 1
 
     # ------------------------------------------------------------------ backward
 

@@ -134,7 +134,8 @@ class Witness:
         place = -1 if block is None else block.place
         if value.number >= 0:
             if value.number not in self._saved:
-                site = value.op and self._sites[value.op.sequence]
+                made = -1 if value.op is None else value.op.sequence
+                site = self._sites[made] if 0 <= made < len(self._sites) else None
                 site = site or (block.site if block is not None else Site())
                 self._saved[value.number] = Saved(
                     value.number, value.nbytes, shape, dtype, "activation", "", site, place

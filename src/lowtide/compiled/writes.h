@@ -154,8 +154,10 @@ inline void rewritten(State* state, Operation* op, Written& each, PyObject* made
         {static_cast<size_t>(each.input), checked(PyWeakref_NewRef(value.get(), nullptr))});
     if (made != nullptr && PyList_Append(made, value.get()) < 0) throw py::error_already_set();
   }
-  put(entry, l.entry_version, PyLong_FromLongLong(integer(slot(entry, l.entry_version)) + 1));
-  put_new(entry, l.entry_loose, Py_True);
+  if (!each.hidden) {  // no counter moves
+    put(entry, l.entry_version, PyLong_FromLongLong(integer(slot(entry, l.entry_version)) + 1));
+    put_new(entry, l.entry_loose, Py_True);
+  }
   put(entry, l.entry_value, value.release());
 }
 

@@ -155,11 +155,13 @@ class Known:
     @staticmethod
     def _other_counter(entry: Entry, tensor: Tensor) -> bool:
         """Whether a tensor is known to have another version counter than what autograd saved."""
+        if entry.counter is not None:
+            return not entry.counter.shares(tensor)
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         held = value.held if value is not None else None
-        if held is not None and held.untyped_storage()._cdata == entry.key:
-            return not _compat.shares_counter(held, tensor)
-        return entry.counter is not None and not entry.counter.shares(tensor)
+        if held is None or held.untyped_storage()._cdata != entry.key:
+            return False
+        return not _compat.shares_counter(held, tensor)
 
     @staticmethod
     def _device(entry: Entry) -> torch.device:

@@ -176,8 +176,9 @@ class Recorder(Writes, _compat.Mode):
         behind = self._behind(facts, written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:
+                saved, _ = behind.get(entry.key, (None, None))
                 hidden = place in statistics and place not in facts.writes
-                overwriting(entry.key, hidden or entry.key in behind)
+                overwriting(entry.key, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         if op is not None:
@@ -195,8 +196,10 @@ class Recorder(Writes, _compat.Mode):
         made: list[Value] = []
         for entry, place in written:
             old = self.value_in(entry) if place == facts.fills_saved else None
+            version = entry.version, entry.loose
             self._rewritten(op, through.get(entry.key) if through else None, entry, made)
             if entry.key in behind:
+                entry.version, entry.loose = version  # the counter that it is of does not move
                 self._follow_live(*behind[entry.key], entry)
             elif old is not None:
                 self._rebind(old, self.value_in(entry))

@@ -38,7 +38,7 @@ class Decisions(Protocol):
         ...
 
     def packed(self, handle: Handle, value: Value) -> None:
-        """Autograd has got a handle on `value`."""
+        """Autograd has got a handle on `value`; called again when it means another value."""
         ...
 
     def requested(self, handle: Handle) -> None:

@@ -10,7 +10,7 @@ wrong content.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,11 +19,17 @@ from lowtide.tape.known import Entry, Known, covers
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Ref, Value, flatten, tensors_in
 
+if TYPE_CHECKING:
+    from lowtide.tape.tape import Decisions
+
 Tensor = torch.Tensor
 
 
 class Writes(Known):
     """The part of a recorder that looks at writes."""
+
+    decisions: Decisions
+    _asks: bool  # whether the decisions want to be asked
 
     def _written(
         self,
@@ -56,32 +62,46 @@ class Writes(Known):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         statistics: tuple[int, ...],
-    ) -> dict[int, tuple[Value, Tensor]]:
-        """Of what a call is about to write, what autograd has saved and will not see changing."""
-        found = {}
+    ) -> dict[int, tuple[Value | None, Tensor]]:
+        """The storages that a call is about to write without autograd's knowing: what it has saved
+        of each, if anything, and the tensor that is written.
+
+        Running statistics are written without a change of version. `.data` has a version counter of
+        its own, and so has each chunk of an `unsafe_chunk`: autograd does not see that what it has
+        saved changes, or that the memory around it does, and goes on with what is there, as in the
+        plain step (rule 4).
+        """
+        found: dict[int, tuple[Value | None, Tensor]] = {}
         for entry, place in written:
-            if place in statistics and place not in facts.writes:
-                value = self._saved(entry)  # no counter moves at all
-                if value is not None:
-                    found[entry.key] = (value, args[place])
-                continue
+            hidden = place in statistics and place not in facts.writes
             argument = kwargs.get(place) if isinstance(place, str) else args[place]
             for tensor in flatten(argument):
-                if isinstance(tensor, Tensor) and self.entry_of(tensor) is entry:
-                    value = self._written_behind(entry, tensor)
-                    if value is not None:
-                        found[entry.key] = (value, tensor)
+                if not isinstance(tensor, Tensor) or self.entry_of(tensor) is not entry:
+                    continue
+                if hidden or self._other_counter(entry, tensor):
+                    found[entry.key] = (self._saved(entry), tensor)
         return found
 
-    def _follow_live(self, old: Value, tensor: Tensor, entry: Entry) -> None:
+    def _follow_live(self, old: Value | None, tensor: Tensor, entry: Entry) -> None:
         """What autograd saved of `old` is the content that a write behind its back left."""
-        if old.saves is None:
-            return  # it had an alias, which was left to autograd
+        if old is None or old.saves is None or old.held is not None:
+            return  # nothing, or an alias shows what is there
         new = self.value_in(entry)
-        if new.op is None and new.held is None:
-            with _compat.disable_dispatch():
-                self._hold(entry, new, tensor)
+        handles = [handle for weak in old.saves if (handle := weak()) is not None]
         self._rebind(old, new)
+        keep = new.op is None or new.keep or (
+            self._asks and self.decisions.saved(new, self.region)
+        )  # fmt: skip
+        if keep and new.held is None:
+            with _compat.disable_dispatch():
+                self._hold(entry, new, self._uncounted(tensor))
+        if self._asks:
+            for handle in handles:
+                self.decisions.packed(handle, new)
+
+    def _uncounted(self, tensor: Tensor) -> Tensor:
+        """An alias whose counter does not move when a write that runs now has returned."""
+        return tensor.data
 
     def _can_be_made(
         self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
@@ -154,40 +174,6 @@ class Writes(Known):
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         return value if value is not None and value.pending() else None
 
-    def _written_behind(self, entry: Entry, tensor: Tensor) -> Value | None:
-        """The saved value that a write through `tensor` reaches behind autograd's back, if any.
-
-        `.data` has a version counter of its own: autograd does not see that what it has saved
-        changes, and goes on with the new content, as in the plain step (rule 4).
-        """
-        value = entry.value or (entry.weak() if entry.weak is not None else None)
-        if value is None or not value.saves or not self._other_counter(entry, tensor):
-            return None
-        handles = (weak() for weak in value.saves)
-        reached = any(h is not None and not apart(h.ref, tensor) for h in handles)
-        return value if reached else None
-
 
 def _untouched_constant(value: Value) -> bool:
     return value.op is not None and value.op.facts.constant
-
-
-def apart(ref: Ref, tensor: Tensor) -> bool:
-    """Whether two views of one storage certainly have no element in common.
-
-    So are chunks of a tensor: boxes of equal strides that miss each other in some dimension.
-    """
-    if ref.stride != tensor.stride() or ref.dtype != tensor.dtype:
-        return False
-    offsets = [ref.offset, tensor.storage_offset()]
-    dims = sorted(zip(ref.stride, ref.size, tensor.shape, strict=True), reverse=True)
-    outer, missed = None, False
-    for stride, one, other in dims:
-        if stride == 0:
-            return False
-        (a, b), offsets = [o // stride for o in offsets], [o % stride for o in offsets]
-        if outer is not None and max(a + one, b + other) * stride > outer:
-            return False  # it goes on in the next row
-        outer = stride
-        missed = missed or a + one <= b or b + other <= a
-    return missed
