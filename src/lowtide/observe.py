@@ -146,6 +146,9 @@ class Observer:
             temporaries=temporaries,
             left=temporaries,
             receivers=inputs,
+            overwrites=tuple(
+                ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
+            ),
         )
         if not wanted and torch.is_grad_enabled():
             log.temporaries = log.left = 0  # it has no backward

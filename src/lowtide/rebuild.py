@@ -57,6 +57,8 @@ class OpLog:
     besides: int = 0
     """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
     part the gradient is made whole, and that of a leaf is added to what a later reader gave."""
+    overwrites: tuple[int, ...] = ()
+    """Values whose memory it writes in place."""
     call: Call | None = None
     """To find out the first five of these, see `lowtide.modelled.look_closer`."""
 
@@ -72,8 +74,9 @@ def rebuild(seen: Observer) -> Graph:
     for index, log in enumerate(seen.ops):
         for number in log.inputs:
             last_use[number] = max(last_use[number], index)
+    overwritten = {number for log in seen.ops for number in log.overwrites}
     values = tuple(
-        ValueNode(nbytes, producer, number in seen.pinned)
+        ValueNode(nbytes, producer, number in seen.pinned, number in overwritten)
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
     ops = _op_nodes(seen, sizes, last_use)

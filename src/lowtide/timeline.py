@@ -262,6 +262,8 @@ class _Reader:
         rest = moment.total - sum(item.nbytes for item in found)
         if rest < 0:
             found, rest = self._billed_once(found, rest)
+        if rest < 0 and moment.phase == "backward":
+            found, rest = self._still_there(found, rest, instant)
         if rest:
             kind = "workspace" if instant >= 0 else "temporary"
             found.append(Item(rest, kind, moment.site, (), "", "", -1))
@@ -279,6 +281,18 @@ class _Reader:
                 seen.add(block.place)
             once.append(item)
         return once, rest
+
+    def _still_there(self, found: list[Item], rest: int, instant: int) -> tuple[list[Item], int]:
+        """What backward lets go of after a request counts until the next one; at the moment of the
+        most bytes between the two it may be gone, and the rest of the step is as much less."""
+        there = []
+        for item in found:
+            block = self.names.get(item.value)
+            if rest < 0 <= instant and block is not None and block.died <= instant:
+                rest += item.nbytes
+            else:
+                there.append(item)
+        return there, rest
 
     def _values_at(self, moment: Moment) -> list[tuple[int, str]]:
         """Values that the plan has in memory then, as far as they are the plan's."""

@@ -8,7 +8,20 @@ import pytest
 from graphs import NETWORKS, chain, random_graph
 
 from lowtide.errors import UsageError
-from lowtide.planner import NEVER, Event, Graph, OpNode, Retention, ValueNode, keep_all
+from lowtide.planner import (
+    HOLD,
+    NEVER,
+    Event,
+    Graph,
+    OpNode,
+    Retention,
+    Simulator,
+    ValueNode,
+    keep_all,
+    solve,
+)
+from lowtide.planner.reference import choices
+from lowtide.planner.repair import Problem
 
 OP = OpNode("f", 1.0, (0,), (1,))
 VALUES = (ValueNode(8, -1), ValueNode(8, 0))
@@ -143,3 +156,16 @@ def test_keep_all_holds_what_cannot_be_replayed() -> None:
         retain = keep_all(graph).retain
         assert all(retain[v] == -1 for v in graph.must_hold)
         assert all(retain[v] == -1 for v, r in enumerate(graph.release) if r >= 0)
+
+
+def test_what_is_written_in_place_and_not_saved_is_held_by_no_plan() -> None:
+    values = tuple(ValueNode(8, k - 1, overwritten=k in (1, 2)) for k in range(4))
+    ops = tuple(OpNode(f"op{k}", 1.0, (k,), (k + 1,), other=16, peak_other=16) for k in range(3))
+    graph = Graph(values, ops, (Event(2, 8, 8, (2,)), Event(3, 0, 0, (3,))))
+    assert graph.fleeting == {1}  # the other one is saved: nobody saves what others write
+    assert Graph.from_json(graph.to_json()) == graph
+    for limit in range(0, 64, 4):
+        assert solve(graph, limit).plan.retain[1] != HOLD
+    problem = Problem(Simulator(graph))
+    assert problem.start({1, 2})[1] == NEVER
+    assert choices(problem, 1) == (NEVER,)

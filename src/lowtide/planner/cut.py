@@ -56,6 +56,9 @@ class CutModel:
         for value, size in enumerate(weight):
             if size and not sim.free[value]:
                 node = self.base + value
+                if value in sim.graph.fleeting:
+                    network.arc(node, 2 + sim.producer[value], INFINITE)
+                    continue
                 self.priced.append((value, network.arc(node, 2 + sim.producer[value], 0)))
                 if sim.release[value] >= 0:
                     network.arc(Network.SOURCE, node, INFINITE)

@@ -38,6 +38,8 @@ class ValueNode:
     """Index of the operation that makes it, or `EXTERNAL`."""
     pinned: bool = False
     """Somebody else keeps the storage through backward: free to use, never counted."""
+    overwritten: bool = False
+    """A later operation writes its storage in place: the forward cannot hold it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,15 @@ class Graph:
         return frozenset(found)
 
     @cached_property
+    def fleeting(self) -> frozenset[int]:
+        """Values that no plan may hold: nothing saves them, and their memory is written again."""
+        return frozenset(
+            value
+            for value, (node, release) in enumerate(zip(self.values, self.release, strict=True))
+            if node.overwritten and release < 0
+        )
+
+    @cached_property
     def seconds(self) -> float:
         """Time of the recorded operations, once each."""
         return sum(op.seconds for op in self.ops)
@@ -170,6 +181,7 @@ class Graph:
                 "format": FORMAT,
                 "version": VERSION,
                 "values": [[v.nbytes, v.producer, v.pinned] for v in self.values],
+                "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
                 "ops": [
                     [
                         o.name,
@@ -192,9 +204,10 @@ class Graph:
     def from_json(text: str) -> Graph:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
         data = read_document(text, FORMAT, VERSION)
+        overwritten = frozenset(_ids(data.get("overwritten", [])))
         values = tuple(
-            ValueNode(_whole(row[0]), _whole(row[1]), _flag(row[2]))
-            for row in _rows(data, "values", 3)
+            ValueNode(_whole(row[0]), _whole(row[1]), _flag(row[2]), place in overwritten)
+            for place, row in enumerate(_rows(data, "values", 3))
         )
         ops = tuple(
             OpNode(

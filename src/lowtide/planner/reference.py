@@ -30,7 +30,9 @@ def choices(problem: Problem, value: int) -> tuple[int, ...]:
     if problem.fixed[value]:
         return (HOLD,)
     if sim.release[value] < 0:
-        return (HOLD, NEVER) if sim.graph.consumers[value] else (NEVER,)
+        if value in problem.gone or not sim.graph.consumers[value]:
+            return (NEVER,)
+        return (HOLD, NEVER)
     own = sim.graph.first_event[value]
     if own < 0:
         return (HOLD, *range(sim.release[value] + 1), NEVER)

@@ -30,7 +30,8 @@ class Problem:
 
     sim: Simulator
     gone: frozenset[int] = frozenset()
-    """Values that no plan may hold from the forward on: they are not in memory any more."""
+    """Values that no plan may hold from the forward on: they are not in memory any more, or not
+    for long (`Graph.fleeting`)."""
     fixed: list[bool] = field(init=False)
     """Of each value, whether no plan may let it go (or need not, being free)."""
     seconds_cap: float = field(init=False)
@@ -40,6 +41,7 @@ class Problem:
         self.fixed = list(self.sim.free)
         for value in graph.must_hold:
             self.fixed[value] = True
+        self.gone |= graph.fleeting
         self.seconds_cap = EXPLODED * sum(self.sim.cost)
 
     def dropped(self, value: int) -> int:
@@ -49,7 +51,8 @@ class Problem:
     def start(self, held: set[int] | frozenset[int]) -> list[int]:
         """The plan that holds these values and caches the rest once recomputed."""
         return [
-            HOLD if fixed or v in held else self.dropped(v) for v, fixed in enumerate(self.fixed)
+            HOLD if fixed or (v in held and v not in self.gone) else self.dropped(v)
+            for v, fixed in enumerate(self.fixed)
         ]
 
     def keep_all(self) -> list[int]:
