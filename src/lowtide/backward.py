@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -114,13 +113,11 @@ def costs(calls: Iterable[Call]) -> dict[Call, Cost | None]:
 
 
 def _run_all(calls: list[Call]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for call in calls:
-            try:
-                _known[call] = _run(call)
-            except Exception:  # an operator may refuse in any way of its own
-                _known[call] = None
+    for call in calls:
+        try:
+            _known[call] = _run(call)
+        except Exception:  # an operator may refuse in any way of its own
+            _known[call] = None
 
 
 def _run(call: Call) -> Cost:

@@ -39,6 +39,7 @@ from lowtide.report import refusal
 
 _MARGIN = {"fake": 0.02, "recorded": 0.005}
 """Of the limit: what a prediction is allowed to be wrong by."""
+_HAIR = 0.002  # of it, where more cannot be left free: a model is exact to some bytes only
 _ROWS = 12
 
 
@@ -311,11 +312,11 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
         return replace(plain, limit=limit)
     share = _MARGIN[step.source] if margin is None else margin
     solution = solve(graph, limit, margin=int(share * limit))
-    if solution.status == "infeasible":
-        # Nothing leaves the margin free: the cheapest that keeps the limit, not the least of all.
-        closer = solve(graph, limit)
-        if closer.peak <= limit:
-            solution = closer
+    for less in (int(_HAIR * limit), 0):
+        if solution.status == "infeasible":
+            # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
+            closer = solve(graph, limit, margin=less)
+            solution = closer if closer.peak <= limit - less else solution
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:
