@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from by_hand import counted_replays
 
 
 @pytest.fixture
@@ -17,3 +19,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def replayed() -> Iterator[Callable[[], int]]:
+    """How many operations were replayed since the test began."""
+    with counted_replays() as count:
+        yield count

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 
 pytest.importorskip("accelerate")
 
@@ -30,12 +30,6 @@ def fresh_accelerator() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 class Part(nn.Module):

@@ -22,9 +22,7 @@ NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder h
 @pytest.fixture(
     params=[
         "python",
-        pytest.param(
-            "compiled", marks=pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
-        ),
+        pytest.param("compiled", marks=NEEDS_COMPILED),
     ]
 )
 def way(request: pytest.FixtureRequest) -> Iterator[str]:

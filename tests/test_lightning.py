@@ -9,7 +9,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
 
 pytest.importorskip("lightning")
@@ -28,24 +28,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lowtide.lightning import MemoryBudget
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     # Lightning's own advice and torch's notices about what Lightning calls
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 class Part(nn.Module):

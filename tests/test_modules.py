@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from by_hand import Block, counted_replays, fails, net, same, step
+from by_hand import Block, fails, net, same, step
 from lowtide.errors import UsageError
 from lowtide.modules import (
     checkpoint_modules,
@@ -22,13 +22,6 @@ from lowtide.modules import (
     is_checkpointed,
 )
 from lowtide.selection import name_matches
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
-
 
 # --- selection --------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide import replay
 from lowtide.measure import measure
 from lowtide.modules import checkpoint_modules, is_checkpointed
@@ -44,12 +44,6 @@ def step(model: nn.Module, dims: int = 3, size: int = 16) -> list[Tensor]:
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [loss.detach(), *gradients, *(b.clone() for b in model.buffers())]
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 @pytest.mark.parametrize("dims", [2, 3])

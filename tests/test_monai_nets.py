@@ -6,7 +6,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.modules import find_active_checkpointing
 
@@ -23,19 +23,7 @@ pytest.importorskip("monai")
 from monai.data.meta_tensor import MetaTensor
 from monai.networks import nets
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def swin(**options: Any) -> nn.Module:

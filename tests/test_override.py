@@ -18,19 +18,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from by_hand import Block, counted_replays, fails, net, same, step
+from by_hand import Block, fails, net, same, step
 from lowtide.modules import (
     ActivationCheckpointWrapper,
     checkpoint_modules,
     is_checkpointed,
     override_forward,
 )
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 def test_names_and_types_are_those_of_the_plain_model() -> None:

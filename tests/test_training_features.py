@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide.errors import ReplayError, UnsupportedError
 
 WAYS = ("budget", "fit", "checkpoint", "modules")
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 class Part(nn.Module):

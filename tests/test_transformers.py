@@ -10,7 +10,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.policies import KeepProducts
 
@@ -31,23 +31,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from lowtide.transformers import MemoryBudget, enable, set_checkpointing_function
 
 # peft's, of transformers
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
+]
 
 VOCABULARY = 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 def llama(**options: Any) -> LlamaForCausalLM:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import counted_replays, same
+from by_hand import same
 from lowtide.errors import UsageError
 
 LIBRARY = "vision_architectures"
@@ -26,12 +26,6 @@ HOME = f"{LIBRARY}.utils.activation_checkpointing"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec(LIBRARY) is None, reason="vision_architectures is not installed"
 )
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
 
 
 def library(theirs: bool) -> Callable[[str], Any]:

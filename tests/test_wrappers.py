@@ -9,7 +9,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,13 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import Block, Flagged, counted_replays, net, same, step
+from by_hand import Block, Flagged, net, same, step
 from lowtide.errors import UsageError
 from lowtide.modules import (
     ActivationCheckpointing,
     ActivationCheckpointWrapper,
     is_checkpointed,
 )
-
-
-@pytest.fixture
-def replayed() -> Iterator[Callable[[], int]]:
-    with counted_replays() as count:
-        yield count
-
 
 # --- the wrapper ------------------------------------------------------------------------------
 

@@ -364,6 +364,12 @@ def is_script(module: object) -> bool:
     return isinstance(module, torch.jit.ScriptModule | torch.jit.ScriptFunction)
 
 
+# Where torch's wrapper and its composable function for checkpointing are at home: told by name, as
+# importing them loads torch.distributed. Go when torch can be asked whether a module has them.
+CHECKPOINT_WRAPPER_HOME = "torch.distributed.algorithms._checkpoint"
+COMPOSABLE_CHECKPOINT_HOME = "torch.distributed._composable.checkpoint_activation"
+
+
 def is_compiled_module(module: object) -> bool:
     """Whether `module` is what `torch.compile(module)` returned, or was compiled in place.
 

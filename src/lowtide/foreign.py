@@ -4,8 +4,8 @@ Problem: a module that already recomputes itself, through its library's flag or 
 Python again in backward. Inside a lowtide region that is done twice, saves nothing more, and moves
 BatchNorm statistics twice after all. Invariant: nothing is imported to find out; classes are told
 by their name and home, flags by their value, so that a library that is not installed costs nothing.
-Imports torch and `errors`. Rejected: switching the flags off ourselves, which would change a model
-behind its owner's back.
+Imports torch, `_compat` and `errors`. Rejected: switching the flags off ourselves, which would
+change a model behind its owner's back.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from lowtide import _compat
 from lowtide.errors import UsageError
 
 # The flags as they are spelt: MONAI (`use_checkpoint` in SwinUNETR, AutoencoderKL and Hyena,
@@ -40,11 +41,9 @@ _FLAGS = (
 
 # Wrapper classes by (home, name); a home is a module or a package.
 _WRAPPERS = (
-    ("torch.distributed.algorithms._checkpoint", "CheckpointWrapper"),
+    (_compat.CHECKPOINT_WRAPPER_HOME, "CheckpointWrapper"),
     ("monai.networks.blocks", "ActivationCheckpointWrapper"),
 )
-
-_TORCH_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
 def find_active_checkpointing(model: nn.Module) -> list[tuple[str, str]]:
@@ -92,7 +91,7 @@ def _found_on(module: nn.Module) -> Iterator[str]:
     if str(getattr(function, "__module__", "")).startswith("fairscale."):
         yield "fairscale's checkpoint_wrapper; build the model without it"
     if any(
-        getattr(hook, "__module__", None) == _TORCH_COMPOSABLE
+        getattr(hook, "__module__", None) == _compat.COMPOSABLE_CHECKPOINT_HOME
         for hook in module._forward_pre_hooks.values()
     ):
         yield "torch's composable checkpoint(); build the model without it"
