@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import _compat
@@ -195,6 +196,56 @@ def test_chunks_with_counters_of_their_own_are_still_rematerialized() -> None:
     assert p.grad is not None
     assert q.grad is not None
     assert torch.equal(p.grad, q.grad)
+
+
+def test_rows_of_a_written_tensor_are_followed_through_their_chunks(
+    replayed: Callable[[], int],
+) -> None:
+    """As in a GRU: a chunk's counter, which is at zero, is not taken for that of its base."""
+
+    def unrolled(p: Tensor) -> Tensor:
+        rows = torch.sin(p)
+        rows.add_(1.0)
+        total = rows.new_zeros(())
+        for row in rows.unbind(0):
+            one, two = row.unsafe_chunk(2, 0)
+            total = total + (one + two).exp().sum()
+        return total
+
+    p = torch.randn(4, 1024)
+    assert torch.equal(
+        gradient_at(p, lambda x: lowtide.checkpoint(unrolled, x)), gradient_at(p, unrolled)
+    )
+    # For each of four rows sin, its sum, the row's, and exp: nothing was taken for content that
+    # cannot be made again.
+    assert replayed() == 4 * 4
+
+
+def gradient_at(point: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    p = point.clone().requires_grad_()
+    function(p).backward()
+    assert p.grad is not None
+    return p.grad
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_net_takes_no_more_in_a_region(kind: type[nn.RNNBase]) -> None:
+    """Versions of memory that is written step by step are not retained one by one."""
+    torch.manual_seed(0)
+    net, x = kind(64, 64, batch_first=True), torch.randn(64, 8, 64)
+
+    def step(call: Callable[..., Any]) -> None:
+        net.zero_grad()
+        call(net, x)[0].square().mean().backward()
+
+    def plain(module: nn.Module, inputs: Tensor) -> Any:
+        return module(inputs)
+
+    step(plain)
+    before = lowtide.measure(lambda: step(plain), device="cpu").peak_bytes
+    after = lowtide.measure(lambda: step(lowtide.checkpoint), device="cpu").peak_bytes
+    # Under a dispatch mode torch's own `linear` takes a tensor more; all versions were 1.5 times.
+    assert after < 1.2 * before
 
 
 def test_a_counter_keeps_no_memory() -> None:

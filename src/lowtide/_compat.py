@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.util
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -315,6 +316,32 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if base is None:
         return tensor if tensor.is_leaf else None
     return base if base.requires_grad and base.is_leaf else None
+
+
+_VIEWS = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Expand|Alias|Select|Slice"
+    "|AsStrided|Diagonal|Unfold|Movedim)Backward[0-9]+"
+)
+_SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
+
+
+def gradient_of_part(tensor: torch.Tensor) -> str:
+    """How autograd makes the gradient of a value of which `tensor` is a part.
+
+    "joined": all at once, of the gradients of the pieces that a `split` or `unbind` gave; "padded":
+    for this part alone, from zeros; "own": not at all, as autograd does not know that it is a part.
+
+    The names of autograd's nodes are torch's own matter; an unknown one is taken for "padded".
+    """
+    if tensor._base is None:
+        return "own"
+    try:
+        node = tensor.grad_fn if torch.is_grad_enabled() else None
+    except RuntimeError:  # its base was written, and torch cannot make it anew below autograd
+        return "padded"
+    while node is not None and not _SPLITS.fullmatch(node.name()):
+        node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
+    return "padded" if node is None else "joined"
 
 
 def storage_holders(storage: torch.UntypedStorage) -> int:

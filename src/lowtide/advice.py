@@ -16,6 +16,7 @@ from lowtide.errors import BudgetError
 from lowtide.planner import HOLD
 from lowtide.plans import Plan
 from lowtide.study import SHARES, Study
+from lowtide.tape.operators import CONSTANTS
 from lowtide.timeline import Item, Timeline
 
 
@@ -112,6 +113,8 @@ def _why_kept(graph: Any, plan: Plan, replays: list[int], value: int, price: flo
     node = graph.values[value]
     op = graph.ops[node.producer]
     if node.pinned:
+        if op.name.rpartition("::")[2] in CONSTANTS:
+            return "a constant, into which other code may have written, is not made again"
         return "your program holds it as well, so dropping it would free nothing"
     if value in graph.must_hold:
         return f"{op.name} cannot be run again"

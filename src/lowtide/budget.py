@@ -177,14 +177,14 @@ class Budget:
             appeared = prepared.seen.appeared()
             if not appeared:
                 if decisions.observer is not None:
-                    decisions.observer.begin_backward()
+                    decisions.observer.begin_backward(decisions.anchored)
                 decisions.settle_as_planned()
                 return
             prepared = self._with_gradients(prepared, appeared)
             decisions.prepared = prepared
             decisions.release()
         observer = decisions.watched(decisions.operations)
-        observer.begin_backward()
+        observer.begin_backward(decisions.anchored)
         self._settle(decisions, observer)
 
     def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:

@@ -11,7 +11,7 @@ when it is too late to keep the limit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -332,6 +332,11 @@ class StepDecisions:
         prepared = self.prepared
         if prepared is not None and len(self.seen) != prepared.seen.forward:
             self._diverged(len(self.seen), None, [])
+
+    @property
+    def anchored(self) -> Container[int]:
+        """Numbers of the values that are held only because the plan says so."""
+        return self._anchors.keys()
 
     @property
     def operations(self) -> int:

@@ -14,7 +14,7 @@ import functools
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,10 @@ class Dry:
 # ---------------------------------------------------------------------------- recording
 
 
+# What they keep for their backward has no size on fake tensors.
+_SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+
+
 class _FakeRecorder(Recorder):
     """Records fake tensors: held through aliases that the modes have seen, never copied."""
 
@@ -77,6 +81,8 @@ class _FakeRecorder(Recorder):
     ) -> Any:
         if _compat.asks_for_device(func):
             return args[0].fake_device
+        if func._schema.name in _SHAPELESS:
+            raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -176,8 +182,8 @@ class _Watching(Observer):
         if self.witness is not None:
             self.witness.saved(value, handle)
 
-    def begin_backward(self) -> None:
-        super().begin_backward()
+    def begin_backward(self, anchored: Container[int] = ()) -> None:
+        super().begin_backward(anchored)
         if self.witness is not None:
             self.witness.backward_begins()
 

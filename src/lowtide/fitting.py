@@ -2,7 +2,9 @@
 
 Problem: people who train through a framework have no place to put a ``with``. Invariant: the model
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
-the plain one. Imports budget and override. Rejected: a wrapper module, which renames parameters.
+the plain one. Imports budget, plans and override. Rejected: a wrapper module, which renames
+parameters; going through the first batch on fake tensors unasked, which would run user code twice
+(rule 2).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import check_model
 from lowtide.observe import Observer
 from lowtide.override import Restore, has_override, override_forward
+from lowtide.plans import Plan, plan
 from lowtide.step import current_recorder, recordable
 
 _KIND = "lowtide.fit"
@@ -32,7 +35,7 @@ class FittedBudget(Budget):
 
     def __init__(
         self,
-        limit: int | float | str,
+        limit: int | float | str | Plan,
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
@@ -125,10 +128,11 @@ def _budget_lost() -> None:
 
 def fit(
     model: torch.nn.Module,
-    limit: int | float | str,
+    limit: int | float | str | Plan,
     *,
     device: torch.device | str | None = None,
     group: Any = None,
+    example: Any = None,
 ) -> FittedBudget:
     """Keep every training step of `model` inside a limit, with no ``with``::
 
@@ -137,18 +141,25 @@ def fit(
         budget.detach()
 
     The window of the limit is that of `lowtide.budget`, entered where the model's forward begins:
-    what the loss stores after it is counted, and not recomputed. ``model`` stays the object it
+    what a loss outside of it stores is counted, and not recomputed; in a first step, before it has
+    been measured, it is not known and comes on top. ``model`` stays the object it
     was: its type, its parameter names, its ``state_dict``, its copies and pickles are those of
     the plain model. In eval and with grad disabled the forward is the plain one.
 
     Args:
         model: any module.
         limit, device, group: as for `lowtide.budget`.
+        example: a batch like those to come: a tensor, or a tuple or a dict of the forward's
+            arguments. The model is then gone through with it on fake tensors, at once, as by
+            `lowtide.plan`: nothing is computed or allocated, but its Python code runs once more.
+            The first step follows that plan already.
 
     Raises:
         UsageError: an unreadable limit; not a module; a model that has a budget already, or that
-            checkpoints parts of itself by its own flag, now or when its first step runs.
-        BudgetError: in a step, if the limit cannot be met.
+            checkpoints parts of itself by its own flag, now or when its first step runs; an
+            example for a model in eval mode.
+        BudgetError: the limit cannot be met: before any step runs if there is an `example`, else in
+            the first step.
     """
     check_model(model, "lowtide.fit")
     if has_override(model, _KIND):
@@ -163,6 +174,20 @@ def fit(
             "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
+    if example is not None and not isinstance(limit, Plan):
+        limit = _planned(model, limit, example)
     budget = FittedBudget(limit, device, group)
     budget.attach(model)
     return budget
+
+
+def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> Plan:
+    if not model.training:
+        raise UsageError(
+            "lowtide.fit: the example is to be gone through as in training, and this "
+            f"{type(model).__name__} is in eval mode: call its train() before."
+        )
+    if isinstance(example, dict):
+        return plan(functools.partial(model, **example), limit=limit)
+    args = example if isinstance(example, tuple) else (example,)
+    return plan(model, *args, limit=limit)

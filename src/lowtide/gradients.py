@@ -9,6 +9,7 @@ buffer for every gradient, which counts each `cat` of a DenseNet twice.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
@@ -27,14 +28,9 @@ def lifetimes(
         begins; and of each operation the bytes of sums that are made right after it.
     """
     count = len(ops)
-    readers: dict[int, list[int]] = {}
-    for index, log in enumerate(ops):
-        for number in log.receivers:
-            if number in carries_grad:
-                known = readers.setdefault(number, [])
-                if known[-1:] != [index]:
-                    known.append(index)
     change, sums = [0] * (count + 2), [0] * (count + 2)
+    readers = _readers(ops, carries_grad)
+    _pieces(ops, sizes, readers, change, sums)
     until: dict[int, int] = {}  # value -> the operation whose backward is the last to need it
     for index, log in enumerate(ops):
         for number in log.outputs:
@@ -54,6 +50,40 @@ def lifetimes(
                 change[end] += sizes[number]
                 change[start] -= sizes[number]
     return change, sums
+
+
+def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:
+    """Of each value, the operations whose backward gives it a gradient, but for pieces of it."""
+    readers: dict[int, list[int]] = {}
+    for index, log in enumerate(ops):
+        for number in log.receivers:
+            if number in carries_grad and number not in log.pieces:
+                known = readers.setdefault(number, [])
+                if known[-1:] != [index]:
+                    known.append(index)
+    return readers
+
+
+def _pieces(
+    ops: Sequence[OpLog],
+    sizes: Sequence[int],
+    readers: dict[int, list[int]],
+    change: list[int],
+    sums: list[int],
+) -> None:
+    """Gradients of pieces lie there until the first reader has given its own; then the whole is
+    made of them, as if that reader had given it."""
+    first: dict[int, int] = {}
+    for index, log in enumerate(ops):
+        for number, nbytes in zip(log.pieces, log.piece_sizes, strict=True):
+            start = first.setdefault(number, index)
+            change[start] += nbytes
+            change[index] -= nbytes
+    for number, start in first.items():
+        sums[start] += sizes[number]
+        known = readers.setdefault(number, [])
+        if start not in known:
+            bisect.insort(known, start)
 
 
 def _looked_into(

@@ -62,7 +62,6 @@ def modelled_events(
     done = list(itertools.accumulate(reversed(parameter)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned)
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
-    takes = [b + _takes(log, s) for b, log, s in zip(begins, seen.ops, sums, strict=False)]
     if requests is None:
         order = _to_come(seen)
         released = {value: index for index, (value, *_) in enumerate(order)}
@@ -70,6 +69,12 @@ def modelled_events(
         order = _as_asked(seen, requests)
         released = seen.released
     freed = _freed(order, released)
+    over = [0] * count
+    for index, values in freed.items():
+        over[order[index][2]] += sum(sizes[v] for v in values if v not in seen.pinned)
+    takes = [
+        b + _takes(log, s - o) for b, log, s, o in zip(begins, seen.ops, sums, over, strict=False)
+    ]
     events = []
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
@@ -80,9 +85,12 @@ def modelled_events(
     return tuple(events)
 
 
-def _takes(log: OpLog, sums: int) -> int:
-    """Bytes of an operation's backward: while it runs, or when its gradients are added up."""
-    return max(log.temporaries, log.left + log.besides + sums)
+def _takes(log: OpLog, more: int) -> int:
+    """Bytes of an operation's backward: while it runs, or when its gradients are added up.
+
+    `more`: bytes of sums, less those of what it saved, which is gone by then.
+    """
+    return max(log.temporaries, log.left + log.besides + more)
 
 
 def _to_come(seen: Observer) -> list[tuple[int, int, int]]:
@@ -131,8 +139,17 @@ def _places(seen: Observer, saves: list[tuple[int, int]]) -> list[tuple[int, int
 def _freed(
     order: list[tuple[int, int, int]], released: dict[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """Of each event, the values that nothing asks for after it."""
-    last = {value: index for index, (value, *_) in enumerate(order)}
+    """Of each event, the values that nothing asks for after it.
+
+    A node lets go of what it saved when it has run, all at once.
+    """
+    last: dict[int, int] = {}
+    over, node = -1, -1
+    for index in range(len(order) - 1, -1, -1):
+        value, _, high = order[index]
+        if high != node:
+            over, node = index, high
+        last.setdefault(value, over)
     freed: dict[int, list[int]] = {}
     for number, index in released.items():
         if index >= 0 and number in last:

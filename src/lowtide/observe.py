@@ -11,7 +11,7 @@ profiling step of their own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +155,7 @@ class Observer:
         if wanted:
             self.carries_grad.update(inputs)
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
-                _look_at_reads(log, op.refs, tensors)
+                _look_at_reads(log, op.refs, tensors, op.facts.chunks)
             call = describe(op.facts, args, kwargs, wanted[0].device.type)
             log.call = None if call is None else self._calls.setdefault(call, call)
         self.ops.append(log)
@@ -217,15 +217,22 @@ class Observer:
 
     # ------------------------------------------------------------------ backward
 
-    def begin_backward(self) -> None:
-        """Take stock of what is held, and of what somebody else holds as well."""
+    def begin_backward(self, anchored: Container[int] = ()) -> None:
+        """Take stock of what is held, and of what is there whatever a plan says: somebody else
+        holds it as well, or the tape cannot let it go.
+
+        Args:
+            anchored: numbers of values that are held because the plan says so.
+        """
         self._forward = len(self.ops)
         for value in self.alive():
             if value.held is None:
                 continue
+            number = value.number
             self._lives(value, -1)
-            if _compat.storage_holders(value.held.untyped_storage()) > 2:
-                self.pinned.add(value.number)
+            for_good = value.op is None and number not in anchored
+            if for_good or _compat.storage_holders(value.held.untyped_storage()) > 2:
+                self.pinned.add(number)
 
     def _lives(self, value: Value, start: int) -> None:
         number = value.number
@@ -300,23 +307,34 @@ class Observer:
         return rebuild(self)
 
 
-def _look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
-    """Which inputs get gradients, and how much of them the operation reads."""
+def _look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chunks: bool) -> None:
+    """Which inputs get gradients, and how much of them the operation reads; `chunks`: it makes
+    chunks of its input that autograd does not know as views."""
     receivers, whole, besides = [], [], 0
+    pieces: list[tuple[int, int]] = []
     for ref, tensor in zip(refs, tensors, strict=True):
         if not tensor.requires_grad:
             continue
         value = ref.value
-        if value is None or value.number < 0:
-            receivers.append(-1)
-            continue
-        receivers.append(value.number)
+        number = -1 if value is None else value.number
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes == value.nbytes:
-            whole.append(value.number)
-        elif nbytes < value.nbytes:
-            besides += value.nbytes  # made whole, from zeros
+        if chunks:
+            besides += nbytes  # the gradients of all its chunks, until they are joined
+        if value is not None and number >= 0:
+            if nbytes == value.nbytes:
+                whole.append(number)
+            elif nbytes < value.nbytes:
+                made = _compat.gradient_of_part(tensor)
+                if made == "own":
+                    number = -1
+                elif made == "joined":
+                    pieces.append((number, nbytes))
+                else:
+                    besides += value.nbytes
+        receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
+    log.pieces = tuple([number for number, _ in pieces])
+    log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.besides += besides
 
 

@@ -20,9 +20,9 @@ from lowtide.planner.graph import read_document
 from lowtide.rebuild import OpLog
 
 FORMAT = "lowtide.plan"
-VERSION = 2
+VERSION = 3
 # Of each operation, see `OpLog`.
-_LISTS = ("reads", "receivers", "viewing", "whole")
+_LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
 _NUMBERS = ("live", "workspace", "temporaries", "left", "besides")
 
 T = TypeVar("T", int, float)
@@ -109,6 +109,8 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             receivers=lists["receivers"][index] or (),
             viewing=lists["viewing"][index] or (),
             whole=lists["whole"][index] or (),
+            pieces=lists["pieces"][index] or (),
+            piece_sizes=lists["piece_sizes"][index] or (),
             live=numbers["live"][index],
             workspace=numbers["workspace"][index],
             temporaries=numbers["temporaries"][index],

@@ -54,6 +54,10 @@ class OpLog:
     """Of what it made, what autograd saves as its result; None: not known."""
     whole: tuple[int, ...] = ()
     """Inputs that it reads as they are, from their first to their last byte."""
+    pieces: tuple[int, ...] = ()
+    """Inputs of which it reads a piece that a `split` or an `unbind` gave: the gradients of all the
+    pieces are there before that of the whole is made of them."""
+    piece_sizes: tuple[int, ...] = ()
     besides: int = 0
     """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
     part the gradient is made whole, and that of a leaf is added to what a later reader gave."""

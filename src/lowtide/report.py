@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.planner import Graph, Simulator
+from lowtide.planner import Graph, Simulator, keep_all
 
 _DRIFT = 0.006  # of a measured peak, that a refusal adds for what differs from step to step
 _MISJUDGED = 0.02  # of a modelled one
@@ -98,6 +98,9 @@ def refusal(graph: Graph, limit: int, retain: Sequence[int], *, measured: bool) 
     """A known step whose smallest reachable peak, that of this plan, is above the limit."""
     result = Simulator(graph).run(retain)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
+    if measured:  # a limit that the plain step keeps is kept by doing nothing
+        plain = Simulator(graph).run(keep_all(graph).retain).peak
+        minimum = min(minimum, max(plain, result.peak))
     known = "" if measured else " The memory of its backward is computed from sizes so far."
     phase, index = result.peak_at
     if phase == "forward":

@@ -52,7 +52,20 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if "attention" in name and "flash" not in name:
         return made
+    if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
+        return _recurrent(tensors, name.endswith("_backward"))
     return 0
+
+
+def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
+    """An LSTM layer on the CPU, as measured over eleven sizes, mostly a little too high: the gates
+    of all steps, and parameters in layouts of its own, twice in backward."""
+    source, weight = tensors[:2]  # (steps, batch, channels) and (gates, channels)
+    gates = _bytes(source) // max(1, source.shape[-1]) * weight.shape[0]
+    parameters = sum(map(_bytes, tensors[1:5]))
+    if backward:
+        return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4
+    return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source)
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:

@@ -196,7 +196,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     return run_below(op, keys, stack);
   }
   Gil gil;
-  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !state->paused &&
+  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !fact->chunks && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !(fact->casts_inside && casting()) &&
       !c10::InferenceMode::is_enabled() &&

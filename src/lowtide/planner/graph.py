@@ -37,7 +37,8 @@ class ValueNode:
     producer: int
     """Index of the operation that makes it, or `EXTERNAL`."""
     pinned: bool = False
-    """Somebody else keeps the storage through backward: free to use, never counted."""
+    """The storage stays through backward whatever a plan says: somebody else keeps it, or the tape
+    cannot let it go. Free to use, never counted."""
     overwritten: bool = False
     """A later operation writes its storage in place: the forward cannot hold it."""
 

@@ -163,6 +163,12 @@ class Known:
             return False
         return not _compat.shares_counter(held, tensor)
 
+    def _know_counter(self, tensor: Tensor) -> None:
+        """Chunks of it with counters of their own are about to be made: know which is the first."""
+        entry = self.entry_of(tensor)
+        if entry is not None and entry.counter is None:
+            entry.counter = _compat.Counter(tensor)
+
     @staticmethod
     def _device(entry: Entry) -> torch.device:
         storage = entry()

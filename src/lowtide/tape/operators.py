@@ -41,6 +41,8 @@ _NEVER_REPLAYED = frozenset(
 # Views whose schema does not say so: recorded, they would make nothing and yet read what they see,
 # and a kept value that nobody else reads yet would be forgotten with them.
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})
+# What they return shares the memory of what they are given, and not its version counter.
+_CHUNKS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes"})
 
 # Outputs hold whatever was in memory: somebody unseen may fill them (rule 5).
 _BLANK = frozenset(
@@ -56,7 +58,7 @@ _BLANK = frozenset(
     }
 )
 # Outputs are constants; memory that foreign kernels accumulate into is made with these.
-_CONSTANT = frozenset(
+CONSTANTS = frozenset(
     {
         "zeros",
         "ones",
@@ -146,6 +148,7 @@ class Facts:
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
         blank, constant: a factory of uninitialised or of constant memory.
+        chunks: returns parts of its first argument, with version counters of their own.
         simple: neither writes, draws, nor needs any care.
         placing: an in-place write of the kind that builds a tensor, see the table above.
         fills: arguments whose old content does not matter, being overwritten entirely.
@@ -161,6 +164,7 @@ class Facts:
         "ambient",
         "blank",
         "casts_inside",
+        "chunks",
         "constant",
         "fills",
         "fills_saved",
@@ -183,7 +187,7 @@ class Facts:
             self.name = str(func)
             self.lazy_bits = self.casts_inside = False
             self.view = self.random = self.blank = self.constant = False
-            self.placing = self.ambient = self.simple = False
+            self.placing = self.ambient = self.simple = self.chunks = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = True
@@ -202,8 +206,9 @@ class Facts:
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")
         self.blank = base in _BLANK
-        self.constant = base in _CONSTANT and makes
+        self.constant = base in CONSTANTS and makes
         self.placing = base in _PLACING
+        self.chunks = schema.name in _CHUNKS
         fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
         self.fills_saved = _FILLS_SAVED.get(base)
         if base in _OVERWRITING:
@@ -219,7 +224,7 @@ class Facts:
         self.simple = (
             not (self.writes or self.opaque or self.random or self.blank or self.constant)
             and self.statistics is None
-            and not self.casts_inside
+            and not (self.casts_inside or self.chunks)
         )
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)

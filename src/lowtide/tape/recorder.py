@@ -173,6 +173,8 @@ class Recorder(Writes, _compat.Mode):
                     self.drawn()
             if self.cuda:
                 op.stream = _compat.stream_of(args)
+        if facts.chunks:
+            self._know_counter(args[0])
         behind = self._behind(facts, written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:

@@ -165,6 +165,7 @@ class Writes(Known):
             if handle is not None:
                 handle.ref.value = new
                 new.saves.append(weak)
+        old.saves = None  # nobody asks for it any more
         new.scope = old.scope or new.region
         if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version

@@ -1,0 +1,97 @@
+"""`lowtide.fit` with an example: planned, or refused, before any step runs (rule 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import same
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.calls: list[type] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls.append(type(x))
+        for layer in self.layers:
+            x = torch.sigmoid(layer(x)) * scale
+        return x.square().mean()
+
+
+def step(net: nn.Module, x: Any, **more: Any) -> None:
+    net.zero_grad()
+    net(x, **more).backward()
+
+
+def plain_peak(net: nn.Module, x: Tensor) -> int:
+    step(net, x)
+    return lowtide.measure(lambda: step(net, x), device="cpu").peak_bytes
+
+
+def batch() -> Tensor:
+    return torch.randn(512, 64)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
+def test_the_first_step_is_planned(
+    pack: Callable[[Tensor], Any], replayed: Callable[[], int]
+) -> None:
+    net, x = Net(), batch()
+    limit = int(0.6 * plain_peak(net, x))
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.calls.clear()
+    budget = lowtide.fit(net, limit, example=pack(x))
+    assert len(net.calls) == 1
+    assert net.calls[0] is not Tensor  # nothing was computed
+    peak = lowtide.measure(lambda: step(net, x), device="cpu").peak_bytes
+    assert peak <= limit
+    assert budget.report().planned
+    assert replayed() > 0
+    assert same(gradients, [p.grad for p in net.parameters() if p.grad is not None])
+
+
+def test_refused_before_any_step_runs() -> None:
+    net, x = Net(), batch()
+    with pytest.raises(lowtide.BudgetError, match="smallest limit that would do is") as caught:
+        lowtide.fit(net, "64 KB", example=x)
+    assert caught.value.minimum is not None
+    assert all(p.grad is None for p in net.parameters())
+    budget = lowtide.fit(net, caught.value.minimum, example=x)  # nothing was left behind
+    step(net, x)
+    budget.detach()
+
+
+def test_a_plan_is_a_limit() -> None:
+    net, x = Net(), batch()
+    plan = lowtide.plan(net, x, limit=0.6)
+    budget = lowtide.fit(net, plan)
+    step(net, x)
+    report = budget.report()
+    assert report.planned
+    assert report.limit == plan.limit
+
+
+def test_another_batch_than_the_example_is_planned_anew() -> None:
+    net, x = Net(), batch()
+    budget = lowtide.fit(net, 0.6, example=x)
+    other = torch.randn(256, 64)
+    for _ in range(2):
+        step(net, other, scale=0.5)
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    budget.detach()
+    step(net, other, scale=0.5)
+    assert same(expected, [p.grad for p in net.parameters() if p.grad is not None])
+
+
+def test_an_example_is_one_of_training() -> None:
+    with pytest.raises(lowtide.UsageError, match="in eval mode: call its train"):
+        lowtide.fit(Net().eval(), "1 MB", example=batch())
