@@ -63,7 +63,8 @@ def convolution_workspace(
     if transposed:
         return _transposed(source, weight, out, back)
     if _channels_last(source):  # read as it is; parameters are reordered
-        return (3 if back else 2) * parameter
+        groups = source.shape[1] // max(1, weight.shape[1])
+        return _reordered(weight, groups, back)
     if back:
         return _backward(source, weight, out, stride, passes)
     blocked_in, blocked_out = padded(into, source.shape[1]), padded(out, weight.shape[0])
@@ -71,6 +72,20 @@ def convolution_workspace(
     if source.shape[1] >= _CHANNEL_BLOCK:  # narrower inputs are read as they are
         blocked = padded(blocked, source.shape[1]) + blocked_in
     return blocked_out + max(blocked, out) - out
+
+
+def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
+    """Copies of a parameter; those of each group on its own are padded to whole blocks."""
+    parameter = _bytes(weight)
+    out, into = weight.shape[0] // max(1, groups), weight.shape[1]
+    blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
+    block = _CHANNEL_BLOCK**2 * weight[0, 0].numel() * weight.element_size()
+    whole = groups * blocks * block
+    if groups == 1 or (out == into == 1 and groups % _CHANNEL_BLOCK):
+        return (3 if back else 2) * parameter
+    if back:
+        return whole + 2 * parameter
+    return whole if into == 1 < out else 2 * parameter
 
 
 def _backward(

@@ -84,6 +84,16 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
 
 
+def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
+    """What an LSTM layer on the CPU returns besides, of which torch has no size on shapes: gates
+    and states of all steps, padded. As measured over the same sizes, at most a fifth too high."""
+    source, weight = tensors[:2]
+    steps, batch, channels = source.shape
+    hidden = weight.shape[0] // 4
+    states = 8 * (steps + 1) * batch * (max(hidden, channels) + 16)
+    return source.element_size() * (steps * batch * (8 * hidden + 16) + states)
+
+
 def kernel_workspace(
     name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
 ) -> int:
@@ -133,6 +143,8 @@ def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes that a call is about to allocate, outputs and workspace, from shapes alone."""
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     made = made_by(func, args, kwargs)
+    if name == "aten::mkldnn_rnn_layer":
+        made += _kept_for_backward(tensors)
     return made + workspace_of(name, tensors, args, made)
 
 
