@@ -38,12 +38,17 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operation as numbers: equal ones cost the same."""
+    """An operation as numbers: equal ones cost the same.
+
+    `used`: of each storage that it makes, in order, whether a gradient comes back for it; () where
+    that is not known: for all.
+    """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     device: str
+    used: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +134,14 @@ def _run(call: Call) -> Cost:
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):
         result = tensors_in((call.func(*args, **kwargs),), {})
-    made = [t for t in result if t.requires_grad]
+    packed = storage_keys(saved)
+    own = [key for key in storage_keys(result) if key not in there]
+    results = tuple(key in packed for key in own)
+    known = call.used if len(call.used) == len(own) else (True,) * len(own)
+    unused = {key for key, used in zip(own, known, strict=True) if not used}
+    made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
     if not made:
         return Cost(0, 0, (None,) * len(wanted), ())
-    packed = storage_keys(saved)
-    results = tuple(key in packed for key in storage_keys(result) if key not in there)
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result

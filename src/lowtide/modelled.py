@@ -11,10 +11,11 @@ operation's temporaries over its neighbours, which refuses limits that can be me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide.backward import costs
+from lowtide.backward import Call, costs
 from lowtide.gradients import lifetimes
 from lowtide.planner.graph import Event
 from lowtide.workspace import scratchpad
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from lowtide.rebuild import OpLog
 
 
-def look_closer(ops: Iterable[OpLog]) -> None:
-    """What the backward of each operation costs, from a run of it on shapes alone."""
-    asked = [(log, log.call) for log in ops if log.call is not None]
+def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
+    """What the backward of each operation costs, from a run of it on shapes alone.
+
+    Statistics that a normalization returns besides, say, get no gradient if nothing reads them.
+    """
+    asked = [(log, _with_use(log, log.call, carries_grad)) for log in ops if log.call is not None]
     found = costs(call for _, call in asked)
     for log, call in asked:
         log.call, cost = None, found[call]
@@ -41,6 +45,11 @@ def look_closer(ops: Iterable[OpLog]) -> None:
             log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
 
 
+def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
+    used = tuple([number in carries_grad for number in log.outputs])
+    return replace(call, used=used) if any(used) and not all(used) else call
+
+
 def modelled_events(
     seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
 ) -> tuple[Event, ...]:
@@ -52,7 +61,7 @@ def modelled_events(
         requests: (value, operations recorded when it was saved) as asked for in the backward that
             ran; None: it is still to come.
     """
-    look_closer(seen.ops)
+    look_closer(seen.ops, seen.carries_grad)
     count = len(seen.ops)
     gradient, sums = lifetimes(seen.ops, sizes, seen.carries_grad)
     crossing = list(itertools.accumulate(gradient))
@@ -69,9 +78,13 @@ def modelled_events(
         order = _as_asked(seen, requests)
         released = seen.released
     freed = _freed(order, released)
+    gone = {
+        index: sum(sizes[v] for v in values if v not in seen.pinned)
+        for index, values in freed.items()
+    }
     over = [0] * count
-    for index, values in freed.items():
-        over[order[index][2]] += sum(sizes[v] for v in values if v not in seen.pinned)
+    for index, nbytes in gone.items():
+        over[order[index][2]] += nbytes
     takes = [
         b + _takes(log, s - o) for b, log, s, o in zip(begins, seen.ops, sums, over, strict=False)
     ]
@@ -79,8 +92,9 @@ def modelled_events(
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
         base = max(begins[low], begins[high])
-        ran = takes[min(low, following + 1) : high + 1]
-        peak = max([base, *(ran if following < high else takes[low:high])])
+        peak = max([base, *takes[low : high + 1 if following < high else high]])
+        if following + 1 < low:  # further on, what it saved is gone
+            peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
         events.append(Event(number, base, peak, freed.get(index, ())))
     return tuple(events)
 

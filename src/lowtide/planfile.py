@@ -30,7 +30,9 @@ T = TypeVar("T", int, float)
 
 def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
     """A plan as what JSON knows."""
-    look_closer(step.seen.ops)  # operators cannot be written, what they cost can
+    look_closer(
+        step.seen.ops, step.seen.carries_grad
+    )  # operators cannot be written, what they cost can
     names = list(dict.fromkeys(step.modules))
     place = {name: index for index, name in enumerate(names)}
     return {
