@@ -31,6 +31,7 @@ from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
 _MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
+_DEAR = 3.0  # times the forward that a first backward may replay without a second thought
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
@@ -209,7 +210,8 @@ class Budget:
             return
         measured = prepared is not None and prepared.measured
         margin = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        plain = Simulator(graph).run(keep_all(graph).retain).peak
+        simulator = Simulator(graph)
+        plain = simulator.run(keep_all(graph).retain).peak
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
@@ -217,6 +219,9 @@ class Budget:
         # A fraction of a peak that is only modelled is not refused before it is measured.
         strict = measured or isinstance(self.limit, int)
         found = from_held(graph, held, int(limit * (1 - margin)), search=strict)
+        if found.result.seconds > _DEAR * sum(simulator.cost):  # some of the margin is worth that much
+            closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=strict)
+            found = min(found, closer, key=lambda candidate: candidate.key(limit))
         if found.result.peak > limit and strict:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again
