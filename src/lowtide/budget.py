@@ -219,7 +219,7 @@ class Budget:
         # A fraction of a peak that is only modelled is not refused before it is measured.
         strict = measured or isinstance(self.limit, int)
         found = from_held(graph, held, int(limit * (1 - margin)), search=strict)
-        if found.result.seconds > _DEAR * sum(simulator.cost):  # some of the margin is worth that much
+        if found.result.seconds > _DEAR * sum(simulator.cost):  # that is worth some of the margin
             closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=strict)
             found = min(found, closer, key=lambda candidate: candidate.key(limit))
         if found.result.peak > limit and strict:
