@@ -271,7 +271,8 @@ class StepDecisions:
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)
         if not evictor.shrink(max(0, target - need), self._evicted):
-            self.owner.cannot_fit(self, facts.name, self.live[0], need)
+            nearest = room_for(facts.name, func, args, kwargs, nearest=True)
+            self.owner.cannot_fit(self, facts.name, self.live[0], min(need, nearest))
 
     def _make_room(self) -> None:
         evictor = self.evictor

@@ -139,12 +139,19 @@ def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
     return 4 * each * torch.get_num_threads()
 
 
-def room_for(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone."""
+def room_for(
+    name: str, func: Any, args: Any, kwargs: dict[str, Any], *, nearest: bool = False
+) -> int:
+    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
+
+    At most, or `nearest` to what it will be.
+    """
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     made = made_by(func, args, kwargs)
     if name == "aten::mkldnn_rnn_layer":
         made += _kept_for_backward(tensors)
+    if nearest:
+        return made + kernel_workspace(name, tensors, args, made) + scratchpad(name)
     return made + workspace_of(name, tensors, args, made)
 
 
