@@ -1,0 +1,3 @@
+"""draft"""
+from lowtide.inductor.backend import CompileBudget
+__all__ = ["CompileBudget"]
