@@ -589,8 +589,8 @@ class JointGraph:
         partitioners.force_save_bw_mutation_src(module)
         self.module = module
         self.outputs = outputs
-        self.static = static
-        self.info = partitioners.classify_nodes(module, static or [], outputs)
+        self.static = list(static or [])
+        self.info = partitioners.classify_nodes(module, self.static, outputs)
         self.has_backward = len(self.info.required_bw_nodes) > 0
 
     @property
@@ -609,6 +609,22 @@ class JointGraph:
             self.module, num_fwd_outputs=self.outputs
         )
         return forward, backward
+
+    def overwritten(self) -> set[Any]:
+        """Inputs that the forward, or what runs right after it, writes new values into."""
+        output = next(iter(self.module.graph.find_nodes(op="output")))
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        by_desc = {n.meta.get("desc"): n for n in placeholders}
+        found = {
+            n.args[0]
+            for n in self.module.graph.nodes
+            if n.target is torch.ops.aten.copy_.default
+        }
+        for desc in (output.meta.get("desc") or [])[: self.outputs]:
+            if hasattr(desc, "mutated_input"):
+                known = by_desc.get(desc.mutated_input)
+                found |= set(placeholders) if known is None else {known}
+        return found
 
     def saved_by_torch(self, budget: float = 1.0) -> list[Any]:
         """What torch's own partitioner would save, at an `activation_memory_budget`."""
@@ -712,11 +728,10 @@ def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
     if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
         return tensor
     sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
-    with disable_dispatch():
-        bare = torch.empty_strided(
-            tuple(sizes), tuple(strides), dtype=tensor.dtype, device="meta"
+    with fake_mode():
+        return torch.empty_strided(
+            tuple(sizes), tuple(strides), dtype=tensor.dtype, device=tensor.device
         )
-    return faked(fake_mode(), bare, tensor.device)
 
 
 def partitioner(choose: Callable[..., tuple[Any, Any]]) -> Any:

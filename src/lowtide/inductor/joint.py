@@ -33,7 +33,7 @@ _SLOW = frozenset(
      "sigmoid", "silu", "pow", "softplus", "inductor_random")
 )  # fmt: skip
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
-_SHARED = 24  # how many more elements a second a GPU computes than moves, against a core
+_STATE = 5056  # bytes of the CPU generator's state
 
 
 @dataclass(slots=True)
@@ -48,6 +48,7 @@ class Op:
         fused: Inductor generates its code and may join it with its neighbours.
         again: it may be run a second time, in the backward.
         late: it needs a gradient from outside.
+        state: bytes of the random state that is saved for it if it runs twice.
     """
 
     node: Any
@@ -58,6 +59,7 @@ class Op:
     fused: bool
     again: bool
     late: bool
+    state: int
 
 
 @dataclass(slots=True)
@@ -82,15 +84,20 @@ class Joint:
         ops: in the order of the trace.
         storages: what they read and make.
         returned: storages that the forward gives to its caller.
-        gradients: storages that the backward returns.
+        gradients: storages that the backward makes and returns.
+        parameter_gradients: of them, those of parameters: they stay.
         tangents: storages of the gradients it is given.
         bound: storages that have to be saved if the backward reads them.
+        results_last: whether the caller holds them while this graph's backward runs.
         bandwidth: bytes a second that fused kernels move.
     """
 
-    def __init__(self, traced: _compat.JointGraph, *, fuse: bool) -> None:
+    def __init__(
+        self, traced: _compat.JointGraph, *, fuse: bool, results_last: bool = True
+    ) -> None:
         self.traced = traced
         self.fuse = fuse
+        self.results_last = results_last
         self.ops: list[Op] = []
         self.storages: list[Storage] = []
         self._by_key: dict[int, int] = {}
@@ -101,12 +108,17 @@ class Joint:
         self._costs = CostModel(device)
         self.model: DeviceModel = self._costs.model
         self.bandwidth = self.model.bandwidth
-        self._overwritten = self._written_inputs()
+        # A second run of what reads them would read the new values.
+        self._overwritten = traced.overwritten()
+        self._changed: set[int] = set()
         for node in traced.nodes:
             self._enter(node)
         forward, backward = traced.results()
         self.returned = self._of(forward)
-        self.gradients = self._of(backward)
+        self.gradients = self._made(backward)
+        self.parameter_gradients = self._made(
+            [backward[place] for place in traced.static if place < len(backward)]
+        )
         self.bound = frozenset(
             made for op in self.ops if not op.again and not op.late for made in op.makes
         ) | frozenset(
@@ -124,13 +136,8 @@ class Joint:
     def _of(self, results: list[Any]) -> frozenset[int]:
         return frozenset(s for node in results for s in self._seen.get(node, ()))
 
-    def _written_inputs(self) -> set[Any]:
-        """Inputs that the forward overwrites; a second run of a reader would read the new values.
-
-        All that functionalization leaves of in-place operators are copies into inputs.
-        """
-        copy = torch.ops.aten.copy_.default
-        return {node.args[0] for node in self.traced.nodes if node.target is copy}
+    def _made(self, results: list[Any]) -> frozenset[int]:
+        return frozenset(s for s in self._of(results) if self.storages[s].maker != OUTSIDE)
 
     # ------------------------------------------------------------------ entering the nodes
 
@@ -140,6 +147,8 @@ class Joint:
             return
         if node.op in ("placeholder", "get_attr"):
             self._seen[node] = self._stored(node, value, OUTSIDE)
+            if node in self._overwritten:
+                self._changed.update(self._seen[node])
             if node in self._late:
                 self.tangents.extend(self._seen[node])
             return
@@ -206,7 +215,7 @@ class Joint:
             and node.target.namespace in _AGAIN
             and not node.target._schema.is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
-            and not any(n in self._overwritten for n in node.all_input_nodes)
+            and self._changed.isdisjoint(reads)
         )
         args, kwargs = _values((node.args, node.kwargs))
         result = node.meta.get("val")
@@ -221,7 +230,8 @@ class Joint:
                 name = node.target._schema.name
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
-        return Op(node, reads, makes, seconds, workspace, fused, again, node in self._late)
+        late, state = node in self._late, _STATE if draws(node) else 0
+        return Op(node, reads, makes, seconds, workspace, fused, again, late, state)
 
     def _computing(self, node: Any, result: Any) -> float:
         """Seconds in a fused kernel, besides those for memory."""

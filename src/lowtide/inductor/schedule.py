@@ -23,7 +23,7 @@ class Outcome:
     Attributes:
         forward, backward: peak bytes above what was there before, what is saved included.
         saved: bytes that are held between the two, results that the caller gets included.
-        gradients: bytes that the backward leaves behind.
+        gradients: bytes that the backward leaves behind, of parameters.
         seconds: modelled, of both.
         kept: the storages that are saved and read, by number.
         twice: operations that run in both.
@@ -95,23 +95,25 @@ class Scheduler:
         returned = {s for s in self.joint.returned if self.maker[s] != OUTSIDE}
         given = set(self.joint.tangents)
         held = kept | returned
-        before = sum(self.nbytes[s] for s in held)
+        saved = sum(self.nbytes[s] for s in held)
         forward, _, one = self._walk(forward_order, set(), held, set())
-        gradients = {s for s in self.joint.gradients if self.maker[s] != OUTSIDE}
-        start = held | given
-        backward, profile, two = self._walk(order, start, gradients | returned | given, start)
-        base = before + sum(self.nbytes[s] for s in given)
+        gradients = set(self.joint.gradients)
+        lasting = returned if self.joint.results_last else set()
+        start = kept | lasting | given
+        backward, profile, two = self._walk(order, start, gradients | lasting, start)
+        base = sum(self.nbytes[s] for s in start)
         profile = [base + level for level in profile]
-        early = [index for index in order if not self.is_late[index]]
         runs = set(forward_order)
+        twice = [index for index in order if not self.is_late[index] and index in runs]
+        states = sum(self.joint.ops[index].state for index in twice)
         return Outcome(
-            forward=forward,
-            backward=max(base + backward, base),
-            saved=before,
-            gradients=sum(self.nbytes[s] for s in gradients - kept),
+            forward=forward + states,
+            backward=max(base + backward, base) + states,
+            saved=saved + states,
+            gradients=sum(self.nbytes[s] for s in self.joint.parameter_gradients - kept),
             seconds=one + two,
             kept=frozenset(kept),
-            twice=[index for index in early if index in runs],
+            twice=twice,
             order=order,
             profile=profile,
         )

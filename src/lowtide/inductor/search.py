@@ -21,6 +21,7 @@ from lowtide.planner import HOLD, Graph, Retention, minimum, solve
 from lowtide.planner.graph import EXTERNAL
 
 _ROUNDS = 5  # limits asked of the planner
+_RATIOS = (0.7, 0.45, 0.2)  # of torch's own budget, whose choices are candidates too
 _STEPS = 6  # of a ladder
 _WORK = 1_500_000  # operations that a search may schedule: some seconds
 
@@ -39,17 +40,17 @@ class Search:
 
     Args:
         joint: the graph.
-        saved_by_torch: storages that torch's own partitioner saves.
     """
 
-    def __init__(self, joint: Joint, saved_by_torch: Iterable[int]) -> None:
+    def __init__(self, joint: Joint) -> None:
         self.joint = joint
         self.scheduler = Scheduler(joint)
         self.allowed = max(_WORK // (len(joint.ops) + 1), 60)
         self.savable = self.scheduler.savable()
-        self.plain = self._try(frozenset(saved_by_torch) & self.savable, "as torch")
+        self.plain = self._by_ratio(1.0)
         self._graph: Graph | None = None
         self._least: Choice | None = None
+        self._by_torch: list[Choice] = []
 
     def _try(self, saved: Iterable[int], method: str) -> Choice:
         outcome = self.scheduler.run(frozenset(saved) & self.savable)
@@ -71,7 +72,7 @@ class Search:
 
         if not over(self.plain):
             return self.plain
-        best = self.plain
+        best = min(self.by_torch(), key=lambda c: (over(c), c.outcome.seconds))
         room = min(forward, backward)
         asked = room
         for _ in range(_ROUNDS):
@@ -103,7 +104,7 @@ class Search:
 
     def ladder(self, room: int) -> list[Choice]:
         """Choices from few saved bytes to many, each faster than the one before."""
-        found = [self.plain, self.nothing(), self.least()]
+        found = [self.plain, self.nothing(), self.least(), *self.by_torch()]
         high, low = self.plain.outcome.peak, self.least().outcome.peak
         for step in range(1, _STEPS):
             asked = low + (high - low) * step // _STEPS
@@ -117,6 +118,16 @@ class Search:
             if not rungs or choice.outcome.seconds < rungs[-1].outcome.seconds:
                 rungs.append(choice)
         return rungs
+
+    def by_torch(self) -> list[Choice]:
+        """What torch saves at some ratios of its own."""
+        if not self._by_torch:
+            self._by_torch = [self._by_ratio(ratio) for ratio in _RATIOS]
+        return self._by_torch
+
+    def _by_ratio(self, ratio: float) -> Choice:
+        nodes = self.joint.traced.saved_by_torch(ratio)
+        return self._try({s for n in nodes for s in self.joint.storages_of(n)}, "as torch")
 
     def names(self, choice: Choice) -> frozenset[str]:
         """A choice by the names of its nodes, which are the same when a graph is traced again."""
@@ -140,10 +151,14 @@ class Search:
     def least(self) -> Choice:
         """The choice of the lowest peak that the search finds."""
         if self._least is None:
-            starts = [self.plain, self._try((), "nothing")]
-            starts.append(self._try(_held(self.graph, minimum(self.graph).plan), "planner"))
-            best = min(starts, key=lambda c: c.outcome.peak)
-            self._least = self._lowered(best)
+            starts = [self.plain, self.nothing()]
+            low = minimum(self.graph)
+            starts.append(self._try(_held(self.graph, low.plan), "planner"))
+            for factor in (1.1, 1.3, 1.6):
+                solution = solve(self.graph, int(low.peak * factor))
+                starts.append(self._try(_held(self.graph, solution.plan), "planner"))
+            starts.sort(key=lambda c: c.outcome.peak)
+            self._least = min(map(self._lowered, starts[:3]), key=lambda c: c.outcome.peak)
         return self._least
 
     # ------------------------------------------------------------------ single moves
