@@ -565,9 +565,9 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
 
 # --- the partitioner of compiled code -----------------------------------------------------------
 
-# torch.compile splits a joint graph of forward and backward in two; which values the first hands to
-# the second is Inductor's public hook `custom_partitioner_fn`, but the steps around that choice have
-# private names only (all as of torch 2.13). They go when the partitioner takes a function that names
+# torch.compile splits a joint graph of forward and backward in two. To choose what the one saves for
+# the other, Inductor has the public hook `custom_partitioner_fn`, but the steps around that choice
+# have private names only, as of torch 2.13. They go when the partitioner takes a function that names
 # the saved values.
 
 
@@ -616,9 +616,7 @@ class JointGraph:
         placeholders = self.module.graph.find_nodes(op="placeholder")
         by_desc = {n.meta.get("desc"): n for n in placeholders}
         found = {
-            n.args[0]
-            for n in self.module.graph.nodes
-            if n.target is torch.ops.aten.copy_.default
+            n.args[0] for n in self.module.graph.nodes if n.target is torch.ops.aten.copy_.default
         }
         for desc in (output.meta.get("desc") or [])[: self.outputs]:
             if hasattr(desc, "mutated_input"):

@@ -133,7 +133,7 @@ class CompileBudget:
 
     def report(self) -> CompileReport:
         """What is planned so far; prints as text."""
-        calls = [g for g in self._ledger.step or self._ledger.last_step or self._graphs]
+        calls = list(self._ledger.step or self._ledger.last_step or self._graphs)
         known = [(g, g.choice.outcome) for g in calls if g.choice is not None]
         return CompileReport(
             limit=self._limit_of(calls) if known else None,
@@ -220,9 +220,7 @@ class CompileBudget:
             graph.change_to(choice)
 
 
-def share(
-    calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]
-) -> dict[Any, Choice]:
+def share(calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]) -> dict[Any, Choice]:
     """A choice for each graph: from the fewest bytes up, the most time for a byte first."""
     chosen = {graph: ladder[0] for graph, ladder in ladders.items()}
     count = {graph: calls.count(graph) for graph in ladders}
@@ -232,7 +230,7 @@ def share(
         return peak_of([(g, trial[g].outcome) for g in calls]) <= limit
 
     while True:
-        steps = []
+        steps: list[tuple[float, int, Any, Choice]] = []
         for graph, ladder in ladders.items():
             now = chosen[graph].outcome
             for choice in ladder:
@@ -256,7 +254,7 @@ class _Graph:
         self.options = options
         self.more_follows = _compat.broken_off(graph)
         self.context = _compat.tracing_context()
-        self.search: Any = None
+        self.search: Search = None  # type: ignore[assignment]  # until it has been split
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
         self.code: Callable[..., Any] | None = None
@@ -321,8 +319,7 @@ class _Graph:
         """The partitioner: called by AOTAutograd with a joint graph."""
         traced = _compat.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
         if not traced.has_backward:
-            halves: tuple[Any, Any] = traced.split_without_backward()
-            return halves
+            return traced.split_without_backward()
         joint = Joint(
             traced,
             fuse=self.budget.compiler == "inductor",
@@ -340,8 +337,7 @@ class _Graph:
         for index in wanted.outcome.twice:
             if draws(joint.ops[index].node):
                 _compat.recomputed_draw(joint.ops[index].node)
-        halves = traced.split(search.nodes(wanted))
-        return halves
+        return traced.split(search.nodes(wanted))
 
     def report(self) -> GraphReport:
         assert self.choice is not None

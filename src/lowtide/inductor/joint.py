@@ -159,6 +159,8 @@ class Joint:
             self._seen[node] = self._picked(node, source, value)
             return
         known = self._aliased(value)
+        if known is None and _is_view(node):  # one that a pass of Inductor's has put in
+            known = reads[:1]
         if known is not None and not _writes(node):
             self._seen[node] = known
             return
@@ -282,6 +284,11 @@ def _nbytes(tensor: torch.Tensor) -> int:
 def _writes(node: Any) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def _is_view(node: Any) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
 
 def draws(node: Any) -> bool:

@@ -57,15 +57,27 @@ class Scheduler:
         self.seconds = [op.seconds for op in joint.ops]
         self.workspace = [op.workspace for op in joint.ops]
         self.fused = [op.fused for op in joint.ops]
-        self.late = [index for index, op in enumerate(joint.ops) if op.late]
+        self.late = self._late_order()
         self.is_late = [op.late for op in joint.ops]
         self.evaluations = 0
 
-    def needed(self) -> frozenset[int]:
-        """Storages of the forward that operations of the backward read themselves."""
-        direct = {s for index in self.late for s in self.reads[index]}
-        direct |= self.joint.gradients
-        return frozenset(s for s in direct if self._early(s))
+    def _late_order(self) -> list[int]:
+        """Operations of the backward. Inductor reorders its own for a low peak.
+
+        Of two products after one another, the one that makes less goes first: the gradient of a
+        weight lets an activation go before that of an input takes its place.
+        """
+        ops, nbytes = self.joint.ops, self.nbytes
+        late = [index for index, op in enumerate(ops) if op.late]
+        if not self.joint.fuse:
+            return late
+        size = {index: sum(nbytes[s] for s in ops[index].makes) for index in late}
+        for place in range(len(late) - 1):
+            one, two = late[place : place + 2]
+            apart = not (ops[one].fused or ops[two].fused)
+            if apart and size[two] < size[one] and set(ops[one].makes).isdisjoint(ops[two].reads):
+                late[place : place + 2] = [two, one]
+        return late
 
     def _early(self, storage: int) -> bool:
         maker = self.maker[storage]
@@ -95,7 +107,7 @@ class Scheduler:
         returned = {s for s in self.joint.returned if self.maker[s] != OUTSIDE}
         given = set(self.joint.tangents)
         held = kept | returned
-        saved = sum(self.nbytes[s] for s in held)
+        between = sum(self.nbytes[s] for s in held)
         forward, _, one = self._walk(forward_order, set(), held, set())
         gradients = set(self.joint.gradients)
         lasting = returned if self.joint.results_last else set()
@@ -109,7 +121,7 @@ class Scheduler:
         return Outcome(
             forward=forward + states,
             backward=max(base + backward, base) + states,
-            saved=saved + states,
+            saved=between + states,
             gradients=sum(self.nbytes[s] for s in self.joint.parameter_gradients - kept),
             seconds=one + two,
             kept=frozenset(kept),
@@ -200,9 +212,7 @@ class Scheduler:
                 if storage not in inside and storage not in start:
                     new += nbytes[storage]
                     made_here.add(storage)
-            going = sum(
-                nbytes[s] for s in ends.get(place, ()) if s in made_here or s in freed
-            )
+            going = sum(nbytes[s] for s in ends.get(place, ()) if s in made_here or s in freed)
             top = level + new + self.workspace[index]
             if self.fused[index]:  # a fused kernel writes over what it is the last to read
                 top -= min(new, going)
@@ -228,9 +238,7 @@ class Scheduler:
                     last[storage] = when
         return last
 
-    def _fuse(
-        self, order: list[int], stays: set[int], start: set[int]
-    ) -> tuple[set[int], float]:
+    def _fuse(self, order: list[int], stays: set[int], start: set[int]) -> tuple[set[int], float]:
         """Storages that never leave their fused kernel, and the seconds of all kernels.
 
         Operations of one rank, with no kernel of a library between them, are one fused kernel.

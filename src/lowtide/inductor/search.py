@@ -66,9 +66,7 @@ class Search:
         """The fastest choice whose peaks are at most these, or the one nearest to them."""
 
         def over(choice: Choice) -> int:
-            return max(
-                0, choice.outcome.forward - forward, choice.outcome.backward - backward
-            )
+            return max(0, choice.outcome.forward - forward, choice.outcome.backward - backward)
 
         if not over(self.plain):
             return self.plain
