@@ -704,6 +704,11 @@ def must_be_saved(node: Any) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
+def is_overload(target: object) -> bool:
+    """Whether an FX node calls an operator of the dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
 @functools.cache
 def fusible_operators() -> frozenset[Any]:
     """Operators that Inductor generates code for, and so joins with their neighbours."""

@@ -213,7 +213,7 @@ class Joint:
     def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
         fused = self.fuse and _fusible(node)
         again = (
-            isinstance(node.target, torch._ops.OpOverload)
+            _compat.is_overload(node.target)
             and node.target.namespace in _AGAIN
             and not node.target._schema.is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
@@ -223,7 +223,7 @@ class Joint:
         result = node.meta.get("val")
         made = sum(self.storages[number].nbytes for number in makes)
         seconds, workspace = self.model.launch, 0
-        if isinstance(node.target, torch._ops.OpOverload):
+        if _compat.is_overload(node.target):
             if fused:
                 seconds = self._computing(node, result)
             else:
@@ -283,12 +283,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _writes(node: Any) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+    return _compat.is_overload(target) and bool(target._schema.is_mutable)
 
 
 def _is_view(node: Any) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
+    return _compat.is_overload(target) and bool(target.is_view)
 
 
 def draws(node: Any) -> bool:
@@ -298,7 +298,7 @@ def draws(node: Any) -> bool:
 
 def _fusible(node: Any) -> bool:
     target = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+    packet = target.overloadpacket if _compat.is_overload(target) else target
     return packet in _compat.fusible_operators() or (
         getattr(target, "namespace", "") in ("prims", "inductor_prims") and not draws(node)
     )
