@@ -565,10 +565,10 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
 
 # --- the partitioner of compiled code -----------------------------------------------------------
 
-# torch.compile splits a joint graph of forward and backward in two. To choose what the one saves for
-# the other, Inductor has the public hook `custom_partitioner_fn`, but the steps around that choice
-# have private names only, as of torch 2.13. They go when the partitioner takes a function that names
-# the saved values.
+# torch.compile splits a joint graph of forward and backward in two. To choose what one saves for the
+# other, Inductor has the public hook `custom_partitioner_fn`, but the steps around that choice
+# have private names only, as of torch 2.13. They go when the partitioner takes a function that
+# names the saved values.
 
 
 class JointGraph:
@@ -726,12 +726,15 @@ def size_hint(size: Any) -> int:
     return int(optimization_hint(size, fallback=4096))
 
 
+_fake_mode_of_hints = functools.cache(lambda: fake_mode())
+
+
 def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory of the sizes that `tensor`, which may be symbolic, stands for."""
     if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
         return tensor
     sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
-    with fake_mode():
+    with _fake_mode_of_hints():
         return torch.empty_strided(
             tuple(sizes), tuple(strides), dtype=tensor.dtype, device=tensor.device
         )
