@@ -565,10 +565,10 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
 
 # --- the partitioner of compiled code -----------------------------------------------------------
 
-# torch.compile splits a joint graph of forward and backward in two. To choose what one saves for the
-# other, Inductor has the public hook `custom_partitioner_fn`; the steps around that choice have
-# private names only, as of torch 2.13. They go when the partitioner takes a function that names the
-# saved values.
+# torch.compile splits a joint graph of forward and backward in two. To choose what one saves for
+# the other, Inductor has the public hook `custom_partitioner_fn`; the steps around that choice have
+# private names only, as of torch 2.13. They go when the partitioner takes a function that names
+# the saved values.
 
 
 class JointGraph:

@@ -158,7 +158,9 @@ class CompileBudget:
         return int(limit * (1 - _MARGIN[self.compiler])) - _SMALL
 
     def _limit_with(self, graph: _Graph) -> int:
-        return self._limit_of([*(call.graph for call in self._ledger.open), graph])
+        """The limit for what is open and one more call; a fraction is one of all that is known."""
+        calls = [*(call.graph for call in self._ledger.open), graph]
+        return max(self._limit_of(calls), self._limit_of(self._ledger.last_step))
 
     def _choose(self, graph: _Graph) -> Choice:
         """What a graph saves, beside what is held by the calls that are open.
