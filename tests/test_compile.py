@@ -243,6 +243,34 @@ def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
         assert same(step(model, functools.partial(model, scale=0.5, mask=mask)), expected)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=["none", "products", "combined"])
+def test_structures_and_regions_in_regions_in_compiled_code(policy: Policy | None) -> None:
+    """Dictionaries and tuples in and out, one region in another, all in one graph."""
+    model = Net()
+
+    def inner(parts: dict[str, Any], *, masks: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        hidden = model(parts["x"], parts["scale"], mask=masks[0])
+        return {"out": (hidden, hidden.sin()), "same": masks[1]}
+
+    def outer(x: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
+        made = lowtide.checkpoint(inner, {"x": x, "scale": 0.5}, masks=masks, policy=policy)
+        out: Tensor = made["out"][0] + made["out"][1] * made["same"]
+        return out
+
+    def ours(x: Tensor) -> Tensor:
+        masks = (torch.ones(32), torch.full((4,), 2.0))
+        return lowtide.checkpoint(outer, x.cos(), masks=masks)
+
+    def plain(x: Tensor) -> Tensor:
+        masks = (torch.ones(32), torch.full((4,), 2.0))
+        made = inner({"x": x.cos(), "scale": 0.5}, masks=masks)
+        out: Tensor = made["out"][0] + made["out"][1] * made["same"]
+        return out
+
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert same(step(model, plain), step(model, compiled))
+
+
 def test_torch_keywords_in_compiled_code() -> None:
     model = Net(0.0)
 

@@ -19,8 +19,9 @@ def blocks() -> Iterator[object]:
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
-    text = (GUIDES / "planning.md").read_text(encoding="utf-8")
-    yield pytest.param("\n".join(BLOCK.findall(text)), id="planning")  # each builds on the last
+    for name in ("planning", "compile"):  # each builds on the last
+        text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
+        yield pytest.param("\n".join(BLOCK.findall(text)), id=name)
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,9 @@ def fresh_accelerator() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
+# torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("code", list(blocks()))
 def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):

@@ -20,6 +20,7 @@ from lowtide.errors import (
 from lowtide.explain import Explanation, explain, format_explanation, print_explanation
 from lowtide.fitting import fit
 from lowtide.frontier import Curve, curve
+from lowtide.inductor import CompileBudget, CompileReport
 from lowtide.levels import checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
@@ -43,6 +44,8 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetReport",
+    "CompileBudget",
+    "CompileReport",
     "CompiledWarning",
     "Curve",
     "DryRunWarning",

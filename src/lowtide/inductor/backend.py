@@ -1,0 +1,360 @@
+"""`lowtide.CompileBudget`: torch.compile with a memory limit in bytes.
+
+Problem: compiled code has a ratio for each graph (`activation_memory_budget`), which says nothing
+about what a step takes. Invariant: the limit covers all that compiled code of one step allocates,
+over all graphs that this object has compiled; each call is checked against what the calls before it
+still hold, and a graph that does not fit is planned and compiled again or refused, never run on
+trust. A graph that fits as torch would split it is split as torch would. Imports the package's
+other modules and limits. Rejected: a wrapper of the model, which would put another name in front of
+its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide import _compat
+from lowtide.errors import BudgetError, UsageError
+from lowtide.inductor.joint import Joint, draws
+from lowtide.inductor.ledger import Ledger, peak_of
+from lowtide.inductor.search import Choice, Search
+from lowtide.limits import format_bytes, parse_limit
+
+_MARGIN = {"inductor": 0.04, "aot_eager": 0.0}
+"""Of the limit, what the model of a compiler's memory may be wrong by."""
+_SMALL = 1 << 10  # bytes of scalars and rounding
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One compiled graph. Bytes; of one call.
+
+    Attributes:
+        operations: of the forward, views left out.
+        recomputed: of them, run again in the backward; with Inductor, most of them inside kernels.
+        saved_bytes: held between its forward and its backward.
+        plain_saved_bytes: the same where torch alone decides.
+        peak: of its forward and backward.
+        plain_peak: the same where torch alone decides.
+        seconds: modelled, as a ratio to those where torch alone decides.
+    """
+
+    operations: int
+    recomputed: int
+    saved_bytes: int
+    plain_saved_bytes: int
+    peak: int
+    plain_peak: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What a `CompileBudget` has planned. Bytes; None: not known yet.
+
+    Attributes:
+        limit: in bytes.
+        planned_peak: of all calls of the last step together.
+        plain_peak: the same where torch alone decides.
+        graphs: in the order in which they were compiled.
+    """
+
+    limit: int | None
+    planned_peak: int | None
+    plain_peak: int | None
+    graphs: tuple[GraphReport, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"limit         {format_bytes(self.limit)}",
+            f"planned peak  {format_bytes(self.planned_peak)}",
+            f"plain peak    {format_bytes(self.plain_peak)}",
+        ]
+        for number, graph in enumerate(self.graphs):
+            lines.append(
+                f"graph {number}       saves {format_bytes(graph.saved_bytes)} of "
+                f"{format_bytes(graph.plain_saved_bytes)}, runs {graph.recomputed} of "
+                f"{graph.operations} operations again"
+            )
+        return "\n".join(lines)
+
+
+class CompileBudget:
+    """A backend for `torch.compile` that keeps compiled training steps inside a limit.
+
+    ``torch.compile(model, backend=lowtide.CompileBudget("2 GiB"))``. What to save between forward
+    and backward and what to compute again is decided for each operation by lowtide's planner; the
+    code is Inductor's. Pass one object to several `torch.compile` calls, and they share the limit.
+
+    Args:
+        limit: bytes (``int``), text (``"2 GiB"``), or a float in (0, 1]: a fraction of the peak
+            of the same step as torch alone would compile it. It counts what compiled code
+            allocates above what was there before: saved activations, temporaries, gradients and
+            results; not parameters, inputs, nor what runs outside of compiled code.
+        several_calls: a step calls compiled code more than once, as where blocks are compiled one
+            by one. The first step then saves as little as it can; from the second on all calls
+            are planned together. (What follows a graph break is noticed without it.)
+        compiler: ``"inductor"``, or ``"aot_eager"``, which runs the same split without generating
+            code, for debugging.
+
+    Raises (when a graph is compiled or called):
+        BudgetError: the limit cannot be kept; it names the smallest that would do.
+    """
+
+    __name__ = "lowtide"  # for Dynamo's messages
+
+    def __init__(
+        self,
+        limit: int | float | str,
+        *,
+        several_calls: bool = False,
+        compiler: str = "inductor",
+    ) -> None:
+        if compiler not in _MARGIN:
+            raise UsageError(
+                f"CompileBudget compiles with {' or '.join(map(repr, _MARGIN))}; got {compiler!r}."
+            )
+        self.limit = parse_limit(limit)
+        self.several_calls = several_calls
+        self.compiler = compiler
+        self._graphs: list[_Graph] = []
+        self._ledger = Ledger()
+        self._settled: list[_Graph] = []
+
+    def __call__(
+        self, graph: Any, examples: Any, *, mode: str | None = None, options: Any = None
+    ) -> Callable[..., Any]:
+        """Called by Dynamo with each graph that it has traced."""
+        made = _Graph(self, graph, mode, options)
+        made.compile(examples)
+        return made
+
+    def report(self) -> CompileReport:
+        """What is planned so far; prints as text."""
+        calls = list(self._ledger.step or self._ledger.last_step or self._graphs)
+        known = [(g, g.choice.outcome) for g in calls if g.choice is not None]
+        return CompileReport(
+            limit=self._limit_of(calls) if known else None,
+            planned_peak=peak_of(known) if known else None,
+            plain_peak=self._plain_peak(calls) if known else None,
+            graphs=tuple(g.report() for g in self._graphs if g.choice is not None),
+        )
+
+    # ------------------------------------------------------------------ the limit
+
+    def _plain_peak(self, graphs: list[_Graph]) -> int:
+        return peak_of([(g, g.search.plain.outcome) for g in graphs if g.search is not None])
+
+    def _limit_of(self, graphs: list[_Graph]) -> int:
+        """The limit in bytes for a step of these calls."""
+        if isinstance(self.limit, int):
+            return self.limit
+        return int(self.limit * self._plain_peak(graphs))
+
+    def _allowed(self, limit: int) -> int:
+        """The limit for what is predicted."""
+        return int(limit * (1 - _MARGIN[self.compiler])) - _SMALL
+
+    def _limit_with(self, graph: _Graph) -> int:
+        """The limit for what is open and one more call; a fraction is one of all that is known."""
+        calls = [*(call.graph for call in self._ledger.open), graph]
+        return max(self._limit_of(calls), self._limit_of(self._ledger.last_step))
+
+    def _choose(self, graph: _Graph) -> Choice:
+        """What a graph saves, beside what is held by the calls that are open.
+
+        Where more of the step is to come, nobody knows how much, so as little as possible.
+        """
+        search, ledger = graph.search, self._ledger
+        limit = self._limit_with(graph)
+        unknown = self.several_calls or graph.more_follows
+        if ledger.peak_with(graph, search.plain.outcome) <= limit and not unknown:
+            return search.plain
+        room = self._allowed(limit) - ledger.held
+        if unknown or graph in ledger.step:
+            choice = search.smallest(room)
+        else:
+            choice = search.within(room, room)
+        need = ledger.peak_with(graph, choice.outcome)
+        if need > limit and not (unknown and isinstance(self.limit, float)):
+            least = min((choice, search.least()), key=lambda c: c.outcome.peak)
+            raise self._refusal(graph, least, limit)
+        return choice
+
+    def _refusal(self, graph: _Graph, choice: Choice, limit: int) -> BudgetError:
+        need = self._ledger.peak_with(graph, choice.outcome)
+        least = int(need / (1 - _MARGIN[self.compiler])) + _SMALL
+        held = self._ledger.held
+        others = (
+            f" {format_bytes(held)} are held by {len(self._ledger.open)} calls of compiled graphs "
+            "before it in the same step."
+            if held
+            else ""
+        )
+        return BudgetError(
+            f"the compiled step does not fit in {format_bytes(limit)}: graph "
+            f"{self._graphs.index(graph)} takes at least {format_bytes(choice.outcome.peak)} for "
+            f"its forward and backward, of which {format_bytes(choice.outcome.gradients)} are "
+            f"gradients.{others} The smallest limit that would do is {least} bytes "
+            f"({format_bytes(least)}). Use a smaller batch or a larger limit.",
+            limit=limit,
+            minimum=least,
+        )
+
+    # ------------------------------------------------------------------ from step to step
+
+    def _settle(self) -> None:
+        """Choose for all graphs of the last step together, now that they are known."""
+        calls = self._ledger.last_step
+        if len(calls) < 2 or calls == self._settled:
+            return
+        self._settled = calls
+        limit = self._limit_of(calls)
+        graphs = list(dict.fromkeys(calls))
+        if self._plain_peak(calls) <= limit:
+            choices = {graph: graph.search.plain for graph in graphs}
+        else:
+            allowed = self._allowed(limit)
+            choices = share(calls, allowed, {g: g.search.ladder(allowed) for g in graphs})
+        for graph, choice in choices.items():
+            graph.change_to(choice)
+
+
+def share(calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]) -> dict[Any, Choice]:
+    """A choice for each graph: from the fewest bytes up, the most time for a byte first."""
+    chosen = {graph: ladder[0] for graph, ladder in ladders.items()}
+    count = {graph: calls.count(graph) for graph in ladders}
+
+    def fits(graph: Any, choice: Choice) -> bool:
+        trial = {**chosen, graph: choice}
+        return peak_of([(g, trial[g].outcome) for g in calls]) <= limit
+
+    while True:
+        steps: list[tuple[float, int, Any, Choice]] = []
+        for graph, ladder in ladders.items():
+            now = chosen[graph].outcome
+            for choice in ladder:
+                gain = (now.seconds - choice.outcome.seconds) * count[graph]
+                more = max(1, (choice.outcome.saved - now.saved) * count[graph])
+                if gain > 0 and fits(graph, choice):
+                    steps.append((gain / more, len(steps), graph, choice))
+        if not steps:
+            return chosen
+        _, _, graph, choice = max(steps)
+        chosen[graph] = choice
+
+
+class _Graph:
+    """One graph of Dynamo's, what was chosen for it, and the code that was made of it."""
+
+    def __init__(self, budget: CompileBudget, graph: Any, mode: Any, options: Any) -> None:
+        self.budget = budget
+        self.traced = graph
+        self.mode = mode
+        self.options = options
+        self.more_follows = _compat.broken_off(graph)
+        self.context = _compat.tracing_context()
+        self.search: Search = None  # type: ignore[assignment]  # until it has been split
+        self.choice: Choice | None = None
+        self.wanted: frozenset[str] | None = None
+        self.code: Callable[..., Any] | None = None
+        self.refused: BudgetError | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        budget = self.budget
+        if budget._ledger.begin():
+            budget._settle()
+        if self.refused is not None:
+            raise _again(self.refused)
+        if self.choice is not None and not self._fits():
+            self.change_to(budget._choose(self))
+        if self.code is None:
+            with _compat.tracing_again(self.context):
+                self.compile(args)
+        assert self.code is not None
+        results = self.code(*args)
+        if self.choice is not None:
+            budget._ledger.enter(self, self.choice.outcome, results)
+        return results
+
+    def _fits(self) -> bool:
+        assert self.choice is not None
+        budget = self.budget
+        need = budget._ledger.peak_with(self, self.choice.outcome)
+        return need <= budget._limit_with(self)
+
+    def change_to(self, choice: Choice) -> None:
+        """Save something else from the next call on."""
+        if self.choice is None or choice.saved != self.choice.saved:
+            self.choice = choice
+            self.wanted = self.search.names(choice)
+            self.code = None
+
+    def compile(self, examples: Any) -> None:
+        budget = self.budget
+        try:
+            with _compat.uncached_partitions():
+                if budget.compiler == "aot_eager":
+                    self.code = _compat.compile_with_aot_eager(self.traced, examples, self._split)
+                else:
+                    options = {**(self.options or {})}
+                    options["custom_partitioner_fn"] = _compat.partitioner(self._split)
+                    self.code = _compat.compile_with_inductor(
+                        self.traced, examples, options, self.mode
+                    )
+        except BudgetError as error:
+            # Dynamo would wrap it in an error of its own; raised by the code, it comes through.
+            self.refused = error
+            self.code = None
+
+    def _split(
+        self,
+        module: Any,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        """The partitioner: called by AOTAutograd with a joint graph."""
+        traced = _compat.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
+        if not traced.has_backward:
+            return traced.split_without_backward()
+        joint = Joint(
+            traced,
+            fuse=self.budget.compiler == "inductor",
+            results_last=not self.more_follows,  # read by the graph after a break, and gone with it
+        )
+        search = Search(joint)
+        wanted = None if self.wanted is None else search.named(self.wanted)
+        if wanted is None:
+            self.search = search
+            if self not in self.budget._graphs:
+                self.budget._graphs.append(self)
+            wanted = self.choice = self.budget._choose(self)
+        for node in traced.nodes:
+            _compat.untagged(node)
+        for index in wanted.outcome.twice:
+            if draws(joint.ops[index].node):
+                _compat.recomputed_draw(joint.ops[index].node)
+        return traced.split(search.nodes(wanted))
+
+    def report(self) -> GraphReport:
+        assert self.choice is not None
+        mine, plain = self.choice.outcome, self.search.plain.outcome
+        return GraphReport(
+            operations=sum(not op.late for op in self.search.joint.ops),
+            recomputed=len(mine.twice),
+            saved_bytes=mine.saved,
+            plain_saved_bytes=plain.saved,
+            peak=mine.peak,
+            plain_peak=plain.peak,
+            seconds=mine.seconds / plain.seconds if plain.seconds else 1.0,
+        )
+
+
+def _again(error: BudgetError) -> BudgetError:
+    """The same error without the traceback of where it was raised before."""
+    return BudgetError(str(error), limit=error.limit, minimum=error.minimum)

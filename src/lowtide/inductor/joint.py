@@ -1,0 +1,319 @@
+"""A joint graph of forward and backward as operations and storages, in flat lists.
+
+Problem: torch hands its partitioner thousands of FX nodes, many of them views, tuples and symbols;
+a choice of what to save needs bytes, times and who reads what. Invariant: a storage is counted
+once, however many nodes see it, and its bytes come from the traced shapes (of a symbolic size: what
+it was while compiling). What must not run twice is not `again`: collectives, custom operators,
+writes, and whatever reads an input that the forward overwrites. Imports `_compat`, costs,
+workspace. Rejected: one value a node, as torch's own knapsack has it, which pays a storage once for
+each of its views.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.costs import CostModel, DeviceModel
+from lowtide.tape.values import flatten
+from lowtide.workspace import kernel_workspace
+
+OUTSIDE = -1
+"""The maker of a storage that was there before: a parameter, a buffer, an input."""
+
+_AGAIN = ("aten", "prims", "inductor_prims", "prim")
+# What a number costs a fused kernel to compute, in nanoseconds on one core, beside the memory it
+# moves: its slow functions; a random number; anything else.
+_SLOW = frozenset(
+    ("exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh", "erf", "gelu", "gelu_backward",
+     "sigmoid", "silu", "pow", "softplus", "inductor_random")
+)  # fmt: skip
+_NS_SLOW, _NS_PLAIN = 0.8, 0.08
+_STATE = 5056  # bytes of the CPU generator's state
+
+
+@dataclass(slots=True)
+class Op:
+    """One operation that is no view.
+
+    Attributes:
+        node: its FX node.
+        reads, makes: storages.
+        seconds: of the kernel, or of its share of a fused one without the memory it moves.
+        workspace: bytes that the kernel takes meanwhile.
+        fused: Inductor generates its code and may join it with its neighbours.
+        again: it may be run a second time, in the backward.
+        late: it needs a gradient from outside.
+        state: bytes of the random state that is saved for it if it runs twice.
+    """
+
+    node: Any
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float
+    workspace: int
+    fused: bool
+    again: bool
+    late: bool
+    state: int
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory of one or more nodes.
+
+    Attributes:
+        nbytes: its size.
+        maker: index of the operation, or `OUTSIDE`.
+        node: the first plain tensor that it was seen as: what is saved to save it.
+    """
+
+    nbytes: int
+    maker: int
+    node: Any
+
+
+class Joint:
+    """The facts of one joint graph.
+
+    Attributes:
+        ops: in the order of the trace.
+        storages: what they read and make.
+        returned: storages that the forward gives to its caller.
+        gradients: storages that the backward makes and returns.
+        parameter_gradients: of them, those of parameters: they stay.
+        tangents: storages of the gradients it is given.
+        bound: storages that have to be saved if the backward reads them.
+        results_last: whether the caller holds them while this graph's backward runs.
+        bandwidth: bytes a second that fused kernels move.
+    """
+
+    def __init__(
+        self, traced: _compat.JointGraph, *, fuse: bool, results_last: bool = True
+    ) -> None:
+        self.traced = traced
+        self.fuse = fuse
+        self.results_last = results_last
+        self.ops: list[Op] = []
+        self.storages: list[Storage] = []
+        self._by_key: dict[int, int] = {}
+        self._seen: dict[Any, tuple[int, ...]] = {}
+        self._late = traced.tangent_dependent()
+        self.tangents: list[int] = []
+        device = _device(traced.nodes)
+        self._costs = CostModel(device)
+        self.model: DeviceModel = self._costs.model
+        self.bandwidth = self.model.bandwidth
+        # A second run of what reads them would read the new values.
+        self._overwritten = traced.overwritten()
+        self._changed: set[int] = set()
+        for node in traced.nodes:
+            self._enter(node)
+        forward, backward = traced.results()
+        self.returned = self._of(forward)
+        self.gradients = self._made(backward)
+        self.parameter_gradients = self._made(
+            [backward[place] for place in traced.static if place < len(backward)]
+        )
+        self.bound = frozenset(
+            made for op in self.ops if not op.again and not op.late for made in op.makes
+        ) | frozenset(
+            s for n in traced.nodes if _compat.must_be_saved(n) for s in self._seen.get(n, ())
+        )
+
+    def is_input(self, node: Any) -> bool:
+        """Whether a node is a tensor given to the forward, which holding costs nothing."""
+        return node.op == "placeholder" and node not in self._late and bool(self._seen.get(node))
+
+    def storages_of(self, node: Any) -> tuple[int, ...]:
+        """What a node sees."""
+        return self._seen.get(node, ())
+
+    def _of(self, results: list[Any]) -> frozenset[int]:
+        return frozenset(s for node in results for s in self._seen.get(node, ()))
+
+    def _made(self, results: list[Any]) -> frozenset[int]:
+        return frozenset(s for s in self._of(results) if self.storages[s].maker != OUTSIDE)
+
+    # ------------------------------------------------------------------ entering the nodes
+
+    def _enter(self, node: Any) -> None:
+        value = node.meta.get("val")
+        if node.op == "output":
+            return
+        if node.op in ("placeholder", "get_attr"):
+            self._seen[node] = self._stored(node, value, OUTSIDE)
+            if node in self._overwritten:
+                self._changed.update(self._seen[node])
+            if node in self._late:
+                self.tangents.extend(self._seen[node])
+            return
+        inputs = node.all_input_nodes
+        reads = tuple(dict.fromkeys(s for n in inputs for s in self._seen.get(n, ())))
+        if node.target is operator.getitem:
+            source = self._seen.get(node.args[0], ())
+            self._seen[node] = self._picked(node, source, value)
+            return
+        known = self._aliased(value)
+        if known is None and _is_view(node):  # one that a pass of Inductor's has put in
+            known = reads[:1]
+        if known is not None and not _writes(node):
+            self._seen[node] = known
+            return
+        if not isinstance(value, torch.Tensor | tuple | list) and not reads:
+            self._seen[node] = ()  # arithmetic on symbols
+            return
+        index = len(self.ops)
+        makes = () if _writes(node) else self._stored(node, value, index)
+        self._seen[node] = reads[:1] if _writes(node) else makes
+        self.ops.append(self._operation(node, reads, makes))
+
+    def _stored(self, node: Any, value: Any, maker: int) -> tuple[int, ...]:
+        """New storages for what a node returns."""
+        found = []
+        for tensor in flatten(value):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            key = _key(tensor)
+            number = self._by_key.get(key) if key is not None else None
+            if number is None:
+                number = len(self.storages)
+                plain = node if isinstance(value, torch.Tensor) else None
+                self.storages.append(Storage(_nbytes(tensor), maker, plain))
+                if key is not None:
+                    self._by_key[key] = number
+            found.append(number)
+        return tuple(found)
+
+    def _picked(self, node: Any, source: tuple[int, ...], value: Any) -> tuple[int, ...]:
+        """The storage of one result of several."""
+        place = node.args[1]
+        key = _key(value) if isinstance(value, torch.Tensor) else None
+        number = self._by_key.get(key) if key is not None else None
+        if number is None and len(source) > place:
+            number = source[place]
+        if number is None:
+            return ()
+        if self.storages[number].node is None and isinstance(value, torch.Tensor):
+            self.storages[number].node = node
+        return (number,)
+
+    def _aliased(self, value: Any) -> tuple[int, ...] | None:
+        """The storages of a view; None where some of it is new."""
+        tensors = [t for t in flatten(value) if isinstance(t, torch.Tensor)]
+        keys = [_key(tensor) for tensor in tensors]
+        numbers = [self._by_key.get(key) if key is not None else None for key in keys]
+        found = tuple(n for n in numbers if n is not None)
+        return found if tensors and len(found) == len(tensors) else None
+
+    def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
+        fused = self.fuse and _fusible(node)
+        again = (
+            _compat.is_overload(node.target)
+            and node.target.namespace in _AGAIN
+            and not node.target._schema.is_mutable
+            and not (draws(node) and self.fuse and node.target.namespace != "aten")
+            and self._changed.isdisjoint(reads)
+        )
+        args, kwargs = _values((node.args, node.kwargs))
+        result = node.meta.get("val")
+        made = sum(self.storages[number].nbytes for number in makes)
+        seconds, workspace = self.model.launch, 0
+        if _compat.is_overload(node.target):
+            if fused:
+                seconds = self._computing(node, result)
+            else:
+                result = _values(result)
+                seconds = self._costs.seconds(node.target, args, kwargs, result)
+                name = node.target._schema.name
+                tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
+                workspace = int(kernel_workspace(name, tensors, args, made))
+        late, state = node in self._late, _STATE if draws(node) else 0
+        return Op(node, reads, makes, seconds, workspace, fused, again, late, state)
+
+    def _computing(self, node: Any, result: Any) -> float:
+        """Seconds in a fused kernel, besides those for memory."""
+        counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
+        elements = max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
+        name = node.target.overloadpacket.__name__
+        each = _NS_SLOW if name in _SLOW else _NS_PLAIN
+        cores = max(1.0, self.model.flops / 9e10)
+        return elements * each * 1e-9 / cores
+
+
+# ------------------------------------------------------------------------------ of a node
+
+
+def _device(nodes: list[Any]) -> torch.device:
+    for node in nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            return value.device
+    return torch.device("cpu")
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return _compat.storage_key(tensor)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _numel(tensor: torch.Tensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= _compat.size_hint(size)
+    return count
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the storage: what strides and sizes reach."""
+    reach = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size = _compat.size_hint(size)
+        if size == 0:
+            return 0
+        reach += (size - 1) * _compat.size_hint(stride)
+    return reach * tensor.element_size()
+
+
+def _writes(node: Any) -> bool:
+    target = node.target
+    return _compat.is_overload(target) and bool(target._schema.is_mutable)
+
+
+def _is_view(node: Any) -> bool:
+    target = node.target
+    return _compat.is_overload(target) and bool(target.is_view)
+
+
+def draws(node: Any) -> bool:
+    """Whether an operation takes random numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _fusible(node: Any) -> bool:
+    target = node.target
+    packet = target.overloadpacket if _compat.is_overload(target) else target
+    return packet in _compat.fusible_operators() or (
+        getattr(target, "namespace", "") in ("prims", "inductor_prims") and not draws(node)
+    )
+
+
+def _values(tree: Any) -> Any:
+    """The arguments of a node as the traced tensors, symbols as integers."""
+    if isinstance(tree, torch.fx.Node):
+        return _values(tree.meta.get("val"))
+    if isinstance(tree, torch.SymInt):
+        return _compat.size_hint(tree)
+    if isinstance(tree, torch.Tensor):
+        return _compat.with_hinted_sizes(tree)
+    if isinstance(tree, dict):
+        return {key: _values(item) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return tuple(_values(item) for item in tree)
+    return tree

@@ -1,0 +1,124 @@
+"""Several compiled graphs under one limit.
+
+Problem: a graph break, a model compiled block by block, or a model that is called twice leaves
+several graphs in one step, and what each has saved stays until its own backward. Invariant: a call
+is on the books from its forward until its backward has run or its graph is dropped, whichever is
+first; the peak of a step is that of its calls in order, where backward goes through them in
+reverse. Imports schedule. Rejected: a share of the limit for each graph, as torch's budget has it:
+nobody knows how many there are before the first step is over.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.inductor.schedule import Outcome
+
+_NODE = "CompiledFunctionBackward"
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One forward of a compiled graph: which graph, and what its choice comes to."""
+
+    graph: Any
+    outcome: Outcome
+
+
+def peak_of(calls: Sequence[tuple[Any, Outcome]]) -> int:
+    """Peak bytes of these calls, (graph, outcome) in order of their forwards, with backwards.
+
+    Gradients that a graph leaves behind stay while those before it run backward; a graph that is
+    called again adds to the same ones.
+    """
+    before = [0]
+    for _, outcome in calls:
+        before.append(before[-1] + outcome.saved)
+    peak = after = 0
+    done: set[int] = set()
+    for place in range(len(calls) - 1, -1, -1):
+        graph, outcome = calls[place]
+        held = before[place]
+        peak = max(peak, held + outcome.forward, held + after + outcome.backward)
+        if id(graph) not in done:
+            done.add(id(graph))
+            after += outcome.gradients
+    return peak
+
+
+class Ledger:
+    """The calls whose backward has not run yet, in order, and those of the step before."""
+
+    def __init__(self) -> None:
+        self.open: list[Call] = []
+        self.step: list[Any] = []
+        """Graphs of the calls since nothing was open, in order."""
+        self.last_step: list[Any] = []
+
+    def begin(self) -> bool:
+        """A call is about to be made; whether a step begins with it."""
+        if self.open:
+            return False
+        if self.step:
+            self.last_step = self.step
+        self.step = []
+        return True
+
+    def peak_with(self, graph: Any, outcome: Outcome) -> int:
+        """Peak of what is open together with one more call."""
+        return peak_of([*((call.graph, call.outcome) for call in self.open), (graph, outcome)])
+
+    @property
+    def held(self) -> int:
+        """Bytes that the open calls have saved."""
+        return sum(call.outcome.saved for call in self.open)
+
+    def enter(self, graph: Any, outcome: Outcome, results: Any) -> None:
+        """A call has returned; it is open if a backward can come to it."""
+        node = next(_nodes_of(results), None)
+        if node is None:
+            return
+        self.step.append(graph)
+        call = Call(graph, outcome)
+        self.open.append(call)
+        close = _Closing(weakref.ref(self), call)
+        node.register_hook(close)
+        weakref.finalize(node, close)
+
+    def close(self, call: Call) -> None:
+        if call in self.open:
+            self.open.remove(call)
+
+
+class _Closing:
+    """Takes a call off the books: as a hook of its node, and when the node goes."""
+
+    __slots__ = ("call", "ledger")
+
+    def __init__(self, ledger: weakref.ref[Ledger], call: Call) -> None:
+        self.ledger = ledger
+        self.call = call
+
+    def __call__(self, *_: object) -> None:
+        ledger = self.ledger()
+        if ledger is not None:
+            ledger.close(self.call)
+
+
+def _nodes_of(results: Any) -> Iterator[Any]:
+    """The autograd node of the compiled call that made these results."""
+    for result in results if isinstance(results, list | tuple) else [results]:
+        node = result.grad_fn if isinstance(result, torch.Tensor) else None
+        for _ in range(3):  # a result that is a view of another has a node or two of its own
+            if node is None:
+                break
+            if node.name() == _NODE:
+                yield node
+                break
+            following = node.next_functions
+            node = following[0][0] if following else None

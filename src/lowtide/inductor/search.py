@@ -1,0 +1,206 @@
+"""Choosing what compiled code saves: lowtide's planner proposes, the schedule decides.
+
+Problem: the planner knows replays that happen again and again and kernels of their own; compiled
+code runs an operation at most once in each half and joins kernels. Invariant: a choice is accepted
+by `Scheduler`, which knows those rules, never by the planner's own figures; where what torch would
+save fits, that is the choice, so that a limit which is met already changes nothing. Deterministic:
+work is counted, not timed. Imports joint, schedule and the planner. Rejected: an integer program
+over the FX graph, and a knapsack of independent items, which is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.inductor.joint import Joint
+from lowtide.inductor.schedule import Outcome, Scheduler
+from lowtide.inductor.stepgraph import step_graph
+from lowtide.planner import HOLD, Graph, Retention, minimum, solve
+from lowtide.planner.graph import EXTERNAL
+
+_ROUNDS = 5  # limits asked of the planner
+_RATIOS = (0.7, 0.45, 0.2)  # of torch's own budget, whose choices are candidates too
+_STEPS = 6  # of a ladder
+_WORK = 1_500_000  # operations that a search may schedule: some seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Storages to save, and what that comes to."""
+
+    saved: frozenset[int]
+    outcome: Outcome
+    method: str
+
+
+class Search:
+    """The choices for one graph.
+
+    Args:
+        joint: the graph.
+    """
+
+    def __init__(self, joint: Joint) -> None:
+        self.joint = joint
+        self.scheduler = Scheduler(joint)
+        self.allowed = max(_WORK // (len(joint.ops) + 1), 60)
+        self.savable = self.scheduler.savable()
+        self.plain = self._by_ratio(1.0)
+        self._graph: Graph | None = None
+        self._least: Choice | None = None
+        self._by_torch: list[Choice] = []
+
+    def _try(self, saved: Iterable[int], method: str) -> Choice:
+        outcome = self.scheduler.run(frozenset(saved) & self.savable)
+        return Choice(outcome.kept & self.savable, outcome, method)
+
+    @property
+    def graph(self) -> Graph:
+        if self._graph is None:
+            self._graph = step_graph(self.scheduler, self.plain.saved)
+        return self._graph
+
+    def within(self, forward: int, backward: int) -> Choice:
+        """The fastest choice whose peaks are at most these, or the one nearest to them."""
+
+        def over(choice: Choice) -> int:
+            return max(0, choice.outcome.forward - forward, choice.outcome.backward - backward)
+
+        if not over(self.plain):
+            return self.plain
+        best = min(self.by_torch(), key=lambda c: (over(c), c.outcome.seconds))
+        room = min(forward, backward)
+        asked = room
+        for _ in range(_ROUNDS):
+            solution = solve(self.graph, max(asked, 1))
+            found = self._try(_held(self.graph, solution.plan), "planner")
+            best = min(best, found, key=lambda c: (over(c), c.outcome.seconds))
+            if over(found):
+                asked -= max(over(found), room // 100)
+            elif room - found.outcome.peak > room // 50:
+                asked += (room - found.outcome.peak) // 2
+            else:
+                break
+            if solution.status != "fits" or asked <= 0:
+                break
+        if over(best):
+            best = min(best, self.least(), key=lambda c: (over(c), c.outcome.seconds))
+        return self._improved(best, over)
+
+    def smallest(self, room: int) -> Choice:
+        """The choice that saves the fewest bytes, with peaks of at most `room` where possible."""
+        return min(
+            (self.nothing(), self.least(), self.plain),
+            key=lambda c: (max(0, c.outcome.peak - room), c.outcome.saved, c.outcome.seconds),
+        )
+
+    def nothing(self) -> Choice:
+        """Everything again, from the inputs."""
+        return self._try((), "nothing")
+
+    def ladder(self, room: int) -> list[Choice]:
+        """Choices from few saved bytes to many, each faster than the one before."""
+        found = [self.plain, self.nothing(), self.least(), *self.by_torch()]
+        high, low = self.plain.outcome.peak, self.least().outcome.peak
+        for step in range(1, _STEPS):
+            asked = low + (high - low) * step // _STEPS
+            solution = solve(self.graph, asked)
+            found.append(self._try(_held(self.graph, solution.plan), "planner"))
+        found.sort(key=lambda c: (c.outcome.saved, c.outcome.seconds))
+        rungs: list[Choice] = []
+        for choice in found:
+            if choice.outcome.peak > room and rungs:
+                continue
+            if not rungs or choice.outcome.seconds < rungs[-1].outcome.seconds:
+                rungs.append(choice)
+        return rungs
+
+    def by_torch(self) -> list[Choice]:
+        """What torch saves at some ratios of its own."""
+        if not self._by_torch:
+            self._by_torch = [self._by_ratio(ratio) for ratio in _RATIOS]
+        return self._by_torch
+
+    def _by_ratio(self, ratio: float) -> Choice:
+        nodes = self.joint.traced.saved_by_torch(ratio)
+        return self._try({s for n in nodes for s in self.joint.storages_of(n)}, "as torch")
+
+    def names(self, choice: Choice) -> frozenset[str]:
+        """A choice by the names of its nodes, which are the same when a graph is traced again."""
+        return frozenset(node.name for node in self._saved_nodes(choice))
+
+    def named(self, names: frozenset[str]) -> Choice | None:
+        """The choice of these names; None where some are not of this graph."""
+        storages = self.joint.storages
+        found = [n for n in self.savable if storages[n].node.name in names]
+        return self._try(found, "known") if len(found) == len(names) else None
+
+    def _saved_nodes(self, choice: Choice) -> list[Any]:
+        kept = choice.saved | (choice.outcome.kept & self.savable)
+        return [self.joint.storages[number].node for number in kept]
+
+    def nodes(self, choice: Choice) -> list[Any]:
+        """What to save, in the order of the trace, inputs included."""
+        saved = set(self._saved_nodes(choice))
+        return [n for n in self.joint.traced.nodes if n in saved or self.joint.is_input(n)]
+
+    def least(self) -> Choice:
+        """The choice of the lowest peak that the search finds."""
+        if self._least is None:
+            starts = [self.plain, self.nothing()]
+            low = minimum(self.graph)
+            starts.append(self._try(_held(self.graph, low.plan), "planner"))
+            for factor in (1.1, 1.3, 1.6):
+                solution = solve(self.graph, int(low.peak * factor))
+                starts.append(self._try(_held(self.graph, solution.plan), "planner"))
+            starts.sort(key=lambda c: c.outcome.peak)
+            self._least = min(map(self._lowered, starts[:3]), key=lambda c: c.outcome.peak)
+        return self._least
+
+    # ------------------------------------------------------------------ single moves
+
+    def _moves(self, choice: Choice) -> Iterator[int]:
+        """Storages to save or to let go, the largest first."""
+        nbytes = self.scheduler.nbytes
+        touched = {s for i in choice.outcome.twice for s in self.scheduler.makes[i]}
+        able = (touched | choice.saved) & self.savable - self.joint.bound
+        yield from sorted(able, key=lambda s: (-nbytes[s], s))
+
+    def _improved(self, best: Choice, over: object) -> Choice:
+        """Single changes, as long as one makes the choice faster and no larger than allowed."""
+        assert callable(over)
+        stop = self.scheduler.evaluations + self.allowed
+        changed = True
+        while changed and self.scheduler.evaluations < stop:
+            changed = False
+            for storage in list(self._moves(best)):
+                found = self._try(best.saved ^ {storage}, best.method)
+                if (over(found), found.outcome.seconds) < (over(best), best.outcome.seconds):
+                    best, changed = found, True
+                if self.scheduler.evaluations >= stop:
+                    break
+        return best
+
+    def _lowered(self, best: Choice) -> Choice:
+        """Single changes, as long as one lowers the peak."""
+        stop = self.scheduler.evaluations + self.allowed
+        changed = True
+        while changed and self.scheduler.evaluations < stop:
+            changed = False
+            for storage in list(self._moves(best)):
+                found = self._try(best.saved ^ {storage}, "least")
+                if found.outcome.peak < best.outcome.peak:
+                    best, changed = found, True
+                if self.scheduler.evaluations >= stop:
+                    break
+        return best
+
+
+def _held(graph: Graph, plan: Retention) -> frozenset[int]:
+    return frozenset(
+        number
+        for number, (value, choice) in enumerate(zip(graph.values, plan.retain, strict=True))
+        if choice == HOLD and value.producer != EXTERNAL
+    )
