@@ -22,7 +22,8 @@ from .largest import Fit, Search
 from .pictures import draw
 from .summary import Duel, as_data, duel_table, duels, fit_table, row_table
 
-FRONTIER = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+FRONTIER = (0.9, 0.75, 0.6, 0.45, 0.3)
+SLOW = ("swin_unetr",)
 BUDGETS = (1.0, 0.5, 0.2)
 LARGEST = ("gpt2", "unet3d")
 
@@ -33,7 +34,9 @@ def options(given: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, help="default: cpu; tiny with --quick")
     parser.add_argument("--quick", action="store_true", help="tiny networks, rough figures")
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument(
+        "--models", nargs="+", choices=CASES, help=f"default: all; with --quick not {SLOW[0]}"
+    )
     parser.add_argument(
         "--compile",
         nargs="*",
@@ -49,8 +52,9 @@ def options(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("output/suite"))
     found = parser.parse_args(given)
     found.size = found.size or ("tiny" if found.quick else "cpu")
-    found.rounds = found.rounds or (3 if found.quick else 7)
-    found.shares = FRONTIER[::4] if found.quick else FRONTIER
+    found.rounds = found.rounds or (3 if found.quick else 5)
+    found.models = found.models or [n for n in CASES if not (found.quick and n in SLOW)]
+    found.shares = FRONTIER[::2] if found.quick else FRONTIER
     if found.compile is None:
         found.compile = [] if found.quick else ["gpt2"]
     if found.largest is None:

@@ -120,7 +120,7 @@ def unet(size: str) -> Case:
 def swin_unetr(size: str) -> Case:
     width, count, sides = {
         "tiny": (12, 1, (64, 32, 32)),
-        "cpu": (12, 1, (64, 64, 32)),
+        "cpu": (12, 1, (64, 32, 32)),
         "gpu": (48, 2, (96, 96, 96)),
     }[size]
 

@@ -38,7 +38,7 @@ from .methods import (
 )
 
 STEPS = 3
-_NEAR = 0.01  # of the plain peak: limits this near to each other are one
+_NEAR = 0.01  # of the plain peak: limits this near to each other are one, the smaller
 
 
 @dataclass
@@ -202,29 +202,32 @@ class Contest:
         self.enter(Row(name, "peer", note=note), partial(sequential, best))
 
     def _lowtide(self, plain: int, shares: Sequence[float]) -> None:
-        peaks = {
-            row.peak: row.method
-            for row in self.rows.values()
-            if row.family in ("peer", "compile") and row.peak is not None and row.peak < plain
-        }
+        known = [row for row in self.rows.values() if row.family in ("peer", "compile")]
+        peaks: dict[int, str] = {}
+        for row in sorted(known, key=lambda row: row.peak or plain):
+            if row.peak is None or row.peak >= plain:
+                continue
+            if not any(row.peak - other < _NEAR * plain for other in peaks):
+                peaks[row.peak] = row.method
         for peak, method in sorted(peaks.items(), reverse=True):
             self.enter(limited(peak, f"peak of {method}"), partial(under, peak))
-        least = self._least()
+        lowest = self._lowest()
         for share in shares:
             limit = int(share * plain)
             near = any(abs(limit - peak) < _NEAR * plain for peak in peaks)
-            if not near and limit > least:
+            if not near and limit > lowest.peak:
                 self.enter(limited(limit, f"{share:.0%}"), partial(under, limit))
-        row = self.enter(limited(least, "minimum"), partial(under, least))
+        row = self.enter(limited(lowest.peak, "minimum"), partial(under, lowest))
         if row.minimum is not None:
             again = limited(row.minimum, "minimum, as refused")
             self.enter(again, partial(under, row.minimum))
 
-    def _least(self) -> int:
-        """The smallest peak that a dry run finds a plan for."""
+    def _lowest(self) -> lowtide.Plan:
+        """The plan of the smallest peak that a dry run finds."""
         with self._seeded():
-            plan = lowtide.plan(partial(self.case.loss, self.plain), self.data[0])
-        return plan.minimum_peak
+            forward = partial(self.case.loss, self.plain)
+            least = lowtide.plan(forward, self.data[0]).minimum_peak
+            return lowtide.plan(forward, self.data[0], limit=least)
 
     @contextlib.contextmanager
     def _seeded(self) -> Any:

@@ -82,7 +82,7 @@ class Search:
         fits(one), fits(two)
         slope = (fit.needs[two] - fit.needs[one]) / (two - one)
         batch = max(1, int(one + (self.memory - fit.needs[one]) / slope))
-        pace = max(1, batch // 32)
+        pace = max(1, batch // 16)
         while batch > 0 and not fits(batch):
             batch -= pace
         while fits(batch + pace):

@@ -207,8 +207,12 @@ def compiled(share: float, backend: str, case: Case, plain: nn.Module) -> Ready:
     base = compiled_name(1.0, backend)
 
     def wrap(forward: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
-        torch._dynamo.reset()
-        return torch.compile(forward, backend=backend)
+        def step(batch: Any) -> Tensor:
+            return forward(batch)
+
+        # What is compiled is found by its code, and one share must not be given another's.
+        step.__code__ = step.__code__.replace(co_name=f"step_{share:g}".replace(".", "_"))
+        return torch.compile(step, backend=backend)
 
     return Ready(twin(plain), None, base, wrap, partial(memory_budget, share))
 

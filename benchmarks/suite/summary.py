@@ -42,22 +42,23 @@ def added(row: Row, rows: dict[str, Row]) -> float | None:
 def duels(rows: Sequence[Row]) -> list[Duel]:
     """One for each peer; where they cannot be compared, the reason stands in the verdict."""
     by_name = {row.method: row for row in rows}
-    limited = {row.limit: row for row in rows if row.family == "lowtide"}
+    ours = [row for row in rows if row.family == "lowtide"]
     plain = by_name[PLAIN].peak
     return [
-        _duel(row, by_name, limited, plain)
+        _duel(row, by_name, ours, plain)
         for row in rows
         if row.family in ("peer", "compile") and row.method != row.base
     ]
 
 
-def _duel(row: Row, rows: dict[str, Row], limited: dict[int | None, Row], plain: Any) -> Duel:
+def _duel(row: Row, rows: dict[str, Row], all_ours: list[Row], plain: Any) -> Duel:
     theirs = added(row, rows)
     if theirs is None:
         return Duel(row.method, row.peak, None, None, row.error or "not timed")
     if row.peak is None or row.peak >= plain:
         return Duel(row.method, row.peak, theirs, None, "it saves no memory here")
-    us = limited.get(row.peak)
+    fitting = [us for us in all_ours if us.limit is not None and us.limit <= row.peak]
+    us = max(fitting, key=lambda us: us.limit or 0, default=None)
     ours = None if us is None else added(us, rows)
     if us is None or ours is None or not us.held:
         why = "limit exceeded" if us and not us.held else us.error if us else "not run"
