@@ -9,7 +9,7 @@ a chain with skips and a transformer. Per operation of the forward:
 - record: the forward under a planned budget that keeps everything, less the plain forward;
 - keep all: the same for the whole step, so with the answers to what autograd asks;
 - replay: a step that recomputes everything in one region, less the plain step and a plain forward;
-- bytes: resident memory that the records of a forward take, less what the plain graph takes;
+- bytes: host memory with the graph of a forward alive, less what the plain graph takes;
 - first step: a budget's first step, unplanned and watched; next: the planning between two steps;
 - dry run, solve: `lowtide.plan` for half of the plain peak, its passage and its search.
 
@@ -19,12 +19,15 @@ The last table is the cost of a tape that keeps everything over DenseNet121.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import ctypes
 import gc
 import statistics
 import time
+import tracemalloc
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +39,6 @@ from models import WORKLOADS, arguments, clear, markdown, results, timed_step, t
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 30_000)
 _PATIENCE = 40.0  # seconds: where one size took longer, the next is left out
-_PAGES_COUNT = 3_000  # operations below which resident memory moves too little to be measured
 
 Forward = Callable[[], Tensor]
 
@@ -135,37 +137,48 @@ def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
     }
 
 
-def resident() -> int:
-    """Bytes of this process in memory, what the allocators keep back given up as far as it goes."""
+class _Heap(ctypes.Structure):
+    """`struct mallinfo2` of the C library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def in_use() -> int:
+    """Bytes of Python's objects made since tracing began, and of the C library's heap."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = _Heap
+    traced = tracemalloc.get_traced_memory()[0] - tracemalloc.get_tracemalloc_memory()
+    return traced + read().uordblks
 
 
-def bytes_of_records(net: nn.Module, operations: int) -> float | None:
-    """Bytes an operation, with the graph of a forward alive; None: too few to tell."""
-    if operations < _PAGES_COUNT:
-        return None
+def bytes_of_records(net: nn.Module, operations: int) -> float:
+    """Bytes an operation, with the graph of a forward alive."""
     budget = lowtide.budget("10 GiB")
     for _ in range(3):
         with budget:
             loss = net()
         loss.backward()
 
-    def grown(around: Any) -> int:
-        before = resident()
-        if around is None:
+    def grown(around: AbstractContextManager[Any]) -> int:
+        before = in_use()
+        with around:
             held = net()
-        else:
-            with around:
-                held = net()
-        after = resident()
+        after = in_use()
         held.backward()
         return after - before
 
-    figures = [(grown(budget), grown(None)) for _ in range(3)]
-    taped, plain = (statistics.median(column) for column in zip(*figures, strict=True))
+    tracemalloc.start()
+    try:
+        taped, plain = grown(budget), grown(contextlib.nullcontext())
+    finally:
+        tracemalloc.stop()
     return (taped - plain) / operations
 
 
@@ -212,12 +225,12 @@ def scale(kind: str, way: str, sizes: list[int], rounds: int) -> list[dict[str, 
         torch.manual_seed(0)
         net = KINDS[kind](size)
         row: dict[str, Any] = {"kind": kind, "engine": way}
-        row |= engine_costs(net, rounds if size < 10_000 else 3)
+        row |= engine_costs(net, rounds if size < 10_000 else 2)
         row["bytes"] = bytes_of_records(net, row["operations"])
         rows.append(row)
         cells = [f"{row[key]:.2f}" for key in ("plain", "record", "keep all", "replay")]
-        held = "" if row["bytes"] is None else f"{row['bytes']:.0f}"
-        print(f"| {row['operations']} | " + " | ".join([*cells, held]) + " |", flush=True)
+        cells.append(f"{row['bytes']:.0f}")
+        print(f"| {row['operations']} | " + " | ".join(cells) + " |", flush=True)
     return rows
 
 
@@ -274,17 +287,18 @@ def ways() -> list[str]:
 def main() -> None:
     parser: argparse.ArgumentParser = arguments(__doc__ or "", models=False)
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--no-planning", action="store_true")
     options = parser.parse_args()
-    rounds = 3 if options.quick else 9
+    rounds = 3 if options.quick else 7
     sizes = options.sizes[:4] if options.quick else options.sizes
     with results(options) as rows:
         for way in ways():
             with engine.use(way):
-                for kind in KINDS:
+                for kind in options.kinds:
                     rows += scale(kind, way, sizes, rounds)
         if not options.no_planning:
-            for kind in KINDS:
+            for kind in options.kinds:
                 rows += scale_planning(kind, sizes)
         print("\nDenseNet121 under a tape that keeps everything\n")
         table = []

@@ -92,6 +92,12 @@ def listed(*path: str) -> Callable[[nn.Module], Place]:
 # ---------------------------------------------------------------------------- networks
 
 
+def with_loss(model: nn.Module) -> nn.Module:
+    """Name the loss: a warning of its absence would break what torch.compile sees in two."""
+    model.loss_type = "ForCausalLM"
+    return model
+
+
 def unet(size: str) -> Case:
     widths, count, side = {
         "tiny": ((16, 32, 64, 128), 1, 32),
@@ -194,7 +200,7 @@ def gpt2(size: str) -> Case:
             bos_token_id=0,
             eos_token_id=0,
         )
-        return GPT2LMHeadModel(config)
+        return with_loss(GPT2LMHeadModel(config))
 
     title = f"GPT-2, {layers} layers of {width}, {count} x {length} tokens"
     chain = listed("transformer", "h")
@@ -220,7 +226,7 @@ def llama(size: str) -> Case:
             vocab_size=words,
             use_cache=False,
         )
-        return LlamaForCausalLM(config)
+        return with_loss(LlamaForCausalLM(config))
 
     examples = tokens(words, length)
     work = Workload(

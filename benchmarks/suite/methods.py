@@ -212,7 +212,7 @@ def compiled(share: float, backend: str, case: Case, plain: nn.Module) -> Ready:
 
         # What is compiled is found by its code, and one share must not be given another's.
         step.__code__ = step.__code__.replace(co_name=f"step_{share:g}".replace(".", "_"))
-        return torch.compile(step, backend=backend)
+        return torch.compile(step, backend=backend, fullgraph=True)
 
     return Ready(twin(plain), None, base, wrap, partial(memory_budget, share))
 
