@@ -28,7 +28,7 @@ import lowtide
 from lowtide.tape import watch
 from models import arguments, mebibytes, results
 
-SHARE = 0.6  # of the plain peak of the largest batch
+SHARE = 0.4  # of the plain peak of the largest batch
 _SLACK_OBJECTS = 0.02  # of all live objects
 _SLACK_BYTES = 16 << 20  # resident memory comes in pages and arenas
 
