@@ -275,25 +275,29 @@ def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
     }
 
 
-def ways() -> list[str]:
-    try:
-        with engine.use("compiled"):
-            return ["python", "compiled"]
-    except lowtide.UsageError as error:
-        print(error)
-        return ["python"]
+def ways(wanted: list[str]) -> list[str]:
+    """Those engines that can be had here."""
+    found = []
+    for way in wanted:
+        try:
+            with engine.use(way):
+                found.append(way)
+        except lowtide.UsageError as error:
+            print(error)
+    return found
 
 
 def main() -> None:
     parser: argparse.ArgumentParser = arguments(__doc__ or "", models=False)
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--engines", nargs="+", default=["python", "compiled"])
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--no-planning", action="store_true")
     options = parser.parse_args()
     rounds = 3 if options.quick else 7
     sizes = options.sizes[:4] if options.quick else options.sizes
     with results(options) as rows:
-        for way in ways():
+        for way in ways(options.engines):
             with engine.use(way):
                 for kind in options.kinds:
                     rows += scale(kind, way, sizes, rounds)
@@ -302,7 +306,7 @@ def main() -> None:
                 rows += scale_planning(kind, sizes)
         print("\nDenseNet121 under a tape that keeps everything\n")
         table = []
-        for way in ways():
+        for way in ways(options.engines):
             with engine.use(way):
                 row = keep_all_over_densenet(way, 9 if options.quick else 41)
             rows.append(row)

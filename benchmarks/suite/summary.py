@@ -12,6 +12,7 @@ from .contest import PLAIN, Row
 from .largest import Fit
 
 _NOISE = 0.02  # of a step: differences below it mean nothing
+_NOTHING = 0.01  # of the plain peak: less than that is no saving
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _duel(row: Row, rows: dict[str, Row], all_ours: list[Row], plain: Any) -> Du
     theirs = added(row, rows)
     if theirs is None:
         return Duel(row.method, row.peak, None, None, row.error or "not timed")
-    if row.peak is None or row.peak >= plain:
+    if row.peak is None or row.peak > (1 - _NOTHING) * plain:
         return Duel(row.method, row.peak, theirs, None, "it saves no memory here")
     fitting = [us for us in all_ours if us.limit is not None and us.limit <= row.peak]
     us = max(fitting, key=lambda us: us.limit or 0, default=None)
