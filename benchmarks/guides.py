@@ -36,8 +36,8 @@ from models import (
     timed_step,
     unet_blocks,
     volumes,
+    wrap_blocks,
 )
-from per_block import wrap_blocks
 
 LAYERS = "features.denseblock*.denselayer*"
 

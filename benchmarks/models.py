@@ -16,12 +16,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 
@@ -61,9 +63,10 @@ def dice_loss(model: nn.Module, batch: Batch) -> Tensor:
     return DiceCELoss(to_onehot_y=True, softmax=True)(model(batch[0]), batch[1])
 
 
-def volumes(size: int, dtype: torch.dtype) -> Batch:
-    labels = torch.randint(0, 3, (1, 1, size, size, size)).to(dtype)
-    return torch.randn(1, 1, size, size, size), labels
+def volumes(size: int | tuple[int, ...], dtype: torch.dtype, count: int = 1) -> Batch:
+    shape = (count, 1, *((size,) * 3 if isinstance(size, int) else size))
+    labels = torch.randint(0, 3, shape).to(dtype)
+    return torch.randn(*shape), labels
 
 
 def images(count: int, size: int) -> Batch:
@@ -178,6 +181,18 @@ WORKLOADS = {
 }
 
 
+def wrap_blocks(
+    work: Workload, model: nn.Module, call: Callable[..., Any] | None = None
+) -> nn.Module:
+    """Every block in `torch.utils.checkpoint`, as people do by hand; `call` takes its place."""
+    call = call or partial(checkpoint, use_reentrant=False)
+    blocks = work.blocks(model)
+    assert blocks, f"{work.name} has no blocks"
+    for block in blocks:
+        block.forward = partial(call, block.forward)
+    return model
+
+
 # ---------------------------------------------------------------------------- one step
 
 
@@ -203,13 +218,16 @@ def measured_peak(work: Workload, model: nn.Module, budget: lowtide.Budget | Non
     return lowtide.measure(lambda: train_step(work, model, batch, budget), device="cpu").peak_bytes
 
 
-def interleave(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of each, taken in turns, so that what else runs slows all alike.
+def turns(
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.process_time,
+) -> dict[str, list[float]]:
+    """CPU seconds of each, taken in turns, so that what else runs slows all alike.
 
     CPU time of one thread is the wall clock of a machine that does nothing else; with more threads
     it also counts the time in which they wait for each other.
     """
-    clock = time.process_time
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(rounds):
         order = list(contenders)
@@ -217,6 +235,12 @@ def interleave(contenders: dict[str, Callable[[], object]], rounds: int) -> dict
             began = clock()
             contenders[name]()
             spent[name].append(clock() - began)
+    return spent
+
+
+def interleave(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The medians of `turns`."""
+    spent = turns(contenders, rounds)
     return {name: statistics.median(times) for name, times in spent.items()}
 
 

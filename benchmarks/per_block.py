@@ -8,11 +8,8 @@ budgeted steps run in turns in one process; the medians of their CPU seconds are
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from models import (
@@ -25,17 +22,10 @@ from models import (
     mebibytes,
     results,
     timed_step,
+    wrap_blocks,
 )
 
 GOAL = 0.75
-
-
-def wrap_blocks(work: Workload, model: nn.Module) -> nn.Module:
-    blocks = work.blocks(model)
-    assert blocks, f"{work.name} has no blocks"
-    for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return model
 
 
 def compare(work: Workload, rounds: int) -> dict[str, object]:

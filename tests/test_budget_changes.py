@@ -122,6 +122,25 @@ def test_most_changed_steps_are_not_refused() -> None:
         peak_of(model, torch.randn(512, 32), limit)
 
 
+def test_a_step_that_differed_is_not_watched_for_ever() -> None:
+    """Watching costs several times what following a plan does."""
+    model, x = Branching(4), torch.randn(512, 32)
+    limit = lowtide.budget(int(0.7 * peak_of(model, x)))
+
+    def watched() -> bool:
+        peak_of(model, x, limit)
+        limit.report()
+        assert limit._last is not None
+        return limit._last.observer is not None
+
+    assert [watched() for _ in range(4)] == [True, True, False, False]
+    model.gated = True
+    assert watched()
+    assert watched()
+    model.gated = False
+    assert [watched() for _ in range(4)][-1] is False
+
+
 def test_gradients_that_were_there_when_the_step_was_planned() -> None:
     """The plan is made from steps that accumulate; the next one allocates all gradients anew."""
     model, x = Branching(6, width=96), torch.randn(96, 96)

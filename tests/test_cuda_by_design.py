@@ -186,6 +186,32 @@ def test_levels_and_peaks_are_the_allocators(allocator: FakeAllocator) -> None:
     assert timeline.peak == 750
 
 
+def test_a_measurement_sees_peaks_from_before_a_budgets_marks(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget resets the allocator's statistics; what `measure` counts around it is kept."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    device = torch.device("cuda", 0)
+    allocator.change(1000)
+
+    def step() -> None:
+        allocator.change(+500)
+        allocator.change(-500)
+        counters = marks.start_marks(device)
+        assert counters is not None
+        allocator.change(+900)
+        allocator.change(-800)
+        counters.mark()
+        allocator.change(+100)
+        assert timeline_of(counters).peaks == [900, 200]
+        inner = lowtide.measure(lambda: allocator.change(+50), device=device)
+        assert inner.peak_bytes == 50
+
+    took = lowtide.measure(step, device=device)
+    assert took.peak_bytes == 900
+    assert took.allocated_bytes == 250
+
+
 def test_the_current_device_is_counted_by_default(
     allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

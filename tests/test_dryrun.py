@@ -167,16 +167,21 @@ def test_attributes_written_by_a_forward_are_put_back() -> None:
             self.layer = nn.Linear(4, 4)
             self.calls = 0
             self.last: Tensor | None = None
+            self.by_shape: dict[object, Tensor] = {}
+            self.seen: list[Tensor] = []
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             self.last = self.layer(x).tanh()
+            self.by_shape[x.shape] = self.last.detach()
+            self.seen.append(self.last.detach())
             self.register_buffer("cache", self.last.detach())
             return self.last
 
     model = Remembering()
     dry_run(model, (torch.ones(2, 4),), {})
     assert (model.calls, model.last, list(model.buffers())) == (0, None, [])
+    assert (model.by_shape, model.seen) == ({}, [])
 
 
 def test_a_leaf_that_no_module_owns_gets_no_gradient() -> None:

@@ -69,7 +69,7 @@ class Budget:
         self._entered = False
         self._steps = 0
         self._learned = 0  # steps whose memory was measured and planned from
-        self._varied = False  # some step was not the one that was planned
+        self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._prepared: list[Prepared] = []  # most recently used first
         self._active: list[StepDecisions] = []  # steps whose backward is not over
         self._last: StepDecisions | None = None
@@ -147,7 +147,7 @@ class Budget:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         known = bool(self._prepared) and self._prepared[0].measured
         if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
-            return Observer(None) if self._varied else None
+            return Observer(None) if self._alike < _LEARNING_STEPS else None
         return Observer(start_marks(self.device))
 
     def target(self, live: int, dropped: int) -> int:
@@ -241,7 +241,7 @@ class Budget:
             return
         self._last = decisions
         decisions.let_go()
-        self._varied = self._varied or decisions.switched
+        self._alike = 0 if decisions.switched else self._alike + 1
         observer = decisions.observer
         if observer is not None:
             changed = decisions.prepared is None or decisions.switched

@@ -158,14 +158,8 @@ class StepDecisions:
             index = op.sequence
             signatures = prepared.signatures
             if index < len(signatures) and signatures[index] == signature:
-                choices = prepared.choices
-                for value in made:
-                    choice = choices[value.number]
-                    if choice >= 0:
-                        value.retain_from = choice
-                    elif choice == ANCHOR:
-                        self._anchor(value, op)
-            else:
+                self._as_chosen(prepared, op, made)
+            elif index or not self._began_as_another(op, made):
                 self._diverged(index, op, made)
         if self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
@@ -174,6 +168,28 @@ class StepDecisions:
         if self.evictor is not None:
             self.evictor.add(made)
             self._make_room()
+
+    def _as_chosen(self, prepared: Prepared, op: Operation, made: list[Value]) -> None:
+        for value in made:
+            choice = prepared.choices[value.number]
+            if choice >= 0:
+                value.retain_from = choice
+            elif choice == ANCHOR:
+                self._anchor(value, op)
+
+    def _began_as_another(self, op: Operation, made: list[Value]) -> bool:
+        """The first operation is that of another step that was planned, of another shape say.
+
+        Nothing has been held or dropped yet: it is as if that plan had been the expected one.
+        """
+        found = self.owner.matching(self.seen, whole=False)
+        if found is None:
+            return False
+        self.prepared = found
+        self._as_chosen(found, op, made)
+        if self._compiled is not None:
+            self._let_follow(self._compiled, found)
+        return True
 
     def _anchor(self, value: Value, op: Operation) -> None:
         """Hold `value`. The tape forgets its operation then; here it is not, while the value lives,

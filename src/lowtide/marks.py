@@ -9,7 +9,7 @@ was disturbed arrives as None. Imports memory events. Rejected: two code paths i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -90,20 +90,60 @@ class SharedEvents:
             self._then(self._timeline)
 
 
+class CudaPeak:
+    """The peak of a stretch on a CUDA device, also where a budget in it resets the statistics."""
+
+    _open: ClassVar[list[CudaPeak]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest = 0
+
+    def __enter__(self) -> CudaPeak:
+        reset_cuda_peak(self._device)
+        self._open.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._note(torch.cuda.max_memory_allocated(self._device))
+        self._open.remove(self)
+
+    def _note(self, nbytes: int) -> None:
+        self._highest = max(self._highest, nbytes)
+
+    def nbytes(self) -> int:
+        """Bytes allocated on the device at the peak, once the stretch is over."""
+        return self._highest
+
+    @classmethod
+    def tell(cls, device: torch.device, nbytes: int) -> None:
+        """The statistics are about to be reset; up to now their peak was `nbytes`."""
+        for stretch in cls._open:
+            if stretch._device == device:
+                stretch._note(nbytes)
+
+
+def reset_cuda_peak(device: torch.device) -> int:
+    """The peak since the last reset, in bytes. It starts anew."""
+    peak = torch.cuda.max_memory_allocated(device)
+    CudaPeak.tell(device, peak)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 class CudaCounters:
     """The CUDA allocator's counters. Resets its peak statistics."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._entry = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        reset_cuda_peak(device)
         self._levels = [0]
         self._peaks: list[int] = []
 
     def mark(self) -> int:
-        self._peaks.append(torch.cuda.max_memory_allocated(self._device) - self._entry)
         self._levels.append(torch.cuda.memory_allocated(self._device) - self._entry)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peaks.append(reset_cuda_peak(self._device) - self._entry)
         return len(self._levels) - 1
 
     def over(self) -> None:

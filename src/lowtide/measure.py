@@ -3,7 +3,7 @@
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
 where torch has no peak counter, as on CUDA, where it has one. Invariant: what is returned was
 counted allocation by allocation; where that is not possible there is an error, not an estimate.
-Imports `_memory_events`, limits, errors. Rejected: the resident size of the process, which
+Imports `_memory_events`, marks, limits, errors. Rejected: the resident size of the process, which
 moves in pages, keeps freed memory and includes everything else that the process does.
 """
 
@@ -18,6 +18,7 @@ import torch
 from lowtide._memory_events import MemoryEvents
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
+from lowtide.marks import CudaPeak
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +94,13 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
 def _measure_cuda(step: Callable[[], object], device: torch.device) -> Measurement:
     torch.cuda.synchronize(device)
     entry = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    step()
-    torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    peak = torch.cuda.max_memory_allocated(device) - entry
+    with CudaPeak(device) as peak:
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - began
     left = torch.cuda.memory_allocated(device) - entry
-    return Measurement(peak, left, seconds, device)
+    return Measurement(peak.nbytes() - entry, left, seconds, device)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -184,14 +184,17 @@ class _Saved:
 
     def __init__(self, found: Found) -> None:
         self._modules = list(found.modules())
-        self._states: list[list[tuple[dict[str, Any], dict[str, Any]]]] = []
+        self._states: list[list[tuple[dict[Any, Any], dict[Any, Any]]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
         self._random: Any = None
         self._numpy: Any = None
 
     def take(self) -> None:
         for module in self._modules:
-            places = [vars(module), *_compat.parameters_and_buffers(module)]
+            parts = vars(module).values()  # among them those of parameters and buffers
+            places = [vars(module), *(part for part in parts if isinstance(part, dict))]
             self._states.append([(place, dict(place)) for place in places])
+            self._lists += [(part, part[:]) for part in parts if isinstance(part, list)]
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -204,7 +207,10 @@ class _Saved:
                 ):
                     place.clear()
                     place.update(before)
+        for part, items in self._lists:
+            part[:] = items
         self._states.clear()
+        self._lists.clear()
         random.setstate(self._random)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)

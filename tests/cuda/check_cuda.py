@@ -160,7 +160,7 @@ def bits(kind: Any, how: str, *, fp16: bool = False) -> str:
 
 
 def peak_of_steps(kind: Any, limit: Any) -> list[int]:
-    """`torch.cuda.max_memory_allocated` of each step, above what stood when it began."""
+    """Of each step, above what stood when it began."""
     torch.manual_seed(0)
     model = kind().cuda()
     for p in model.parameters():
@@ -170,28 +170,13 @@ def peak_of_steps(kind: Any, limit: Any) -> list[int]:
     peaks = []
     for _ in range(STEPS):
         model.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        entry = torch.cuda.memory_allocated()
-        highest = 0
-        # A budget reads and resets the peak itself, so the highest of its readings counts too.
-        reset = torch.cuda.reset_peak_memory_stats
 
-        def watching(device: Any = None, reset: Any = reset) -> None:
-            nonlocal highest
-            highest = max(highest, torch.cuda.max_memory_allocated())
-            reset(device)
-
-        reset()
-        torch.cuda.reset_peak_memory_stats = watching
-        try:
+        def step() -> None:
             with limit:
                 loss = model(x).square().mean()
             loss.backward()
-        finally:
-            torch.cuda.reset_peak_memory_stats = reset
-        del loss
-        highest = max(highest, torch.cuda.max_memory_allocated())
-        peaks.append(highest - entry)
+
+        peaks.append(lowtide.measure(step).peak_bytes)
     return peaks
 
 

@@ -76,9 +76,9 @@ inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
   slot(handle.get(), l.handle_region) = Py_NewRef(state->region);
   slot(handle.get(), l.handle_tape) = Py_NewRef(state->tape);
   slot(handle.get(), l.handle_sequence) = PyLong_FromLongLong(state->sequence);
-  Owned weak(checked(PyWeakref_NewRef(handle.get(), nullptr)));
+  Owned weak(weak_to(handle.get()));
   if (is_none(slot(value, l.value_saves))) {
-    put(value, l.value_saves, checked(PyList_New(0)));
+    put(value, l.value_saves, leaf(PyList_New(0)));
   }
   if (PyList_Append(slot(value, l.value_saves), weak.get()) < 0) throw py::error_already_set();
   if (following(state)) {

@@ -147,6 +147,15 @@ inline int64_t integer(PyObject* object) {
   return found;
 }
 
+// An object that holds nothing that could lead back to it, taken off the collector's list: a step
+// makes several for each operation, and each full collection would go through all of them.
+inline PyObject* leaf(PyObject* made) {
+  PyObject_GC_UnTrack(checked(made));
+  return made;
+}
+
+inline PyObject* weak_to(PyObject* object) { return leaf(PyWeakref_NewRef(object, nullptr)); }
+
 // What a weak reference leads to, as a new reference; null if it is gone.
 inline PyObject* target_of(PyObject* weak) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -199,7 +208,7 @@ inline PyObject* tuple_of(c10::IntArrayRef numbers) {
   for (size_t i = 0; i < numbers.size(); ++i) {
     PyTuple_SET_ITEM(made, i, PyLong_FromLongLong(numbers[i]));
   }
-  return made;
+  return leaf(made);
 }
 
 inline PyObject* torch_size;  // the class torch.Size
@@ -211,7 +220,7 @@ inline PyObject* new_ref(PyObject* value, const Geometry& geometry) {
   slot(ref, layout.ref_value) = Py_NewRef(value);
   slot(ref, layout.ref_dtype) = Py_NewRef(reinterpret_cast<PyObject*>(
       torch::getTHPDtype(c10::typeMetaToScalarType(geometry.dtype))));
-  slot(ref, layout.ref_size) = checked(PyObject_CallOneArg(torch_size, sizes.get()));
+  slot(ref, layout.ref_size) = leaf(PyObject_CallOneArg(torch_size, sizes.get()));
   slot(ref, layout.ref_stride) = tuple_of(geometry.stride);
   slot(ref, layout.ref_offset) = PyLong_FromLongLong(geometry.offset);
   slot(ref, layout.ref_blank) = Py_NewRef(Py_None);

@@ -83,7 +83,7 @@ inline bool run_recorded(
     }
   }
   made->facts = Py_NewRef(fact.facts);
-  made->outputs = checked(PyList_New(0));
+  made->outputs = leaf(PyList_New(0));
   if (again) {
     made->sequence = state->sequence++;
     made->grad_mode = c10::GradMode::is_enabled();

@@ -95,7 +95,7 @@ inline bool follow(State* state, const Fact& fact, Operation* op, PyObject* made
     PyObject* value = PyList_GET_ITEM(made, i);
     int64_t choice = script->choices[integer(slot(value, l.value_number))];
     if (choice > 0) put(value, l.value_retain_from, PyLong_FromLongLong(choice));
-    Owned weak(checked(PyWeakref_NewRef(value, nullptr)));
+    Owned weak(weak_to(value));
     if (PyList_Append(state->made, weak.get()) < 0) throw py::error_already_set();
   }
   return true;

@@ -62,12 +62,18 @@ inline void hold(PyObject* entry, PyObject* value, const at::Tensor& tensor) {
     put_new(value, l.value_op, Py_None);
     put_new(value, l.value_read, Py_True);
   }
-  put(entry, l.entry_weak, checked(PyWeakref_NewRef(value, nullptr)));
+  put(entry, l.entry_weak, weak_to(value));
   put_new(entry, l.entry_value, Py_None);
   PyObject* key = slot(entry, l.entry_key);
   PyObject* found = PyDict_GetItemWithError(watched, key);
   if (found != nullptr && PyList_GET_SIZE(found) <= 8) {  // `watch`, where there is nothing to sweep
     if (PyList_Append(found, slot(entry, l.entry_weak)) < 0) throw py::error_already_set();
+    return;
+  }
+  if (found == nullptr && PyDict_Size(watched) % 128 != 0) {  // it looks now and then
+    Owned list(leaf(PyList_New(1)));
+    PyList_SET_ITEM(list.get(), 0, Py_NewRef(slot(entry, l.entry_weak)));
+    if (PyDict_SetItem(watched, key, list.get()) < 0) throw py::error_already_set();
     return;
   }
   PyObject* arguments[] = {key, value};
@@ -206,8 +212,8 @@ inline void add_output(
   PyObject* maker = op == nullptr ? Py_None : reinterpret_cast<PyObject*>(op);
   auto [entry, value] = enter(state, maker, tensor, std::move(key), true);
   if (op == nullptr) return;
-  Owned weak(checked(PyWeakref_NewRef(value.get(), nullptr)));
-  Owned pair(checked(PyTuple_New(2)));
+  Owned weak(weak_to(value.get()));
+  Owned pair(leaf(PyTuple_New(2)));
   PyTuple_SET_ITEM(pair.get(), 0, PyLong_FromLongLong(place));
   PyTuple_SET_ITEM(pair.get(), 1, weak.release());
   if (PyList_Append(op->outputs, pair.get()) < 0) throw py::error_already_set();

@@ -151,7 +151,7 @@ inline void rewritten(State* state, Operation* op, Written& each, PyObject* made
                         made_again ? state->numbers++ : -1));
   if (made_again) {
     op->writes.push_back(
-        {static_cast<size_t>(each.input), checked(PyWeakref_NewRef(value.get(), nullptr))});
+        {static_cast<size_t>(each.input), weak_to(value.get())});
     if (made != nullptr && PyList_Append(made, value.get()) < 0) throw py::error_already_set();
   }
   if (!each.hidden) {  // no counter moves

@@ -1,0 +1,320 @@
+"""What the engine costs as the number of operations grows: recording, replaying, planning, memory.
+
+    PYTHONPATH=src python benchmarks/scaling.py
+
+Problem: a cost that grows faster than the step is invisible in small networks and fatal in large
+ones. Two kinds of step on tensors of a few numbers, so that next to nothing but fixed cost is left:
+a chain with skips and a transformer. Per operation of the forward:
+
+- record: the forward under a planned budget that keeps everything, less the plain forward;
+- keep all: the same for the whole step, so with the answers to what autograd asks;
+- replay: a step that recomputes everything in one region, less the plain step and a plain forward;
+- bytes: host memory with the graph of a forward alive, less what the plain graph takes;
+- first step: a budget's first step, unplanned and watched; next: the planning between two steps;
+- dry run, solve: `lowtide.plan` for half of the plain peak, its passage and its search.
+
+The last table is the cost of a tape that keeps everything over DenseNet121.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import ctypes
+import gc
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import engine
+from models import WORKLOADS, arguments, clear, markdown, results, timed_step, turns
+
+SIZES = (100, 300, 1_000, 3_000, 10_000, 30_000)
+_PATIENCE = 40.0  # seconds: where one size took longer, the next is left out
+
+Forward = Callable[[], Tensor]
+
+
+# ---------------------------------------------------------------------------- steps
+
+
+class Chain(nn.Module):
+    """Element-wise operations one after the other; every tenth adds what went in ten before."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        self.operations = operations
+        self.start = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self) -> Tensor:
+        x = skip = self.start
+        for index in range(1, self.operations + 1):
+            if index % 10:
+                x = x.sin()
+            else:
+                x = skip = x + skip
+        return x.sum()
+
+
+class Transformer(nn.Module):
+    """Encoder layers of width 8 on four tokens."""
+
+    def __init__(self, operations: int) -> None:
+        super().__init__()
+        count = max(1, round(operations / 24))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(count))
+        self.register_buffer("x", torch.randn(1, 4, 8))
+
+    def forward(self) -> Tensor:
+        x = self.x
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+KINDS = {"chain with skips": Chain, "transformer": Transformer}
+
+
+def backward(forward: Forward) -> Callable[[], None]:
+    return lambda: forward().backward()
+
+
+# ---------------------------------------------------------------------------- figures
+
+
+def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """The fastest of each: what is longer than it, something else has taken."""
+    turns(runs, 2)
+    return {name: min(spent) for name, spent in turns(runs, rounds).items()}
+
+
+def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
+    """Microseconds an operation of recording and replaying."""
+    budget, forward_alone = lowtide.budget("10 GiB"), lowtide.budget("10 GiB")
+
+    def kept() -> None:
+        with budget:
+            loss = net()
+        loss.backward()
+
+    for _ in range(3):
+        kept()
+        with forward_alone:
+            loss = net()
+        loss.backward()
+    count = budget.report().recorded_operations
+
+    def recorded() -> None:
+        with forward_alone:
+            net()
+
+    spent = seconds(
+        {
+            "forward": lambda: net(),
+            "recorded": recorded,
+            "plain": backward(net),
+            "kept": kept,
+            "replayed": backward(lambda: lowtide.checkpoint(net)),
+        },
+        rounds,
+    )
+    micro = {name: value / count * 1e6 for name, value in spent.items()}
+    return {
+        "operations": count,
+        "plain": micro["plain"],
+        "record": micro["recorded"] - micro["forward"],
+        "keep all": micro["kept"] - micro["plain"],
+        "replay": micro["replayed"] - micro["plain"] - micro["forward"],
+    }
+
+
+class _Heap(ctypes.Structure):
+    """`struct mallinfo2` of the C library."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def in_use() -> int:
+    """Bytes of Python's objects made since tracing began, and of the C library's heap."""
+    gc.collect()
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = _Heap
+    traced = tracemalloc.get_traced_memory()[0] - tracemalloc.get_tracemalloc_memory()
+    return traced + read().uordblks
+
+
+def bytes_of_records(net: nn.Module, operations: int) -> float:
+    """Bytes an operation, with the graph of a forward alive."""
+    budget = lowtide.budget("10 GiB")
+    for _ in range(3):
+        with budget:
+            loss = net()
+        loss.backward()
+
+    def grown(around: AbstractContextManager[Any]) -> int:
+        before = in_use()
+        with around:
+            held = net()
+        after = in_use()
+        held.backward()
+        return after - before
+
+    tracemalloc.start()
+    try:
+        taped, plain = grown(budget), grown(contextlib.nullcontext())
+    finally:
+        tracemalloc.stop()
+    return (taped - plain) / operations
+
+
+def first_steps(net: nn.Module, count: int) -> dict[str, float]:
+    """Microseconds an operation of a budget's first step and of planning the next."""
+    budget = lowtide.budget("10 GiB")
+    began = time.perf_counter()
+    with budget:
+        loss = net()
+    loss.backward()
+    ended = time.perf_counter()
+    budget.report()  # learns from the step, as the next one's begin does
+    planned = time.perf_counter()
+    return {
+        "first step": (ended - began) / count * 1e6,
+        "next": (planned - ended) / count * 1e6,
+    }
+
+
+def planning(net: nn.Module, count: int) -> dict[str, float]:
+    """Microseconds an operation of a dry run and of the search for a plan of half the peak."""
+    began = time.perf_counter()
+    plain = lowtide.plan(net)
+    passed = time.perf_counter()
+    limit = max(plain.minimum_peak, plain.peak // 2)
+    least = time.perf_counter()
+    plan = lowtide.plan(net, limit=limit)
+    return {
+        "dry run": (passed - began) / count * 1e6,
+        "minimum": (least - passed) / count * 1e6,
+        "solve": plan.solve_seconds / count * 1e6,
+    }
+
+
+# ---------------------------------------------------------------------------- tables
+
+
+def scale(kind: str, way: str, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\n{kind}, engine: {way}; microseconds an operation\n")
+    head = ("operations", "plain step", "record", "keep all", "replay", "bytes")
+    print(markdown(head, []))
+    for size in sizes:
+        torch.manual_seed(0)
+        net = KINDS[kind](size)
+        row: dict[str, Any] = {"kind": kind, "engine": way}
+        row |= engine_costs(net, rounds if size < 10_000 else 2)
+        row["bytes"] = bytes_of_records(net, row["operations"])
+        rows.append(row)
+        cells = [f"{row[key]:.2f}" for key in ("plain", "record", "keep all", "replay")]
+        cells.append(f"{row['bytes']:.0f}")
+        print(f"| {row['operations']} | " + " | ".join(cells) + " |", flush=True)
+    return rows
+
+
+def scale_planning(kind: str, sizes: list[int]) -> list[dict[str, Any]]:
+    rows = []
+    print(f"\n{kind}: planning, microseconds an operation\n")
+    keys = ("first step", "next", "dry run", "minimum", "solve")
+    print(markdown(("operations", *keys), []))
+    for size in sizes:
+        torch.manual_seed(0)
+        net = KINDS[kind](size)
+        began = time.perf_counter()
+        row = first_steps(net, size) | planning(net, size)
+        rows.append({"kind": kind, "operations": size, **row})
+        print(f"| {size} | " + " | ".join(f"{row[key]:.0f}" for key in keys) + " |", flush=True)
+        if time.perf_counter() - began > _PATIENCE:
+            print(f"\nlarger ones are left out: this one took over {_PATIENCE:.0f} s")
+            break
+    return rows
+
+
+def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
+    """Seconds of a plain step and of one under a budget that nothing exceeds."""
+    work = WORKLOADS["densenet121"]
+    model, batch = work.make(), work.batch()
+    budget = lowtide.budget("10 GiB")
+    for _ in range(3):
+        timed_step(work, model, batch, budget)()
+    spent = turns(
+        {"plain": timed_step(work, model, batch), "kept": timed_step(work, model, batch, budget)},
+        rounds,
+    )
+    pairs = zip(spent["plain"], spent["kept"], strict=True)
+    shares = sorted(kept / plain - 1 for plain, kept in pairs)
+    clear(model)
+    return {
+        "engine": way,
+        "plain": statistics.median(spent["plain"]),
+        "kept": statistics.median(spent["kept"]),
+        "added": statistics.median(shares),
+        "quartiles": (shares[len(shares) // 4], shares[-1 - len(shares) // 4]),
+    }
+
+
+def ways(wanted: list[str]) -> list[str]:
+    """Those engines that can be had here."""
+    found = []
+    for way in wanted:
+        try:
+            with engine.use(way):
+                found.append(way)
+        except lowtide.UsageError as error:
+            print(error)
+    return found
+
+
+def main() -> None:
+    parser: argparse.ArgumentParser = arguments(__doc__ or "", models=False)
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES))
+    parser.add_argument("--engines", nargs="+", default=["python", "compiled"])
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--no-planning", action="store_true")
+    options = parser.parse_args()
+    rounds = 3 if options.quick else 7
+    sizes = options.sizes[:4] if options.quick else options.sizes
+    with results(options) as rows:
+        for way in ways(options.engines):
+            with engine.use(way):
+                for kind in options.kinds:
+                    rows += scale(kind, way, sizes, rounds)
+        if not options.no_planning:
+            for kind in options.kinds:
+                rows += scale_planning(kind, sizes)
+        print("\nDenseNet121 under a tape that keeps everything\n")
+        table = []
+        for way in ways(options.engines):
+            with engine.use(way):
+                row = keep_all_over_densenet(way, 9 if options.quick else 41)
+            rows.append(row)
+            low, high = row["quartiles"]
+            spread = f"{100 * row['added']:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+            table.append((way, f"{row['plain']:.3f}", f"{row['kept']:.3f}", spread))
+        print(markdown(("engine", "plain, s", "kept, s", "added (quartiles of pairs)"), table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""One network, all methods: peaks, bits and seconds.
+
+Invariant: each method runs the same three batches from the same random state, each allocation
+counted, and its loss, gradients, buffers and generator are compared with the plain step's; then all
+that worked run in turns. A method that fails is a row with its error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from benchmarks.models import Batch, clear, turns
+from torch import Tensor
+
+import lowtide
+
+from .cases import Case
+from .methods import (
+    PLAIN,
+    Method,
+    NotThereError,
+    Ready,
+    compiled,
+    compiled_name,
+    peers,
+    segment_counts,
+    sequential,
+    twin,
+    under,
+)
+
+STEPS = 3
+_NEAR = 0.01  # of the plain peak: limits this near to each other are one, the smaller
+
+
+@dataclass
+class Row:
+    """What one method did. Bytes and seconds; None: not known."""
+
+    method: str
+    family: str
+    """"plain", "peer", "compile" or "lowtide"."""
+    base: str = PLAIN
+    limit: int | None = None
+    peaks: list[int] = field(default_factory=list)
+    """Of each step, above what stood when it began."""
+    bits: str = ""
+    """"same", or how many tensors differ from the plain step's."""
+    seconds: float | None = None
+    """Median of a step."""
+    spread: tuple[float, float] | None = None
+    """Quartiles."""
+    minimum: int | None = None
+    """The smallest limit that would do, of a refused one."""
+    error: str = ""
+    note: str = ""
+
+    @property
+    def peak(self) -> int | None:
+        """Under a limit of every step; else of those after the first, which may compile."""
+        counted = self.peaks if self.limit is not None else self.peaks[1:]
+        return max(counted, default=None)
+
+    @property
+    def held(self) -> bool:
+        return self.limit is None or self.peak is None or self.peak <= self.limit
+
+
+class Contender:
+    """A network made ready, and a step of it that can be called again and again."""
+
+    def __init__(self, case: Case, ready: Ready) -> None:
+        self.ready = ready
+        self.forward = ready.wrap(partial(case.loss, ready.model))
+
+    def step(self, batch: Batch) -> Tensor:
+        with self.ready.budget or contextlib.nullcontext():
+            loss = self.forward(batch)
+        loss.backward()
+        return loss.detach()
+
+    def clear(self) -> None:
+        """Drop gradients, which most contenders share with the plain network."""
+        clear(self.ready.model)
+
+    def state(self, loss: Tensor) -> list[Tensor]:
+        """What a step leaves behind, on the CPU."""
+        model = self.ready.model
+        left = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        bits = [t.detach().cpu().clone() for t in (*left, *model.buffers())]
+        bits.append(torch.get_rng_state())
+        if loss.is_cuda:
+            bits.append(torch.cuda.get_rng_state())
+        return bits
+
+
+class Contest:
+    """All methods on one network."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.plain = case.make().to(device)
+        torch.manual_seed(0)
+        self.data = [tuple(t.to(device) for t in case.batch()) for _ in range(STEPS)]
+        self.rows: dict[str, Row] = {}
+        self.runs: dict[str, Callable[[], object]] = {}
+        self.expected: list[list[Tensor]] = []
+
+    # ------------------------------------------------------------------ one method
+
+    def enter(self, row: Row, method: Method, steps: int = STEPS) -> Row:
+        """Run a method's first steps; those that work are timed later on."""
+        self.rows[row.method] = row
+        try:
+            contender = Contender(self.case, method(self.case, self.plain))
+            with contender.ready.around():
+                self._watch(row, contender, steps)
+            self.runs[row.method] = partial(timed, contender, self.data[0])
+        except NotThereError as reason:
+            row.error = f"does not exist: {reason}"
+        except lowtide.BudgetError as error:
+            row.minimum, row.error = error.minimum, first_line(error)
+        except Exception as error:
+            row.error = f"{type(error).__name__}: {first_line(error)}"
+        self._tidy()
+        return row
+
+    def _watch(self, row: Row, contender: Contender, steps: int) -> None:
+        torch.manual_seed(1)
+        differing, compared = 0, 0
+        for number, batch in enumerate(self.data[:steps]):
+            contender.clear()
+            losses: list[Tensor] = []
+            took = lowtide.measure(
+                lambda batch=batch, losses=losses: losses.append(contender.step(batch)),
+                device=self.device,
+            )
+            row.peaks.append(took.peak_bytes)
+            bits = contender.state(losses[0])
+            if row.method == PLAIN:
+                self.expected.append(bits)
+            pairs = list(zip(bits, self.expected[number], strict=True))
+            differing += sum(not torch.equal(mine, plain) for mine, plain in pairs)
+            compared += len(pairs)
+        contender.clear()
+        row.bits = "same" if not differing else f"{differing} of {compared} tensors differ"
+
+    def _tidy(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ all of them
+
+    def run(self, shares: Sequence[float], budgets: Sequence[float], rounds: int) -> list[Row]:
+        """Every method; lowtide at `shares` of the plain peak and at each peer's peak.
+
+        Args:
+            shares: of the plain peak.
+            budgets: of torch.compile's activation memory; none: it is left out.
+            rounds: steps of each that are timed.
+        """
+        plain = self.enter(Row(PLAIN, "plain"), lambda case, model: Ready(twin(model)))
+        if plain.peak is None:
+            return list(self.rows.values())
+        for name, method in peers(self.case).items():
+            self.enter(Row(name, "peer"), method)
+        self._sequential()
+        for share in budgets:
+            base = compiled_name(1.0, "inductor")
+            row = Row(compiled_name(share, "inductor"), "compile", base)
+            self.enter(row, partial(compiled, share, "inductor"))
+        self._lowtide(plain.peak, shares)
+        self._time(rounds)
+        return list(self.rows.values())
+
+    def _sequential(self) -> None:
+        """`checkpoint_sequential` with the count of the lowest peak."""
+        name = "checkpoint_sequential"
+        counts = segment_counts(self.case, self.plain)
+        if not counts:
+            note = "does not exist: not a sequence of blocks"
+            self.rows[name] = Row(name, "peer", error=note)
+            return
+        tried = {}
+        for count in counts:
+            row = self.enter(Row(name, "peer"), partial(sequential, count), steps=2)
+            tried[count] = row.peak
+        found = [count for count in counts if tried[count] is not None]
+        if not found:
+            return
+        best = min(found, key=lambda count: tried[count])
+        note = f"{best} segments, of {', '.join(map(str, counts))}"
+        self.enter(Row(name, "peer", note=note), partial(sequential, best))
+
+    def _lowtide(self, plain: int, shares: Sequence[float]) -> None:
+        known = [row for row in self.rows.values() if row.family in ("peer", "compile")]
+        peaks: dict[int, str] = {}
+        for row in sorted(known, key=lambda row: row.peak or plain):
+            if row.peak is None or row.peak >= plain:
+                continue
+            if not any(row.peak - other < _NEAR * plain for other in peaks):
+                peaks[row.peak] = row.method
+        for peak, method in sorted(peaks.items(), reverse=True):
+            self.enter(limited(peak, f"peak of {method}"), partial(under, peak))
+        lowest = self._lowest()
+        for share in shares:
+            limit = int(share * plain)
+            near = any(abs(limit - peak) < _NEAR * plain for peak in peaks)
+            if not near and limit > lowest.peak:
+                self.enter(limited(limit, f"{share:.0%}"), partial(under, limit))
+        row = self.enter(limited(lowest.peak, "minimum"), partial(under, lowest))
+        if row.minimum is not None:
+            again = limited(row.minimum, "minimum, as refused")
+            self.enter(again, partial(under, row.minimum))
+
+    def _lowest(self) -> lowtide.Plan:
+        """The plan of the smallest peak that a dry run finds."""
+        with self._seeded():
+            forward = partial(self.case.loss, self.plain)
+            least = lowtide.plan(forward, self.data[0]).minimum_peak
+            return lowtide.plan(forward, self.data[0], limit=least)
+
+    @contextlib.contextmanager
+    def _seeded(self) -> Any:
+        state = torch.get_rng_state()
+        yield
+        torch.set_rng_state(state)
+
+    def _time(self, rounds: int) -> None:
+        clock = clock_of(self.device)
+        turns(self.runs, 1, clock)  # what is left to learn is learned
+        for name, spent in turns(self.runs, rounds, clock).items():
+            row = self.rows[name]
+            row.seconds = statistics.median(spent)
+            low, _, high = statistics.quantiles(spent, n=4, method="inclusive")
+            row.spread = (low, high)
+
+
+def timed(contender: Contender, batch: Batch) -> None:
+    """A step to its very end."""
+    contender.clear()
+    if contender.step(batch).is_cuda:
+        torch.cuda.synchronize()
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """CPU time, or the wall clock where a device works."""
+    return time.perf_counter if device.type == "cuda" else time.process_time
+
+
+def limited(limit: int, what: str) -> Row:
+    return Row(f"lowtide, {what}", "lowtide", limit=limit)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
