@@ -319,7 +319,8 @@ class Budget:
         least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
         if observer.last_save:
             graph = observer.graph()
-            least = max(least, from_held(forward_over(graph), set(), 0).result.peak)
+            found = from_held(forward_over(graph), set(), 0).result.peak
+            least = max(least, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)
         # The less is known, the more is added: else each attempt gets a few operations further.

@@ -208,7 +208,9 @@ class Observer:
             return
         if old >= 0:
             self._handles[old] -= 1
-            place = len(self.last_save) - 1 - self.last_save[::-1].index((old, handle.sequence))
+            place = len(self.last_save) - 1  # what moves was mostly saved a moment ago
+            while self.last_save[place] != (old, handle.sequence):
+                place -= 1
             self.last_save[place] = (number, handle.sequence)
             if number < 0:
                 del self.last_save[place]
