@@ -27,6 +27,7 @@ from lowtide.planner.cut import (
     room_at,
 )
 from lowtide.planner.descent import descend
+from lowtide.planner.exchange import Pool
 from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
 from lowtide.planner.repair import Candidate, Problem, grow, shrink
@@ -37,6 +38,7 @@ from lowtide.planner.solution import Solution
 
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
+EXCHANGE_WORK = 250_000
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
@@ -69,8 +71,10 @@ class _Search:
         self.allowed = max(WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
         self.stop = sim.evaluations + self.allowed
         self.slack = SMALL * sum(sim.cost)
+        self.pool = Pool(self.problem, self.limit)
 
     def offer(self, candidate: Candidate, method: str) -> None:
+        self.pool.add(candidate)
         if candidate.key(self.limit) < self.best.key(self.limit):
             self.best, self.method = candidate, method
 
@@ -78,8 +82,12 @@ class _Search:
     def fits(self) -> bool:
         return self.best.result.peak <= self.limit
 
+    def near_bound(self) -> bool:
+        seconds = min(self.best.result.seconds, self.pool.seconds)
+        return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
+
     def done(self) -> bool:
-        if self.fits and self.best.result.seconds <= self.bound * GOOD_ENOUGH + self.slack:
+        if self.near_bound():
             return True
         return self.problem.sim.evaluations >= self.stop or perf_counter() > self.deadline
 
@@ -111,6 +119,7 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
+    _exchange(search)
     return _solution(search, graph, began)
 
 
@@ -211,6 +220,17 @@ def _anchors(search: _Search) -> None:
     if best.result.peak <= limit:
         search.offer(grow(problem, best, limit), "anchors")
     search.stop += len(SEGMENTS)
+
+
+def _exchange(search: _Search) -> None:
+    """Exchange what the cheapest plans hold for something better, until the work is used up."""
+    sim, pool = search.problem.sim, search.pool
+    stop = sim.evaluations + max(EXCHANGE_WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
+    while sim.evaluations < stop and perf_counter() < search.deadline:
+        if search.near_bound() or not pool.step():
+            break
+    if pool.best is not None:
+        search.offer(pool.best, "exchange")
 
 
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:

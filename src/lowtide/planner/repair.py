@@ -62,9 +62,10 @@ class Problem:
             for v, fixed in enumerate(self.fixed)
         ]
 
-    def run(self, retain: list[int]) -> Simulation:
+    def run(self, retain: list[int], seconds_cap: float = float("inf")) -> Simulation:
         """Simulate with a trace."""
-        return self.sim.run(retain, trace=True, seconds_limit=self.seconds_cap)
+        cap = min(seconds_cap, self.seconds_cap)
+        return self.sim.run(retain, trace=True, seconds_limit=cap)
 
 
 @dataclass(slots=True)
@@ -80,25 +81,33 @@ class Candidate:
         return over, self.result.seconds, self.result.peak
 
 
-def shrink(problem: Problem, retain: list[int], limit: int, rounds: int = 40) -> Candidate:
+def shrink(
+    problem: Problem,
+    retain: list[int],
+    limit: int,
+    rounds: int = 40,
+    frozen: frozenset[int] = frozenset(),
+    seconds_cap: float = float("inf"),
+) -> Candidate:
     """Let values go at the peak, most bytes for the least time first, until the plan fits.
 
     Each round takes enough moves to cover the excess and simulates once. The best plan met comes
-    back, which may still exceed the limit.
+    back, which may still exceed the limit. `frozen` values stay as they are; a plan that replays
+    for more than `seconds_cap` is given up.
     """
     retain = retain.copy()
-    result = problem.run(retain)
+    result = problem.run(retain, seconds_cap)
     best = Candidate(retain.copy(), result)
     stale = 0
     for _ in range(rounds):
         if not result.complete or result.peak <= limit or stale > 12:
             break
-        moves = _moves(problem, retain, result, result.peak - limit)
+        moves = _moves(problem, result, result.peak - limit, frozen)
         if not moves:
             break
         for value, choice in moves:
             retain[value] = choice
-        result = problem.run(retain)
+        result = problem.run(retain, seconds_cap)
         found = Candidate(retain.copy(), result)
         if found.key(limit) < best.key(limit):
             best, stale = found, 0
@@ -130,7 +139,7 @@ def live_at_peak(problem: Problem, result: Simulation) -> list[int]:
 
 
 def _moves(
-    problem: Problem, retain: list[int], result: Simulation, excess: int
+    problem: Problem, result: Simulation, excess: int, frozen: frozenset[int]
 ) -> list[tuple[int, int]]:
     """The cheapest moves at the peak that together should cover the excess."""
     sim, trace = problem.sim, trace_of(result)
@@ -139,27 +148,38 @@ def _moves(
     paid: set[int] = set()
     first = sim.graph.first_event
     heap: list[tuple[float, int]] = []
+    alone: tuple[float, int] | None = None
     for value in live_at_peak(problem, result):
-        if sim.nbytes[value] and (trace.start[value] == -1 or first[value] > event):
-            cost, _ = _closure(sim, trace, value, gone, paid)
-            heap.append((cost / sim.nbytes[value], value))
+        size = sim.nbytes[value]
+        if size and value not in frozen and (trace.start[value] == -1 or first[value] > event):
+            cost, _ = closure_cost(sim, trace, value, gone, paid)
+            heap.append((cost / size, value))
+            if size >= excess and (alone is None or (cost, value) < alone):
+                alone = cost, value
     heapify(heap)
-    moves: list[tuple[int, int]] = []
+    chosen: list[int] = []
+    spent = 0.0
     while heap and excess > 0:
         _, value = heappop(heap)
         size = sim.nbytes[value]
-        cost, ops = _closure(sim, trace, value, gone, paid)
+        cost, ops = closure_cost(sim, trace, value, gone, paid)
         if heap and cost / size > heap[0][0] * 1.000001:
             heappush(heap, (cost / size, value))
             continue
-        moves.append((value, problem.dropped(value) if trace.start[value] == -1 else event + 1))
+        chosen.append(value)
+        spent += cost
         gone.add(value)
         paid.update(ops)
         excess -= size
-    return moves
+    if alone is not None and alone[0] < spent:
+        chosen = [alone[1]]  # one large value for less than several small ones
+    return [
+        (value, problem.dropped(value) if trace.start[value] == -1 else event + 1)
+        for value in chosen
+    ]
 
 
-def _closure(
+def closure_cost(
     sim: Simulator, trace: Trace, value: int, gone: set[int], paid: set[int]
 ) -> tuple[float, list[int]]:
     """Estimate what letting a value go adds: operations of its closure not replayed anyway.
@@ -187,7 +207,13 @@ def _closure(
     return cost, ops
 
 
-def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) -> Candidate:
+def grow(
+    problem: Problem,
+    candidate: Candidate,
+    limit: int,
+    rounds: int = 6,
+    frozen: frozenset[int] = frozenset(),
+) -> Candidate:
     """Hold again, or retain earlier, what there is room for, until nothing more fits.
 
     The largest saving goes first. When a batch of moves does not fit together, half of it is tried.
@@ -198,7 +224,7 @@ def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) ->
         for find in (_returns, _advances):
             if best.result.peak > limit:
                 return best
-            moves = find(problem, best, limit)
+            moves = [move for move in find(problem, best, limit) if move[0] not in frozen]
             take = len(moves)
             while take:
                 retain = best.retain.copy()
@@ -253,9 +279,9 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
             continue
         if value in problem.gone:
             continue
-        saving = _saving(sim, trace, value, replays)[0]
-        if saving > 0:
-            ranked.append((-saving, value))
+        seconds, _ = saving(sim, trace, value, replays)
+        if seconds > 0:
+            ranked.append((-seconds, value))
     ranked.sort()
     taken = []
     for _, value in ranked:
@@ -265,8 +291,8 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
         size = sim.nbytes[value]
         if max(profile[begin:stop], default=0) + size > limit:
             continue
-        saving, ops = _saving(sim, trace, value, replays)
-        if saving <= 0:
+        seconds, ops = saving(sim, trace, value, replays)
+        if seconds <= 0:
             continue
         taken.append((value, HOLD))
         for op in ops:
@@ -275,7 +301,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
     return taken
 
 
-def _saving(
+def saving(
     sim: Simulator, trace: Trace, value: int, replays: list[int]
 ) -> tuple[float, list[int]]:
     """Estimate the replays that holding a value makes unneeded: its producer and idle ancestors."""
@@ -283,7 +309,7 @@ def _saving(
     dead: set[int] = set()
     order: list[int] = []
     stack = [value]
-    saving = 0.0
+    seconds = 0.0
     while stack:
         held = stack.pop()
         op = sim.producer[held]
@@ -298,7 +324,7 @@ def _saving(
             continue
         dead.add(op)
         order.append(op)
-        saving += replays[op] * sim.cost[op]
+        seconds += replays[op] * sim.cost[op]
         for x in sim.reads[op]:
             if (
                 trace.start[x] != -1
@@ -306,7 +332,7 @@ def _saving(
                 and not any(replays[c] and c not in dead for c in consumers[x])
             ):
                 stack.append(x)
-    return saving, order
+    return seconds, order
 
 
 def trace_of(result: Simulation) -> Trace:
