@@ -43,7 +43,7 @@ CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
 """A plan within this factor of the proved bound, and `SMALL`, ends the search."""
-SMALL = 2e-3
+SMALL = 5e-3
 """A share of the forward's time that is not worth searching for."""
 HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
@@ -81,6 +81,12 @@ class _Search:
     @property
     def fits(self) -> bool:
         return self.best.result.peak <= self.limit
+
+    def wanted_bound(self) -> float:
+        """The bound that would end the search with the best plan so far."""
+        if not self.fits:
+            return float("inf")
+        return (self.best.result.seconds - self.slack) / GOOD_ENOUGH
 
     def near_bound(self) -> bool:
         seconds = min(self.best.result.seconds, self.pool.seconds)
@@ -168,9 +174,10 @@ def _cuts(search: _Search) -> None:
     weight = moment_weights(sim, at)
     room = room_at(sim, at, limit)
     model = CutModel(sim, weight)
-    cuts = hull(model, sim, room)
+    # A bound that shows the greedy plan to be good enough needs no better one.
+    cuts = hull(model, sim, room, enough=search.wanted_bound())
     search.stop -= CUT_WORK * len(cuts)
-    search.bound = lower_bound(model, room, cuts)
+    search.bound = lower_bound(room, cuts)
     free = free_holds(sim, weight)
     if search.done():
         return

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
+from lowtide.planner.heights import Heights
 from lowtide.planner.retention import HOLD, NEVER
 from lowtide.planner.simulate import ABSENT, Simulation, Simulator, Trace
 
@@ -247,7 +248,7 @@ def grow(
 def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
     """Values to retain at an earlier reproduction than now, so that later ones need not happen."""
     sim, trace = problem.sim, trace_of(candidate.result)
-    profile = trace.backward.copy()
+    profile = Heights(trace.backward)
     missed: dict[int, list[int]] = {}
     for value, event in trace.missed:
         missed.setdefault(value, []).append(event)
@@ -259,10 +260,9 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
         size, at = sim.nbytes[value], trace.start[value]
         stop = at if at != ABSENT else sim.release[value] + 1
         for event in missed[value]:
-            if max(profile[event + 1 : stop], default=0) + size <= limit:
+            if profile.highest(event + 1, stop) + size <= limit:
                 moves.append((value, event))
-                for place in range(event + 1, stop):
-                    profile[place] += size
+                profile.add(event + 1, stop, size)
                 break
     return moves
 
@@ -270,8 +270,8 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
 def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
     """Values to hold again, judged by the profile of the plan as it stands."""
     sim, trace = problem.sim, trace_of(candidate.result)
-    profile = trace.forward + trace.backward
-    split, end = len(trace.forward), len(profile)
+    split, end = len(trace.forward), len(trace.forward) + len(trace.backward)
+    profile = Heights(trace.forward + trace.backward)
     replays = trace.replays.copy()
     ranked = []
     for value, at in enumerate(trace.start):
@@ -289,7 +289,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
         stop = split + at if at != ABSENT else min(split + trace.alive[value] + 1, end)
         begin = sim.last_use[value] + 1
         size = sim.nbytes[value]
-        if max(profile[begin:stop], default=0) + size > limit:
+        if profile.highest(begin, stop) + size > limit:
             continue
         seconds, ops = saving(sim, trace, value, replays)
         if seconds <= 0:
@@ -297,7 +297,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
         taken.append((value, HOLD))
         for op in ops:
             replays[op] = 0
-        profile[begin:stop] = [total + size for total in profile[begin:stop]]
+        profile.add(begin, stop, size)
     return taken
 
 
