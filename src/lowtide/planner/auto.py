@@ -19,6 +19,7 @@ from time import perf_counter
 from lowtide.planner.cut import (
     Cut,
     CutModel,
+    best_price,
     free_holds,
     hull,
     lower_bound,
@@ -30,7 +31,8 @@ from lowtide.planner.descent import descend
 from lowtide.planner.exchange import Pool
 from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
-from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.moments import Moments, raise_bound, worst_moments
+from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
 from lowtide.planner.retention import Retention
 from lowtide.planner.segments import Boundaries
 from lowtide.planner.simulate import Simulator
@@ -39,6 +41,11 @@ from lowtide.planner.solution import Solution
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
 EXCHANGE_WORK = 250_000
+"""The same for the exchanges after it."""
+BOUND_WORK = 60_000
+"""Nodes of the networks that may be cut to raise the bound."""
+MOMENTS = 3
+"""Moments that it knows, the plain peak besides."""
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
@@ -63,6 +70,8 @@ class _Search:
     best: Candidate = field(init=False)
     method: str = "keep all"
     bound: float = 0.0
+    price: tuple[int, float] | None = None
+    """The event of the plain peak, and the price of a byte there that proves most."""
 
     def __post_init__(self) -> None:
         retain = self.problem.keep_all()
@@ -126,6 +135,7 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
     _exchange(search)
+    _several_moments(search)
     return _solution(search, graph, began)
 
 
@@ -181,6 +191,8 @@ def _cuts(search: _Search) -> None:
     free = free_holds(sim, weight)
     if search.done():
         return
+    if at[0] == "backward":
+        search.price = at[1], best_price(room, cuts)
     for held in _interleave(search, cuts, weight, room):
         found = shrink(problem, problem.start(held | free), limit)
         if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
@@ -238,6 +250,21 @@ def _exchange(search: _Search) -> None:
             break
     if pool.best is not None:
         search.offer(pool.best, "exchange")
+
+
+def _several_moments(search: _Search) -> None:
+    """Raise the bound by prices at more than one moment; the plan is not changed by it."""
+    if search.price is None or search.near_bound() or not search.fits:
+        return
+    main, price = search.price
+    plain = trace_of(search.plain.result).backward
+    moments = sorted({main, *worst_moments(plain, search.limit, MOMENTS)})
+    model = Moments(search.problem.sim, moments, search.limit)
+    prices = [price if event == main else 0.0 for event in moments]
+    cuts = max(min(BOUND_WORK // len(model.network.arcs), 64), 8)
+    search.bound, _ = raise_bound(
+        model, prices, search.bound, search.best.result.seconds, cuts
+    )
 
 
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:

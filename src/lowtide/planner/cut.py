@@ -126,9 +126,16 @@ def free_holds(sim: Simulator, weight: list[int]) -> frozenset[int]:
 
 def lower_bound(room: int, cuts: dict[float, Cut]) -> float:
     """The best bound on replayed time that the cuts prove for plans with this room."""
-    return max(
-        (cut.seconds + price * (cut.nbytes - room) for price, cut in cuts.items()), default=0.0
-    )
+    return max((_proved(room, *item) for item in cuts.items()), default=0.0)
+
+
+def best_price(room: int, cuts: dict[float, Cut]) -> float:
+    """The price that proves it."""
+    return max(cuts.items(), key=lambda item: _proved(room, *item))[0]
+
+
+def _proved(room: int, price: float, cut: Cut) -> float:
+    return cut.seconds + price * (cut.nbytes - room)
 
 
 def hull(
