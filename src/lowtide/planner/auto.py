@@ -40,12 +40,14 @@ from lowtide.planner.solution import Solution
 
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
-EXCHANGE_WORK = 250_000
+EXCHANGE_WORK = 400_000
 """The same for the exchanges after it."""
 BOUND_WORK = 60_000
 """Nodes of the networks that may be cut to raise the bound."""
 MOMENTS = 3
 """Moments that it knows, the plain peak besides."""
+NEAREST = 3
+"""Cuts at a moment that are repaired."""
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
@@ -193,13 +195,29 @@ def _cuts(search: _Search) -> None:
         return
     if at[0] == "backward":
         search.price = at[1], best_price(room, cuts)
+    stop = sim.evaluations + search.allowed // 4
     for held in _interleave(search, cuts, weight, room):
-        found = shrink(problem, problem.start(held | free), limit)
-        if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
-            found = grow(problem, found, limit)
-        search.offer(found, "cut")
-        if search.done():
-            return
+        _start(search, held | free)
+        if search.done() or (search.fits and sim.evaluations > stop):
+            break
+    if search.price is None or not search.fits or search.near_bound():
+        return
+    for event in worst_moments(trace_of(search.plain.result).backward, limit, MOMENTS):
+        if event != search.price[0]:
+            at = "backward", event
+            weight, room = moment_weights(sim, at), room_at(sim, at, limit)
+            cuts = hull(CutModel(sim, weight), sim, room, steps=3, first=search.price[1])
+            for cut in list(_near(cuts, room))[:NEAREST]:
+                _start(search, cut.held | free_holds(sim, weight))
+
+
+def _start(search: _Search, held: frozenset[int]) -> None:
+    """Repair what a cut would hold."""
+    problem, limit = search.problem, search.limit
+    found = shrink(problem, problem.start(held), limit)
+    if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
+        found = grow(problem, found, limit)
+    search.offer(found, "cut")
 
 
 def _interleave(

@@ -29,6 +29,8 @@ from lowtide.planner.retention import HOLD
 
 ROUNDS = 6
 """Simulations after which an exchange that does not fit is given up."""
+TRIES = 3
+"""Times that an exchange is tried, each time without letting go the largest of the last one."""
 WORTH = 1.3
 """An exchange that takes this many times the best plan's time before it fits is given up."""
 NEAR = 1.1
@@ -78,10 +80,17 @@ class Pool:
             for value, choice in change:
                 retain[value] = choice
             frozen = frozenset(value for value, _ in change)
-            found = shrink(problem, retain, self.limit, ROUNDS, frozen, self.seconds * WORTH)
-            if found.result.complete and found.result.peak <= self.limit:
-                found = grow(problem, found, self.limit, 2, frozen)
-            yield found
+            moved: list[int]
+            for _ in range(TRIES):
+                cap, moved = self.seconds * WORTH, []
+                found = shrink(problem, retain, self.limit, ROUNDS, frozen, cap, moved)
+                if found.result.complete and found.result.peak <= self.limit:
+                    found = grow(problem, found, self.limit, 2, frozen)
+                yield found
+                if not moved:
+                    break
+                # What went first may have been the wrong thing: estimates count no second replay.
+                frozen |= {max(moved, key=lambda value: (problem.sim.nbytes[value], value))}
 
 
 def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]]]:

@@ -15,7 +15,7 @@ takes a thousand evaluations where this takes a few dozen.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 
 from lowtide.planner.heights import Heights
 from lowtide.planner.retention import HOLD, NEVER
@@ -23,6 +23,10 @@ from lowtide.planner.simulate import ABSENT, Simulation, Simulator, Trace
 
 EXPLODED = 8.0
 """A plan that replays the forward more often than this is not worth simulating to the end."""
+
+
+FEW, PARTS = 40, 32
+"""Values among which the cheapest cover of an excess is looked for, and its precision."""
 
 
 @dataclass(slots=True)
@@ -89,12 +93,13 @@ def shrink(
     rounds: int = 40,
     frozen: frozenset[int] = frozenset(),
     seconds_cap: float = float("inf"),
+    moved: list[int] | None = None,
 ) -> Candidate:
     """Let values go at the peak, most bytes for the least time first, until the plan fits.
 
     Each round takes enough moves to cover the excess and simulates once. The best plan met comes
     back, which may still exceed the limit. `frozen` values stay as they are; a plan that replays
-    for more than `seconds_cap` is given up.
+    for more than `seconds_cap` is given up. `moved` is told what was let go.
     """
     retain = retain.copy()
     result = problem.run(retain, seconds_cap)
@@ -108,6 +113,8 @@ def shrink(
             break
         for value, choice in moves:
             retain[value] = choice
+        if moved is not None:
+            moved += [value for value, _ in moves]
         result = problem.run(retain, seconds_cap)
         found = Candidate(retain.copy(), result)
         if found.key(limit) < best.key(limit):
@@ -149,15 +156,14 @@ def _moves(
     paid: set[int] = set()
     first = sim.graph.first_event
     heap: list[tuple[float, int]] = []
-    alone: tuple[float, int] | None = None
     for value in live_at_peak(problem, result):
         size = sim.nbytes[value]
         if size and value not in frozen and (trace.start[value] == -1 or first[value] > event):
             cost, _ = closure_cost(sim, trace, value, gone, paid)
             heap.append((cost / size, value))
-            if size >= excess and (alone is None or (cost, value) < alone):
-                alone = cost, value
     heapify(heap)
+    spare = [(ratio * sim.nbytes[value], value) for ratio, value in nsmallest(FEW, heap)]
+    needed = excess
     chosen: list[int] = []
     spent = 0.0
     while heap and excess > 0:
@@ -172,12 +178,31 @@ def _moves(
         gone.add(value)
         paid.update(ops)
         excess -= size
-    if alone is not None and alone[0] < spent:
-        chosen = [alone[1]]  # one large value for less than several small ones
+    if len(chosen) > 1 or (chosen and excess < 0):
+        cost, cover = _cover(sim, spare, needed)
+        if cost < spent:
+            chosen = cover
     return [
         (value, problem.dropped(value) if trace.start[value] == -1 else event + 1)
         for value in chosen
     ]
+
+
+def _cover(sim: Simulator, spare: list[tuple[float, int]], needed: int) -> tuple[float, list[int]]:
+    """The cheapest values that together have the bytes: sizes in parts, costs as if independent.
+
+    The cheapest per byte first overshoots where the last of them is large.
+    """
+    costs = [0.0] + [float("inf")] * PARTS
+    chosen: list[tuple[int, ...]] = [()] * (PARTS + 1)
+    for cost, value in spare:
+        parts = sim.nbytes[value] * PARTS // needed
+        for have in range(PARTS if parts else 0, 0, -1):
+            total = costs[max(have - parts, 0)] + cost
+            if total < costs[have]:
+                costs[have] = total
+                chosen[have] = (*chosen[max(have - parts, 0)], value)
+    return costs[PARTS], list(chosen[PARTS])
 
 
 def closure_cost(
