@@ -504,7 +504,7 @@ def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor
             first: torch.Tensor = cls(mode, tensor, device)
             alike[device] = dict(first.__dict__)
             return first
-        made: torch.Tensor = subclass(  # type: ignore[call-arg]
+        made: torch.Tensor = subclass(
             cls,
             tensor,
             tensor.requires_grad,

@@ -185,7 +185,8 @@ def _cuts(search: _Search) -> None:
     at = peak_moment(search.plain.result)
     weight = moment_weights(sim, at)
     room = room_at(sim, at, limit)
-    model = CutModel(sim, weight)
+    event = at[1] if at[0] == "backward" else 0
+    model = CutModel(sim, weight, event)
     # A bound that shows the greedy plan to be good enough needs no better one.
     cuts = hull(model, sim, room, enough=search.wanted_bound())
     search.stop -= CUT_WORK * len(cuts)
@@ -196,7 +197,7 @@ def _cuts(search: _Search) -> None:
     if at[0] == "backward":
         search.price = at[1], best_price(room, cuts)
     stop = sim.evaluations + search.allowed // 4
-    for held in _interleave(search, cuts, weight, room):
+    for held in _interleave(search, cuts, weight, room, event):
         _start(search, held | free)
         if search.done() or (search.fits and sim.evaluations > stop):
             break
@@ -206,7 +207,7 @@ def _cuts(search: _Search) -> None:
         if event != search.price[0]:
             at = "backward", event
             weight, room = moment_weights(sim, at), room_at(sim, at, limit)
-            cuts = hull(CutModel(sim, weight), sim, room, steps=3, first=search.price[1])
+            cuts = hull(CutModel(sim, weight, event), sim, room, steps=3, first=search.price[1])
             for cut in list(_near(cuts, room))[:NEAREST]:
                 _start(search, cut.held | free_holds(sim, weight))
 
@@ -221,7 +222,7 @@ def _start(search: _Search, held: frozenset[int]) -> None:
 
 
 def _interleave(
-    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int
+    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterable[frozenset[int]]:
     """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
     near = list(_near(cuts, room))
@@ -234,7 +235,8 @@ def _interleave(
         taken = sum(weight[v] for v in anchors)
         if not anchors or taken > room:
             continue
-        model = CutModel(sim, [0 if v in anchors else size for v, size in enumerate(weight)])
+        unanchored = [0 if v in anchors else size for v, size in enumerate(weight)]
+        model = CutModel(sim, unanchored, event)
         inner = hull(model, sim, room - taken, steps=5, first=price)
         search.stop -= CUT_WORK * len(inner)
         yield next(_near(inner, room - taken)).held | anchors
@@ -280,9 +282,7 @@ def _several_moments(search: _Search) -> None:
     model = Moments(search.problem.sim, moments, search.limit)
     prices = [price if event == main else 0.0 for event in moments]
     cuts = max(min(BOUND_WORK // len(model.network.arcs), 64), 8)
-    search.bound, _ = raise_bound(
-        model, prices, search.bound, search.best.result.seconds, cuts
-    )
+    search.bound, _ = raise_bound(model, prices, search.bound, search.best.result.seconds, cuts)
 
 
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:

@@ -128,6 +128,6 @@ def _replayed(problem: Problem, plan: Candidate) -> Iterable[int]:
     """Values that are made again and could be held."""
     sim, trace = problem.sim, trace_of(plan.result)
     for value, at in enumerate(trace.start):
-        if at != HOLD and trace.alive[value] >= 0 and trace.replays[sim.producer[value]]:
-            if not problem.fixed[value] and value not in problem.gone:
-                yield value
+        can = not problem.fixed[value] and value not in problem.gone
+        if can and at != HOLD and trace.alive[value] >= 0 and trace.replays[sim.producer[value]]:
+            yield value

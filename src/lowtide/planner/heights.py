@@ -18,7 +18,9 @@ class Heights:
     def __init__(self, heights: Sequence[int]) -> None:
         self.heights = list(heights)
         self.raised = [0] * (len(heights) // BLOCK + 1)  # of all of a block
-        self.top = [max(heights[i : i + BLOCK], default=0) for i in range(0, len(heights) + 1, BLOCK)]
+        self.top = [
+            max(heights[i : i + BLOCK], default=0) for i in range(0, len(heights) + 1, BLOCK)
+        ]
 
     def highest(self, begin: int, stop: int) -> int:
         """The maximum from `begin` up to `stop`; 0 where that is empty."""

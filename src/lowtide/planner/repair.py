@@ -326,9 +326,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
     return taken
 
 
-def saving(
-    sim: Simulator, trace: Trace, value: int, replays: list[int]
-) -> tuple[float, list[int]]:
+def saving(sim: Simulator, trace: Trace, value: int, replays: list[int]) -> tuple[float, list[int]]:
     """Estimate the replays that holding a value makes unneeded: its producer and idle ancestors."""
     consumers = sim.graph.consumers
     dead: set[int] = set()
