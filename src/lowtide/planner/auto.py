@@ -280,7 +280,8 @@ def _several_moments(search: _Search) -> None:
     plain = trace_of(search.plain.result).backward
     moments = sorted({main, *worst_moments(plain, search.limit, MOMENTS)})
     model = Moments(search.problem.sim, moments, search.limit)
-    prices = [price if event == main else 0.0 for event in moments]
+    # What is held at one of them is mostly held at the others: their prices add up to the one.
+    prices = [price / len(moments)] * len(moments)
     cuts = max(min(BOUND_WORK // len(model.network.arcs), 64), 8)
     search.bound, _ = raise_bound(model, prices, search.bound, search.best.result.seconds, cuts)
 

@@ -115,17 +115,24 @@ def raise_bound(
     `target` is the time of a plan that fits: the bound cannot rise above it.
     """
     found = prices
-    pace = 1.0
-    for _ in range(cuts):
+    pace, ahead = 1.0, [0.0] * len(prices)
+    for turn in range(cuts):
         seconds, over = model.bound(prices)
         if seconds > best:
             best, found = seconds, prices
         else:
-            pace *= 0.7
-        slope = [o if o > 0 or p > 0 else 0 for o, p in zip(over, prices, strict=True)]
-        steep = float(sum(o * o for o in slope))
+            pace *= 0.75
+            if turn == cuts // 2:
+                prices = found
+        uphill = [float(o) if o > 0 or p > 0 else 0.0 for o, p in zip(over, prices, strict=True)]
+        # In the second half, along the mean of the last directions: across a ridge they alternate.
+        share = 0.6 if turn > cuts // 2 else 0.0
+        ahead = [u + share * a for u, a in zip(uphill, ahead, strict=True)]
+        if sum(u * a for u, a in zip(uphill, ahead, strict=True)) <= 0:
+            ahead = uphill
+        steep = sum(a * a for a in ahead)
         if not steep or best >= target:
             break
         step = pace * (target - seconds) / steep
-        prices = [max(p + step * o, 0.0) for p, o in zip(prices, slope, strict=True)]
+        prices = [max(p + step * a, 0.0) for p, a in zip(prices, ahead, strict=True)]
     return best, found
