@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from graphs import random_graph, unet
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_solve import tiny
 
 from lowtide.planner import Graph, Simulator, keep_all, simulate, solve
+from lowtide.planner.branch import branched_bound
 from lowtide.planner.cut import CutModel, hull, lower_bound, moment_weights, room_at
 from lowtide.planner.heights import BLOCK, Heights
 from lowtide.planner.moments import Moments, raise_bound, worst_moments
 from lowtide.planner.reference import brute_force
+from lowtide.planner.repair import Problem
 
 
 def profile(graph: Graph) -> list[int]:
@@ -22,7 +25,7 @@ def profile(graph: Graph) -> list[int]:
     return trace.backward
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**9),
     st.integers(3, 6),
@@ -45,6 +48,28 @@ def test_no_prices_prove_more_than_the_best_plan_takes(
     assert seconds <= best.result.seconds + 1e-9
     raised, _ = raise_bound(model, [0.0] * len(moments), 0.0, best.result.seconds, 12)
     assert raised <= best.result.seconds + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(3, 6), st.floats(0, 1), st.floats(0, 1))
+def test_no_branches_prove_more_than_the_best_plan_takes(
+    seed: int, ops: int, share: float, at: float
+) -> None:
+    graph = tiny(seed, ops)
+    assume(graph.events)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    _, lowest = brute_force(graph, 0)
+    limit = lowest + int((plain - lowest) * share)
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    moments = list(range(len(graph.events)))
+    split = moments[int(at * (len(moments) - 1))]
+    prices = [best.result.seconds / plain / len(moments)] * len(moments)
+    # Asked for more than there is, it branches to the end.
+    target = best.result.seconds * 2 + 1e-3
+    problem = Problem(Simulator(graph))
+    bound = branched_bound(problem, moments, limit, split, prices, target, 400)
+    assert bound <= best.result.seconds + 1e-9
 
 
 def test_one_moment_proves_what_its_cut_proves() -> None:
@@ -74,9 +99,12 @@ def test_more_moments_prove_more_where_several_are_high() -> None:
     room = room_at(sim, at, limit)
     one = lower_bound(room, hull(CutModel(sim, moment_weights(sim, at), event), sim, room))
     assert worst_moments(backward, limit, 3) != [event]
-    bound = solve(graph, limit).lower_bound
-    assert bound is not None
-    assert bound > one * 1.01
+    quick, proved = solve(graph, limit), solve(graph, limit, prove=True)
+    assert proved.plan == quick.plan
+    assert proved.lower_bound is not None
+    assert quick.lower_bound is not None
+    assert quick.lower_bound == pytest.approx(one)
+    assert one * 1.01 < proved.lower_bound <= proved.seconds
 
 
 @given(st.integers(0, 10**9), st.integers(0, 4 * BLOCK + 3))

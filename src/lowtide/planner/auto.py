@@ -31,7 +31,8 @@ from lowtide.planner.descent import descend
 from lowtide.planner.exchange import Pool
 from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
-from lowtide.planner.moments import Moments, raise_bound, worst_moments
+from lowtide.planner.moments import worst_moments
+from lowtide.planner.prove import prove as raised
 from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
 from lowtide.planner.retention import Retention
 from lowtide.planner.segments import Boundaries
@@ -42,10 +43,8 @@ WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
 EXCHANGE_WORK = 400_000
 """The same for the exchanges after it."""
-BOUND_WORK = 60_000
-"""Nodes of the networks that may be cut to raise the bound."""
 MOMENTS = 3
-"""Moments that it knows, the plain peak besides."""
+"""Moments whose cuts are starting points, the plain peak besides."""
 NEAREST = 3
 """Cuts at a moment that are repaired."""
 CUT_WORK = 2
@@ -109,7 +108,9 @@ class _Search:
         return self.problem.sim.evaluations >= self.stop or perf_counter() > self.deadline
 
 
-def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0) -> Solution:
+def solve(
+    graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0, prove: bool = False
+) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
     Decision table, in order; the search ends when a plan is within 2 % of the proved bound or the
@@ -124,7 +125,10 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     | replays stand at the peak          | the same cuts with anchors held, few to many      |
     | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
+    | something fits                     | exchanges of what the cheapest plans hold         |
     | nothing fits even so               | "infeasible", with the lowest peak met            |
+
+    With `prove`, as much time again goes into raising the bound; the plan stays the same.
     """
     began = perf_counter()
     search = _Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
@@ -137,7 +141,10 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
     _exchange(search)
-    _several_moments(search)
+    if prove and search.price is not None and search.fits and not search.near_bound():
+        search.bound = raised(
+            search.problem, search.limit, search.plain, search.best, search.price, search.bound
+        )
     return _solution(search, graph, began)
 
 
@@ -270,20 +277,6 @@ def _exchange(search: _Search) -> None:
             break
     if pool.best is not None:
         search.offer(pool.best, "exchange")
-
-
-def _several_moments(search: _Search) -> None:
-    """Raise the bound by prices at more than one moment; the plan is not changed by it."""
-    if search.price is None or search.near_bound() or not search.fits:
-        return
-    main, price = search.price
-    plain = trace_of(search.plain.result).backward
-    moments = sorted({main, *worst_moments(plain, search.limit, MOMENTS)})
-    model = Moments(search.problem.sim, moments, search.limit)
-    # What is held at one of them is mostly held at the others: their prices add up to the one.
-    prices = [price / len(moments)] * len(moments)
-    cuts = max(min(BOUND_WORK // len(model.network.arcs), 64), 8)
-    search.bound, _ = raise_bound(model, prices, search.bound, search.best.result.seconds, cuts)
 
 
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:

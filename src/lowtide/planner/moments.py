@@ -53,6 +53,9 @@ class Moments:
             return nodes - 1
 
         self.paid: list[tuple[int, float]] = []
+        self.base: dict[int, int] = {}  # of each operation, the arc that pays for it
+        self.replays: list[dict[int, int]] = []  # of each moment, the nodes of its operations
+        self.values: list[list[int]] = []  # of each moment, the values that have a price
         for event in moments:
             weight = moment_weights(sim, ("backward", event))
             replays: dict[int, int] = {}
@@ -64,12 +67,14 @@ class Moments:
                     if op in earlier:
                         network.arc(replays[op], earlier[op], INFINITE)
                     elif sim.replayable[op]:
-                        network.arc(replays[op], Network.SINK, round(sim.cost[op] * SCALE))
+                        cost = round(sim.cost[op] * SCALE)
+                        self.base[op] = network.arc(replays[op], Network.SINK, cost)
                         self.paid.append((replays[op], sim.cost[op]))
                     else:
                         network.arc(replays[op], Network.SINK, INFINITE)
             required: dict[int, int] = {}
             priced: list[tuple[int, int, int, int]] = []
+            self.values.append([])
             for value, size in enumerate(weight):
                 if not size or sim.free[value]:
                     continue
@@ -78,6 +83,7 @@ class Moments:
                 if value in sim.graph.fleeting:
                     network.arc(here, maker, INFINITE)
                     continue
+                self.values[-1].append(value)
                 priced.append((network.arc(here, maker, 0), size, here, maker))
                 if sim.release[value] >= event:
                     network.arc(Network.SOURCE, here, INFINITE)
@@ -86,6 +92,7 @@ class Moments:
                     if x in required:
                         network.arc(here, required[x], INFINITE)
             self.priced.append(priced)
+            self.replays.append(replays)
             earlier.update(replays)
         self.empty = network.snapshot()
 
