@@ -1,7 +1,7 @@
 """How much better a plan could be: the cheap bound raised by what other moments demand.
 
 Problem: the cut at the plain peak bounds every plan, but is points below the best where several
-moments stand near the limit. Invariant: the larger of valid bounds is one; no plan is touched. Two moments at a time, the plain peak and one more, prove more for the same work than many at once.
+moments stand near the limit. Invariant: the larger of valid bounds is one; no plan is touched.
 Imports: the other modules of `lowtide.planner`. Rejected: doing this for every search: whoever only
 runs a plan need not know how good it is.
 """
@@ -35,13 +35,12 @@ def prove(
     target = best.result.seconds
     found = []
     pairs, branches = WORK
-    for other in _others(
-        trace_of(plain.result).backward, trace_of(best.result).backward, event, limit
-    ):
-        moments = sorted((event, other))
+    others = _others(trace_of(plain.result).backward, trace_of(best.result).backward, event, limit)
+    # Two at a time prove more for the same work than all of them.
+    for moments in [sorted((event, other)) for other in others]:
         model = Moments(problem.sim, moments, limit)
         nodes = len(model.network.arcs)
-        cuts = max(min(CLIMBS, pairs // (nodes * TRIED)), 3)
+        cuts = max(min(CLIMBS, pairs // (nodes * TRIED)), 4)
         # What is held at one of them is mostly held at the other: their prices add up to the one.
         proved, prices = raise_bound(model, [price / 2, price / 2], 0.0, target, cuts)
         bound = max(bound, proved)
