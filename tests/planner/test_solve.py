@@ -225,8 +225,10 @@ def test_same_graph_same_plan() -> None:
 def test_same_plan_in_another_process() -> None:
     # Sets of ids must not let the hash seed of a process into a plan.
     code = (
-        "from graphs import resnet; from lowtide.planner import solve, minimum;"
-        "g = resnet(3); print(solve(g, 24 << 20).plan.to_json(), minimum(g).plan.to_json())"
+        "from graphs import resnet, unet; from lowtide.planner import solve, minimum;"
+        "g = resnet(3); print(solve(g, 24 << 20).plan.to_json(), minimum(g).plan.to_json());"
+        "found = solve(unet(2), 137 << 20, prove=True); assert found.method == 'exchange';"
+        "print(found.plan.to_json(), found.lower_bound)"
     )
     answers = {
         subprocess.run(

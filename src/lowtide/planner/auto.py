@@ -43,6 +43,8 @@ WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
 EXCHANGE_WORK = 400_000
 """The same for the exchanges after it."""
+CONSTANT = 100
+"""What an exchange takes besides, in operations: the smallest graphs are not searched for ever."""
 MOMENTS = 3
 """Moments whose cuts are starting points, the plain peak besides."""
 NEAREST = 3
@@ -109,7 +111,7 @@ class _Search:
 
 
 def solve(
-    graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0, prove: bool = False
+    graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 60.0, prove: bool = False
 ) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
@@ -148,7 +150,7 @@ def solve(
     return _solution(search, graph, began)
 
 
-def minimum(graph: Graph, *, time_limit: float = 10.0) -> Solution:
+def minimum(graph: Graph, *, time_limit: float = 60.0) -> Solution:
     """The lowest peak that the planner can reach.
 
     Greedy and anchors are pushed down as far as they go; then the best of them is asked for less,
@@ -271,7 +273,8 @@ def _anchors(search: _Search) -> None:
 def _exchange(search: _Search) -> None:
     """Exchange what the cheapest plans hold for something better, until the work is used up."""
     sim, pool = search.problem.sim, search.pool
-    stop = sim.evaluations + max(EXCHANGE_WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
+    size = len(sim.cost) + len(sim.event_value) + CONSTANT
+    stop = sim.evaluations + max(EXCHANGE_WORK // size, 24)
     while sim.evaluations < stop and perf_counter() < search.deadline:
         if search.near_bound() or not pool.step():
             break
