@@ -11,6 +11,7 @@ standins, costs, observe, step. Rejected: torch.export, which needs the whole mo
 from __future__ import annotations
 
 import functools
+import gc
 import time
 import warnings
 import weakref
@@ -337,7 +338,8 @@ def dry_run(
     device = _device(found)
     costs = CostModel(device, on)
     try:
-        return _fake(found, device, costs, function, args, kwargs, witness)
+        with _no_collector():
+            return _fake(found, device, costs, function, args, kwargs, witness)
     except LowtideError:
         raise
     except Exception as error:
@@ -355,6 +357,20 @@ def dry_run(
         stacklevel=4,
     )
     return _real(found, device, function, args, kwargs, witness)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Thousands of fake tensors live until backward: looking at them all again and again for cycles
+    takes a quarter of a dry run, and a larger share of a longer one."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _device(found: Found) -> torch.device:

@@ -311,11 +311,11 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
     share = _MARGIN[step.source] if margin is None else margin
-    solution = solve(graph, limit, margin=int(share * limit))
+    solution = solve(graph, limit, margin=int(share * limit), prove=True)
     for less in (int(_HAIR * limit), 0):
         if solution.status == "infeasible":
             # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
-            closer = solve(graph, limit, margin=less)
+            closer = solve(graph, limit, margin=less, prove=True)
             solution = closer if closer.peak <= limit - less else solution
     if solution.peak > limit:
         least = minimum(graph)

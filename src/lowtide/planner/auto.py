@@ -19,6 +19,7 @@ from time import perf_counter
 from lowtide.planner.cut import (
     Cut,
     CutModel,
+    best_price,
     free_holds,
     hull,
     lower_bound,
@@ -27,9 +28,12 @@ from lowtide.planner.cut import (
     room_at,
 )
 from lowtide.planner.descent import descend
+from lowtide.planner.exchange import Pool
 from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
-from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.moments import worst_moments
+from lowtide.planner.prove import prove as raised
+from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
 from lowtide.planner.retention import Retention
 from lowtide.planner.segments import Boundaries
 from lowtide.planner.simulate import Simulator
@@ -37,11 +41,19 @@ from lowtide.planner.solution import Solution
 
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
+EXCHANGE_WORK = 400_000
+"""The same for the exchanges after it."""
+CONSTANT = 100
+"""What an exchange takes besides, in operations: the smallest graphs are not searched for ever."""
+MOMENTS = 3
+"""Moments whose cuts are starting points, the plain peak besides."""
+NEAREST = 3
+"""Cuts at a moment that are repaired."""
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
 """A plan within this factor of the proved bound, and `SMALL`, ends the search."""
-SMALL = 2e-3
+SMALL = 5e-3
 """A share of the forward's time that is not worth searching for."""
 HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
@@ -61,6 +73,8 @@ class _Search:
     best: Candidate = field(init=False)
     method: str = "keep all"
     bound: float = 0.0
+    price: tuple[int, float] | None = None
+    """The event of the plain peak, and the price of a byte there that proves most."""
 
     def __post_init__(self) -> None:
         retain = self.problem.keep_all()
@@ -69,8 +83,10 @@ class _Search:
         self.allowed = max(WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
         self.stop = sim.evaluations + self.allowed
         self.slack = SMALL * sum(sim.cost)
+        self.pool = Pool(self.problem, self.limit)
 
     def offer(self, candidate: Candidate, method: str) -> None:
+        self.pool.add(candidate)
         if candidate.key(self.limit) < self.best.key(self.limit):
             self.best, self.method = candidate, method
 
@@ -78,13 +94,25 @@ class _Search:
     def fits(self) -> bool:
         return self.best.result.peak <= self.limit
 
+    def wanted_bound(self) -> float:
+        """The bound that would end the search with the best plan so far."""
+        if not self.fits:
+            return float("inf")
+        return (self.best.result.seconds - self.slack) / GOOD_ENOUGH
+
+    def near_bound(self) -> bool:
+        seconds = min(self.best.result.seconds, self.pool.seconds)
+        return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
+
     def done(self) -> bool:
-        if self.fits and self.best.result.seconds <= self.bound * GOOD_ENOUGH + self.slack:
+        if self.near_bound():
             return True
         return self.problem.sim.evaluations >= self.stop or perf_counter() > self.deadline
 
 
-def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0) -> Solution:
+def solve(
+    graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 60.0, prove: bool = False
+) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
     Decision table, in order; the search ends when a plan is within 2 % of the proved bound or the
@@ -99,7 +127,10 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     | replays stand at the peak          | the same cuts with anchors held, few to many      |
     | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
+    | something fits                     | exchanges of what the cheapest plans hold         |
     | nothing fits even so               | "infeasible", with the lowest peak met            |
+
+    With `prove`, as much time again goes into raising the bound; the plan stays the same.
     """
     began = perf_counter()
     search = _Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
@@ -111,10 +142,15 @@ def solve(graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 10.0
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
+    _exchange(search)
+    if prove and search.price is not None and search.fits and not search.near_bound():
+        search.bound = raised(
+            search.problem, search.limit, search.plain, search.best, search.price, search.bound
+        )
     return _solution(search, graph, began)
 
 
-def minimum(graph: Graph, *, time_limit: float = 10.0) -> Solution:
+def minimum(graph: Graph, *, time_limit: float = 60.0) -> Solution:
     """The lowest peak that the planner can reach.
 
     Greedy and anchors are pushed down as far as they go; then the best of them is asked for less,
@@ -158,24 +194,44 @@ def _cuts(search: _Search) -> None:
     at = peak_moment(search.plain.result)
     weight = moment_weights(sim, at)
     room = room_at(sim, at, limit)
-    model = CutModel(sim, weight)
-    cuts = hull(model, sim, room)
+    event = at[1] if at[0] == "backward" else 0
+    model = CutModel(sim, weight, event)
+    # A bound that shows the greedy plan to be good enough needs no better one.
+    cuts = hull(model, sim, room, enough=search.wanted_bound())
     search.stop -= CUT_WORK * len(cuts)
-    search.bound = lower_bound(model, room, cuts)
+    search.bound = lower_bound(room, cuts)
     free = free_holds(sim, weight)
     if search.done():
         return
-    for held in _interleave(search, cuts, weight, room):
-        found = shrink(problem, problem.start(held | free), limit)
-        if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
-            found = grow(problem, found, limit)
-        search.offer(found, "cut")
-        if search.done():
-            return
+    if at[0] == "backward":
+        search.price = at[1], best_price(room, cuts)
+    stop = sim.evaluations + search.allowed // 4
+    for held in _interleave(search, cuts, weight, room, event):
+        _start(search, held | free)
+        if search.done() or (search.fits and sim.evaluations > stop):
+            break
+    if search.price is None or not search.fits or search.near_bound():
+        return
+    for event in worst_moments(trace_of(search.plain.result).backward, limit, MOMENTS):
+        if event != search.price[0]:
+            at = "backward", event
+            weight, room = moment_weights(sim, at), room_at(sim, at, limit)
+            cuts = hull(CutModel(sim, weight, event), sim, room, steps=3, first=search.price[1])
+            for cut in list(_near(cuts, room))[:NEAREST]:
+                _start(search, cut.held | free_holds(sim, weight))
+
+
+def _start(search: _Search, held: frozenset[int]) -> None:
+    """Repair what a cut would hold."""
+    problem, limit = search.problem, search.limit
+    found = shrink(problem, problem.start(held), limit)
+    if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
+        found = grow(problem, found, limit)
+    search.offer(found, "cut")
 
 
 def _interleave(
-    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int
+    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterable[frozenset[int]]:
     """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
     near = list(_near(cuts, room))
@@ -188,7 +244,8 @@ def _interleave(
         taken = sum(weight[v] for v in anchors)
         if not anchors or taken > room:
             continue
-        model = CutModel(sim, [0 if v in anchors else size for v, size in enumerate(weight)])
+        unanchored = [0 if v in anchors else size for v, size in enumerate(weight)]
+        model = CutModel(sim, unanchored, event)
         inner = hull(model, sim, room - taken, steps=5, first=price)
         search.stop -= CUT_WORK * len(inner)
         yield next(_near(inner, room - taken)).held | anchors
@@ -211,6 +268,18 @@ def _anchors(search: _Search) -> None:
     if best.result.peak <= limit:
         search.offer(grow(problem, best, limit), "anchors")
     search.stop += len(SEGMENTS)
+
+
+def _exchange(search: _Search) -> None:
+    """Exchange what the cheapest plans hold for something better, until the work is used up."""
+    sim, pool = search.problem.sim, search.pool
+    size = len(sim.cost) + len(sim.event_value) + CONSTANT
+    stop = sim.evaluations + max(EXCHANGE_WORK // size, 24)
+    while sim.evaluations < stop and perf_counter() < search.deadline:
+        if search.near_bound() or not pool.step():
+            break
+    if pool.best is not None:
+        search.offer(pool.best, "exchange")
 
 
 def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:

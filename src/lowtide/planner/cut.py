@@ -38,9 +38,12 @@ class Cut:
 
 
 class CutModel:
-    """Minimum cuts of one graph for given weights of its values."""
+    """Minimum cuts of one graph for given weights of its values.
 
-    def __init__(self, sim: Simulator, weight: list[int]) -> None:
+    What is saved and not released before `event` is required.
+    """
+
+    def __init__(self, sim: Simulator, weight: list[int], event: int = 0) -> None:
         self.sim = sim
         self.weight = weight
         ops = len(sim.cost)
@@ -60,7 +63,7 @@ class CutModel:
                     network.arc(node, 2 + sim.producer[value], INFINITE)
                     continue
                 self.priced.append((value, network.arc(node, 2 + sim.producer[value], 0)))
-                if sim.release[value] >= 0:
+                if sim.release[value] >= event:
                     network.arc(Network.SOURCE, node, INFINITE)
         self.solved = [(0.0, network.snapshot())]
 
@@ -124,37 +127,59 @@ def free_holds(sim: Simulator, weight: list[int]) -> frozenset[int]:
     )
 
 
-def lower_bound(model: CutModel, room: int, cuts: dict[float, Cut]) -> float:
+def lower_bound(room: int, cuts: dict[float, Cut]) -> float:
     """The best bound on replayed time that the cuts prove for plans with this room."""
-    return max(
-        (cut.seconds + price * (cut.nbytes - room) for price, cut in cuts.items()), default=0.0
-    )
+    return max((_proved(room, *item) for item in cuts.items()), default=0.0)
+
+
+def best_price(room: int, cuts: dict[float, Cut]) -> float:
+    """The price that proves it."""
+    return max(cuts.items(), key=lambda item: _proved(room, *item))[0]
+
+
+def _proved(room: int, price: float, cut: Cut) -> float:
+    return cut.seconds + price * (cut.nbytes - room)
 
 
 def hull(
-    model: CutModel, sim: Simulator, room: int, *, steps: int = 14, first: float = 0.0
+    model: CutModel,
+    sim: Simulator,
+    room: int,
+    *,
+    steps: int = 14,
+    first: float = 0.0,
+    enough: float = float("inf"),
 ) -> dict[float, Cut]:
-    """Cuts by price, bisected around the price at which the held bytes meet the room.
+    """Cuts by price, around the price at which the held bytes meet the room.
 
-    The search begins at the price `first`, or far below the mean price of a byte.
+    The search begins at the price `first`, or far below the mean price of a byte, until a cut
+    meets the room. Then the slope between the two nearest cuts is the next price, until there is no
+    corner between them, which proves the best bound that prices can prove; or one of `enough`.
     """
     total = sum(model.weight) or 1
-    low, high = 0.0, first or sum(sim.cost) / total * 1e-2
+    high = first or sum(sim.cost) / total * 1e-2
     cuts: dict[float, Cut] = {}
+    over: Cut | None = None
     for _ in range(40):
-        cuts[high] = model.solve(high)
-        if cuts[high].nbytes <= room or not cuts[high].held:
+        under = cuts[high] = model.solve(high)
+        if under.nbytes <= room or not under.held:
             break
-        low, high = high, high * 4
+        over, high = under, high * 4
+    if over is None:
+        over = cuts[0.0] = model.solve(0.0)
     for _ in range(steps):
-        middle = (low * high) ** 0.5 if low else high / 2
-        if middle in (low, high):
+        if over.nbytes <= under.nbytes or lower_bound(room, cuts) >= enough:
             break
-        cut = cuts[middle] = model.solve(middle)
+        price = (under.seconds - over.seconds) / (over.nbytes - under.nbytes)
+        if price in cuts:
+            break
+        cut = cuts[price] = model.solve(price)
+        if cut.seconds + price * cut.nbytes >= (over.seconds + price * over.nbytes) * (1 - 1e-9):
+            break
         if cut.nbytes <= room:
-            high = middle
+            under = cut
         else:
-            low = middle
+            over = cut
     return cuts
 
 

@@ -15,13 +15,18 @@ takes a thousand evaluations where this takes a few dozen.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 
+from lowtide.planner.heights import Heights
 from lowtide.planner.retention import HOLD, NEVER
 from lowtide.planner.simulate import ABSENT, Simulation, Simulator, Trace
 
 EXPLODED = 8.0
 """A plan that replays the forward more often than this is not worth simulating to the end."""
+
+
+FEW, PARTS = 40, 32
+"""Values among which the cheapest cover of an excess is looked for, and its precision."""
 
 
 @dataclass(slots=True)
@@ -62,9 +67,10 @@ class Problem:
             for v, fixed in enumerate(self.fixed)
         ]
 
-    def run(self, retain: list[int]) -> Simulation:
+    def run(self, retain: list[int], seconds_cap: float = float("inf")) -> Simulation:
         """Simulate with a trace."""
-        return self.sim.run(retain, trace=True, seconds_limit=self.seconds_cap)
+        cap = min(seconds_cap, self.seconds_cap)
+        return self.sim.run(retain, trace=True, seconds_limit=cap)
 
 
 @dataclass(slots=True)
@@ -80,25 +86,36 @@ class Candidate:
         return over, self.result.seconds, self.result.peak
 
 
-def shrink(problem: Problem, retain: list[int], limit: int, rounds: int = 40) -> Candidate:
+def shrink(
+    problem: Problem,
+    retain: list[int],
+    limit: int,
+    rounds: int = 40,
+    frozen: frozenset[int] = frozenset(),
+    seconds_cap: float = float("inf"),
+    moved: list[int] | None = None,
+) -> Candidate:
     """Let values go at the peak, most bytes for the least time first, until the plan fits.
 
     Each round takes enough moves to cover the excess and simulates once. The best plan met comes
-    back, which may still exceed the limit.
+    back, which may still exceed the limit. `frozen` values stay as they are; a plan that replays
+    for more than `seconds_cap` is given up. `moved` is told what was let go.
     """
     retain = retain.copy()
-    result = problem.run(retain)
+    result = problem.run(retain, seconds_cap)
     best = Candidate(retain.copy(), result)
     stale = 0
     for _ in range(rounds):
         if not result.complete or result.peak <= limit or stale > 12:
             break
-        moves = _moves(problem, retain, result, result.peak - limit)
+        moves = _moves(problem, result, result.peak - limit, frozen)
         if not moves:
             break
         for value, choice in moves:
             retain[value] = choice
-        result = problem.run(retain)
+        if moved is not None:
+            moved += [value for value, _ in moves]
+        result = problem.run(retain, seconds_cap)
         found = Candidate(retain.copy(), result)
         if found.key(limit) < best.key(limit):
             best, stale = found, 0
@@ -130,7 +147,7 @@ def live_at_peak(problem: Problem, result: Simulation) -> list[int]:
 
 
 def _moves(
-    problem: Problem, retain: list[int], result: Simulation, excess: int
+    problem: Problem, result: Simulation, excess: int, frozen: frozenset[int]
 ) -> list[tuple[int, int]]:
     """The cheapest moves at the peak that together should cover the excess."""
     sim, trace = problem.sim, trace_of(result)
@@ -140,26 +157,55 @@ def _moves(
     first = sim.graph.first_event
     heap: list[tuple[float, int]] = []
     for value in live_at_peak(problem, result):
-        if sim.nbytes[value] and (trace.start[value] == -1 or first[value] > event):
-            cost, _ = _closure(sim, trace, value, gone, paid)
-            heap.append((cost / sim.nbytes[value], value))
+        size = sim.nbytes[value]
+        if size and value not in frozen and (trace.start[value] == -1 or first[value] > event):
+            cost, _ = closure_cost(sim, trace, value, gone, paid)
+            heap.append((cost / size, value))
     heapify(heap)
-    moves: list[tuple[int, int]] = []
+    spare = [(ratio * sim.nbytes[value], value) for ratio, value in nsmallest(FEW, heap)]
+    needed = excess
+    chosen: list[int] = []
+    spent = 0.0
     while heap and excess > 0:
         _, value = heappop(heap)
         size = sim.nbytes[value]
-        cost, ops = _closure(sim, trace, value, gone, paid)
+        cost, ops = closure_cost(sim, trace, value, gone, paid)
         if heap and cost / size > heap[0][0] * 1.000001:
             heappush(heap, (cost / size, value))
             continue
-        moves.append((value, problem.dropped(value) if trace.start[value] == -1 else event + 1))
+        chosen.append(value)
+        spent += cost
         gone.add(value)
         paid.update(ops)
         excess -= size
-    return moves
+    if len(chosen) > 1 or (chosen and excess < 0):
+        cost, cover = _cover(sim, spare, needed)
+        if cost < spent:
+            chosen = cover
+    return [
+        (value, problem.dropped(value) if trace.start[value] == -1 else event + 1)
+        for value in chosen
+    ]
 
 
-def _closure(
+def _cover(sim: Simulator, spare: list[tuple[float, int]], needed: int) -> tuple[float, list[int]]:
+    """The cheapest values that together have the bytes: sizes in parts, costs as if independent.
+
+    The cheapest per byte first overshoots where the last of them is large.
+    """
+    costs = [0.0] + [float("inf")] * PARTS
+    chosen: list[tuple[int, ...]] = [()] * (PARTS + 1)
+    for cost, value in spare:
+        parts = sim.nbytes[value] * PARTS // needed
+        for have in range(PARTS if parts else 0, 0, -1):
+            total = costs[max(have - parts, 0)] + cost
+            if total < costs[have]:
+                costs[have] = total
+                chosen[have] = (*chosen[max(have - parts, 0)], value)
+    return costs[PARTS], list(chosen[PARTS])
+
+
+def closure_cost(
     sim: Simulator, trace: Trace, value: int, gone: set[int], paid: set[int]
 ) -> tuple[float, list[int]]:
     """Estimate what letting a value go adds: operations of its closure not replayed anyway.
@@ -187,7 +233,13 @@ def _closure(
     return cost, ops
 
 
-def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) -> Candidate:
+def grow(
+    problem: Problem,
+    candidate: Candidate,
+    limit: int,
+    rounds: int = 6,
+    frozen: frozenset[int] = frozenset(),
+) -> Candidate:
     """Hold again, or retain earlier, what there is room for, until nothing more fits.
 
     The largest saving goes first. When a batch of moves does not fit together, half of it is tried.
@@ -198,7 +250,7 @@ def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) ->
         for find in (_returns, _advances):
             if best.result.peak > limit:
                 return best
-            moves = find(problem, best, limit)
+            moves = [move for move in find(problem, best, limit) if move[0] not in frozen]
             take = len(moves)
             while take:
                 retain = best.retain.copy()
@@ -221,7 +273,7 @@ def grow(problem: Problem, candidate: Candidate, limit: int, rounds: int = 6) ->
 def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
     """Values to retain at an earlier reproduction than now, so that later ones need not happen."""
     sim, trace = problem.sim, trace_of(candidate.result)
-    profile = trace.backward.copy()
+    profile = Heights(trace.backward)
     missed: dict[int, list[int]] = {}
     for value, event in trace.missed:
         missed.setdefault(value, []).append(event)
@@ -233,10 +285,9 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
         size, at = sim.nbytes[value], trace.start[value]
         stop = at if at != ABSENT else sim.release[value] + 1
         for event in missed[value]:
-            if max(profile[event + 1 : stop], default=0) + size <= limit:
+            if profile.highest(event + 1, stop) + size <= limit:
                 moves.append((value, event))
-                for place in range(event + 1, stop):
-                    profile[place] += size
+                profile.add(event + 1, stop, size)
                 break
     return moves
 
@@ -244,8 +295,8 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
 def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
     """Values to hold again, judged by the profile of the plan as it stands."""
     sim, trace = problem.sim, trace_of(candidate.result)
-    profile = trace.forward + trace.backward
-    split, end = len(trace.forward), len(profile)
+    split, end = len(trace.forward), len(trace.forward) + len(trace.backward)
+    profile = Heights(trace.forward + trace.backward)
     replays = trace.replays.copy()
     ranked = []
     for value, at in enumerate(trace.start):
@@ -253,9 +304,9 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
             continue
         if value in problem.gone:
             continue
-        saving = _saving(sim, trace, value, replays)[0]
-        if saving > 0:
-            ranked.append((-saving, value))
+        seconds, _ = saving(sim, trace, value, replays)
+        if seconds > 0:
+            ranked.append((-seconds, value))
     ranked.sort()
     taken = []
     for _, value in ranked:
@@ -263,27 +314,25 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
         stop = split + at if at != ABSENT else min(split + trace.alive[value] + 1, end)
         begin = sim.last_use[value] + 1
         size = sim.nbytes[value]
-        if max(profile[begin:stop], default=0) + size > limit:
+        if profile.highest(begin, stop) + size > limit:
             continue
-        saving, ops = _saving(sim, trace, value, replays)
-        if saving <= 0:
+        seconds, ops = saving(sim, trace, value, replays)
+        if seconds <= 0:
             continue
         taken.append((value, HOLD))
         for op in ops:
             replays[op] = 0
-        profile[begin:stop] = [total + size for total in profile[begin:stop]]
+        profile.add(begin, stop, size)
     return taken
 
 
-def _saving(
-    sim: Simulator, trace: Trace, value: int, replays: list[int]
-) -> tuple[float, list[int]]:
+def saving(sim: Simulator, trace: Trace, value: int, replays: list[int]) -> tuple[float, list[int]]:
     """Estimate the replays that holding a value makes unneeded: its producer and idle ancestors."""
     consumers = sim.graph.consumers
     dead: set[int] = set()
     order: list[int] = []
     stack = [value]
-    saving = 0.0
+    seconds = 0.0
     while stack:
         held = stack.pop()
         op = sim.producer[held]
@@ -298,7 +347,7 @@ def _saving(
             continue
         dead.add(op)
         order.append(op)
-        saving += replays[op] * sim.cost[op]
+        seconds += replays[op] * sim.cost[op]
         for x in sim.reads[op]:
             if (
                 trace.start[x] != -1
@@ -306,7 +355,7 @@ def _saving(
                 and not any(replays[c] and c not in dead for c in consumers[x])
             ):
                 stack.append(x)
-    return saving, order
+    return seconds, order
 
 
 def trace_of(result: Simulation) -> Trace:

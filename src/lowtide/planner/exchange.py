@@ -1,0 +1,133 @@
+"""From plans that fit to cheaper ones that fit, by exchanging what is held.
+
+Problem: a repaired cut knows one moment of the step; what it let go first need not go once the rest
+is known, and where several moments stand near the limit it is points away from the best plan.
+
+Invariant: every plan in the pool fits, as the simulator says. The cheapest one that has an untried
+exchange is tried next, exchanges in a fixed order, so equal input gives equal output.
+
+Imports: `lowtide.planner.repair`.
+
+Rejected: annealing. A hundred times as many simulations found plans no cheaper than these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+
+from lowtide.planner.repair import (
+    Candidate,
+    Problem,
+    closure_cost,
+    grow,
+    saving,
+    shrink,
+    trace_of,
+)
+from lowtide.planner.retention import HOLD
+
+ROUNDS = 6
+"""Simulations after which an exchange that does not fit is given up."""
+TRIES = 3
+"""Times that an exchange is tried, each time without letting go the largest of the last one."""
+WORTH = 1.3
+"""An exchange that takes this many times the best plan's time before it fits is given up."""
+NEAR = 1.1
+"""Plans of up to this many times the best one's time are starting points too."""
+
+
+class Pool:
+    """Plans that fit, the cheapest first, and the best of them."""
+
+    def __init__(self, problem: Problem, limit: int) -> None:
+        self.problem = problem
+        self.limit = limit
+        self.best: Candidate | None = None
+        self.seconds = float("inf")
+        self.plans: list[tuple[float, int, Iterator[Candidate]]] = []
+        self.known: set[tuple[int, ...]] = set()
+
+    def add(self, plan: Candidate) -> None:
+        """Take a plan in, if it fits and is new."""
+        if plan.result.peak > self.limit or not plan.result.complete:
+            return
+        key = tuple(trace_of(plan.result).start)
+        if key in self.known:
+            return
+        self.known.add(key)
+        seconds = plan.result.seconds
+        if seconds < self.seconds:
+            self.best, self.seconds = plan, seconds
+        if seconds <= self.seconds * NEAR:
+            heappush(self.plans, (seconds, len(self.known), self._exchanges(plan)))
+
+    def step(self) -> bool:
+        """Try one exchange; False when none is left."""
+        if not self.plans or self.plans[0][0] > self.seconds * NEAR:
+            return False
+        found = next(self.plans[0][2], None)
+        if found is None:
+            heappop(self.plans)
+        else:
+            self.add(found)
+        return True
+
+    def _exchanges(self, plan: Candidate) -> Iterator[Candidate]:
+        problem = self.problem
+        for change in _changes(problem, plan):
+            retain = plan.retain.copy()
+            for value, choice in change:
+                retain[value] = choice
+            frozen = frozenset(value for value, _ in change)
+            moved: list[int]
+            for _ in range(TRIES):
+                cap, moved = self.seconds * WORTH, []
+                found = shrink(problem, retain, self.limit, ROUNDS, frozen, cap, moved)
+                if found.result.complete and found.result.peak <= self.limit:
+                    found = grow(problem, found, self.limit, 2, frozen)
+                yield found
+                if not moved:
+                    break
+                # What went first may have been the wrong thing: estimates count no second replay.
+                frozen |= {max(moved, key=lambda value: (problem.sim.nbytes[value], value))}
+
+
+def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]]]:
+    """What to hold or retain earlier, largest saving first; then what to let go, cheapest first."""
+    sim, trace = problem.sim, trace_of(plan.result)
+    start, producer, cost = trace.start, sim.producer, sim.cost
+    ranked: list[tuple[float, int, int]] = []
+    for value in _replayed(problem, plan):
+        seconds, _ = saving(sim, trace, value, trace.replays)
+        if seconds > 0:
+            ranked.append((-seconds, value, HOLD))
+    missed: dict[int, list[int]] = {}
+    for value, event in trace.missed:
+        missed.setdefault(value, []).append(event)
+    for value, events in missed.items():
+        ranked.append((-len(events) * cost[producer[value]], value, events[0]))
+        if len(events) > 1:
+            ranked.append((-cost[producer[value]], value, events[-1]))
+    for _, value, choice in sorted(ranked):
+        yield [(value, choice)]
+    held = [
+        (closure_cost(sim, trace, value, set(), set())[0] / sim.nbytes[value], value)
+        for value, at in enumerate(start)
+        if at == HOLD and sim.nbytes[value] and trace.alive[value] >= 0 and not problem.fixed[value]
+    ]
+    for _, value in sorted(held):
+        drop = (value, problem.dropped(value))
+        yield [drop]
+        inputs = [x for x in sim.reads[producer[value]] if start[x] != HOLD]
+        if inputs and not problem.gone.intersection(inputs):
+            yield [drop, *((x, HOLD) for x in inputs)]
+
+
+def _replayed(problem: Problem, plan: Candidate) -> Iterable[int]:
+    """Values that are made again and could be held."""
+    sim, trace = problem.sim, trace_of(plan.result)
+    for value, at in enumerate(trace.start):
+        can = not problem.fixed[value] and value not in problem.gone
+        if can and at != HOLD and trace.alive[value] >= 0 and trace.replays[sim.producer[value]]:
+            yield value

@@ -1,0 +1,145 @@
+"""A lower bound that knows several moments of the step.
+
+Problem: a plan has to stay under the limit at every moment; a cut at one moment lets each of its
+values go as if the others did not matter, and proves up to three points less than can be proved.
+
+Invariant: valid for every plan. An operation that is replayed is paid once, whenever and however
+often that happens. At each moment a value that is still to be asked for is in memory, or its
+producer is replayed after that moment; what is replayed after a moment was replayed after every
+earlier one. For any prices of a byte at each moment, the minimum cut less what the limit leaves
+there at these prices is a bound. Prices move towards the moments at which the cut is over.
+
+Imports: `lowtide.planner.cut`, `lowtide.planner.flow`, `lowtide.planner.simulate`.
+
+Rejected: a linear program, which is this bound's limit and needs a solver as a dependency.
+"""
+
+from __future__ import annotations
+
+from lowtide.planner.cut import SCALE, moment_weights, room_at
+from lowtide.planner.flow import INFINITE, Network
+from lowtide.planner.simulate import Simulator
+
+APART = 2
+"""Events between two moments."""
+
+
+def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
+    """The events with the most bytes over the limit, in order, not next to each other."""
+    chosen: list[int] = []
+    for event in sorted(range(len(backward)), key=lambda event: (-backward[event], event)):
+        if backward[event] <= limit or len(chosen) == count:
+            break
+        if all(abs(event - other) > APART for other in chosen):
+            chosen.append(event)
+    return sorted(chosen)
+
+
+class Moments:
+    """Cuts of one graph at several moments, for any prices."""
+
+    def __init__(self, sim: Simulator, moments: list[int], limit: int) -> None:
+        self.sim = sim
+        self.rooms = [room_at(sim, ("backward", event), limit) for event in moments]
+        self.priced: list[list[tuple[int, int, int, int]]] = []
+        nodes = 2
+        self.network = network = Network(2)
+        earlier: dict[int, int] = {}
+
+        def node() -> int:
+            nonlocal nodes
+            network.arcs.append([])
+            nodes += 1
+            return nodes - 1
+
+        self.paid: list[tuple[int, float]] = []
+        self.base: dict[int, int] = {}  # of each operation, the arc that pays for it
+        self.replays: list[dict[int, int]] = []  # of each moment, the nodes of its operations
+        self.values: list[list[int]] = []  # of each moment, the values that have a price
+        for event in moments:
+            weight = moment_weights(sim, ("backward", event))
+            replays: dict[int, int] = {}
+            for value, size in enumerate(weight):
+                op = sim.producer[value]
+                if size and not sim.free[value] and op not in replays:
+                    replays[op] = node()
+                    # What is replayed after this moment is replayed after the earlier ones.
+                    if op in earlier:
+                        network.arc(replays[op], earlier[op], INFINITE)
+                    elif sim.replayable[op]:
+                        cost = round(sim.cost[op] * SCALE)
+                        self.base[op] = network.arc(replays[op], Network.SINK, cost)
+                        self.paid.append((replays[op], sim.cost[op]))
+                    else:
+                        network.arc(replays[op], Network.SINK, INFINITE)
+            required: dict[int, int] = {}
+            priced: list[tuple[int, int, int, int]] = []
+            self.values.append([])
+            for value, size in enumerate(weight):
+                if not size or sim.free[value]:
+                    continue
+                here = required[value] = node()
+                maker = replays[sim.producer[value]]
+                if value in sim.graph.fleeting:
+                    network.arc(here, maker, INFINITE)
+                    continue
+                self.values[-1].append(value)
+                priced.append((network.arc(here, maker, 0), size, here, maker))
+                if sim.release[value] >= event:
+                    network.arc(Network.SOURCE, here, INFINITE)
+            for op, here in replays.items():
+                for x in sim.reads[op]:
+                    if x in required:
+                        network.arc(here, required[x], INFINITE)
+            self.priced.append(priced)
+            self.replays.append(replays)
+            earlier.update(replays)
+        self.empty = network.snapshot()
+
+    def bound(self, prices: list[float]) -> tuple[float, list[int]]:
+        """Seconds that these prices prove, and the bytes by which the cut is over each room."""
+        network = self.network
+        network.restore(self.empty)
+        for price, priced in zip(prices, self.priced, strict=True):
+            scaled = price * SCALE
+            for arc, size, _, _ in priced:
+                network.room[arc] = int(scaled * size)
+        network.maximise()
+        side = network.source_side()
+        seconds = sum(cost for node, cost in self.paid if side[node])
+        over = [
+            sum(size for _, size, here, maker in priced if side[here] and not side[maker]) - room
+            for priced, room in zip(self.priced, self.rooms, strict=True)
+        ]
+        return seconds + sum(p * o for p, o in zip(prices, over, strict=True)), over
+
+
+def raise_bound(
+    model: Moments, prices: list[float], best: float, target: float, cuts: int
+) -> tuple[float, list[float]]:
+    """Move the prices uphill for so many cuts; the best bound met and its prices.
+
+    `target` is the time of a plan that fits: the bound cannot rise above it.
+    """
+    found = prices
+    pace, ahead = 1.0, [0.0] * len(prices)
+    for turn in range(cuts):
+        seconds, over = model.bound(prices)
+        if seconds > best:
+            best, found = seconds, prices
+        else:
+            pace *= 0.75
+            if turn == cuts // 2:
+                prices = found
+        uphill = [float(o) if o > 0 or p > 0 else 0.0 for o, p in zip(over, prices, strict=True)]
+        # In the second half, along the mean of the last directions: across a ridge they alternate.
+        share = 0.6 if turn > cuts // 2 else 0.0
+        ahead = [u + share * a for u, a in zip(uphill, ahead, strict=True)]
+        if sum(u * a for u, a in zip(uphill, ahead, strict=True)) <= 0:
+            ahead = uphill
+        steep = sum(a * a for a in ahead)
+        if not steep or best >= target:
+            break
+        step = pace * (target - seconds) / steep
+        prices = [max(p + step * a, 0.0) for p, a in zip(prices, ahead, strict=True)]
+    return best, found

@@ -1,0 +1,120 @@
+"""The bound over several moments against every plan of tiny graphs; heights against plain lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from graphs import random_graph, unet
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_solve import tiny
+
+from lowtide.planner import Graph, Simulator, keep_all, simulate, solve
+from lowtide.planner.branch import branched_bound
+from lowtide.planner.cut import CutModel, hull, lower_bound, moment_weights, room_at
+from lowtide.planner.heights import BLOCK, Heights
+from lowtide.planner.moments import Moments, raise_bound, worst_moments
+from lowtide.planner.reference import brute_force
+from lowtide.planner.repair import Problem
+
+
+def profile(graph: Graph) -> list[int]:
+    trace = simulate(graph, keep_all(graph).retain, trace=True).trace
+    assert trace is not None
+    return trace.backward
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**9),
+    st.integers(3, 6),
+    st.floats(0, 1),
+    st.lists(st.floats(0, 5e-3), min_size=20, max_size=20),
+)
+def test_no_prices_prove_more_than_the_best_plan_takes(
+    seed: int, ops: int, share: float, prices: list[float]
+) -> None:
+    graph = tiny(seed, ops)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    _, lowest = brute_force(graph, 0)
+    limit = lowest + int((plain - lowest) * share)
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    moments = list(range(len(graph.events)))
+    assume(moments)
+    model = Moments(Simulator(graph), moments, limit)
+    seconds, _ = model.bound(prices[: len(moments)])
+    assert seconds <= best.result.seconds + 1e-9
+    raised, _ = raise_bound(model, [0.0] * len(moments), 0.0, best.result.seconds, 12)
+    assert raised <= best.result.seconds + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(3, 6), st.floats(0, 1), st.floats(0, 1))
+def test_no_branches_prove_more_than_the_best_plan_takes(
+    seed: int, ops: int, share: float, at: float
+) -> None:
+    graph = tiny(seed, ops)
+    assume(graph.events)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    _, lowest = brute_force(graph, 0)
+    limit = lowest + int((plain - lowest) * share)
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    moments = list(range(len(graph.events)))
+    split = moments[int(at * (len(moments) - 1))]
+    prices = [best.result.seconds / plain / len(moments)] * len(moments)
+    # Asked for more than there is, it branches to the end.
+    target = best.result.seconds * 2 + 1e-3
+    problem = Problem(Simulator(graph))
+    bound = branched_bound(problem, moments, limit, split, prices, target, 400)
+    assert bound <= best.result.seconds + 1e-9
+
+
+def test_one_moment_proves_what_its_cut_proves() -> None:
+    graph = random_graph(3, 40)
+    sim = Simulator(graph)
+    backward = profile(graph)
+    event = backward.index(max(backward))
+    limit = max(backward) * 6 // 10
+    at = "backward", event
+    room = room_at(sim, at, limit)
+    model = CutModel(sim, moment_weights(sim, at), event)
+    moments = Moments(sim, [event], limit)
+    for price in (1e-5, 1e-4, 1e-3):
+        cut = model.solve(price)
+        seconds, over = moments.bound([price])
+        assert abs(seconds - (cut.seconds + price * (cut.nbytes - room))) < 1e-9
+        assert over == [cut.nbytes - room]
+
+
+def test_more_moments_prove_more_where_several_are_high() -> None:
+    graph = unet()
+    sim = Simulator(graph)
+    backward = profile(graph)
+    limit = max(backward) // 2
+    event = backward.index(max(backward))
+    at = "backward", event
+    room = room_at(sim, at, limit)
+    one = lower_bound(room, hull(CutModel(sim, moment_weights(sim, at), event), sim, room))
+    assert worst_moments(backward, limit, 3) != [event]
+    quick, proved = solve(graph, limit), solve(graph, limit, prove=True)
+    assert proved.plan == quick.plan
+    assert proved.lower_bound is not None
+    assert quick.lower_bound is not None
+    assert quick.lower_bound == pytest.approx(one)
+    assert one * 1.01 < proved.lower_bound <= proved.seconds
+
+
+@given(st.integers(0, 10**9), st.integers(0, 4 * BLOCK + 3))
+@settings(max_examples=60, deadline=None)
+def test_heights_are_a_list(seed: int, length: int) -> None:
+    rng = random.Random(seed)
+    plain = [rng.randint(0, 50) for _ in range(length)]
+    heights = Heights(plain)
+    for _ in range(20):
+        begin, stop = sorted((rng.randint(0, length), rng.randint(0, length + 5)))
+        assert heights.highest(begin, stop) == max(plain[begin:stop], default=0)
+        heights.add(begin, stop, 7)
+        plain[begin:stop] = [height + 7 for height in plain[begin:stop]]
