@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.prepared import ANCHOR
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -233,3 +234,46 @@ def test_following_the_advice_ends_soon(name: str, way: str) -> None:
     assert 1 <= refusals <= 4
     assert nbytes <= 2 * plain  # convolutions of a few KiB take a scratchpad of up to 40
     assert max(peaks) <= nbytes
+
+
+class Looks(nn.Module):
+    """What a plan holds is first read by an operation whose result is thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x @ self.weight
+        assert wide.sum().item() < float("inf")
+        return torch.stack([(wide + i).sin().sum() for i in range(10)]).sum()
+
+
+def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Looks(), torch.randn(512, 256)
+
+    def plain() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    plain()
+    limit = int(0.6 * lowtide.measure(plain, device="cpu").peak_bytes)
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.clone()
+    budget = lowtide.budget(limit)
+
+    def step() -> None:
+        model.zero_grad()
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    for _ in range(4):
+        assert lowtide.measure(step, device="cpu").peak_bytes <= limit
+        assert torch.equal(model.weight.grad, gradient)
+    budget.report()
+    plan = budget._prepared[0]
+    assert ANCHOR in plan.choices  # the product is held, which nobody saves
+    assert budget._last is not None
+    assert not budget._last.switched

@@ -137,6 +137,29 @@ def recorded(function: Callable[[Tensor], Any]) -> tuple[Told, Tensor]:
     return told, x.grad
 
 
+@pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
+def test_a_value_that_is_dropped_while_its_user_has_it_is_still_known(way: str) -> None:
+    """The next operation that reads it can be replayed all the same."""
+    x = torch.randn(64, requires_grad=True)
+    with engine.use(way), Recording(Told()) as tape:
+        recorder = tape.recorder
+        assert recorder is not None
+        y = x.exp()
+        entry = recorder.entry_of(y)
+        assert entry is not None
+        value = recorder.value_in(entry)
+        recorder._hold(entry, value, y)
+        recorder.let_go(value)
+        assert value.held is None
+        del value
+        assert recorder.value_in(entry).op is not None
+        loss = y.sin().sum()
+    del y
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.cos(x.detach().exp()) * x.detach().exp())
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", [*CASES, *MODULES])
 def test_both_recorders_write_the_same(name: str) -> None:

@@ -9,6 +9,7 @@ much of torch the library leans on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import re

@@ -72,6 +72,7 @@ class StepDecisions:
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: list[weakref.ref[Handle]] = []
         self._anchors: dict[int, _Anchor] = {}
+        self._to_come: list[Value] = []  # anchored ones, until the forward is over
         self._compiled: Any = None  # the recorder, while it follows the plan by itself
 
     def attach(self, tape: Tape) -> None:
@@ -113,6 +114,7 @@ class StepDecisions:
 
     def forward_over(self) -> None:
         """The recording is closed."""
+        self._to_come.clear()
         if self._compiled is not None:
             self._caught_up(self._compiled.sequence)
             self._on_our_own()
@@ -130,12 +132,14 @@ class StepDecisions:
         self._handles.clear()
         self._made.clear()
         self._anchors.clear()
+        self._to_come.clear()
 
     def let_go(self) -> None:
         """The step is over; only numbers of it are kept."""
         self._handles.clear()
         self._made.clear()
         self._anchors.clear()
+        self._to_come.clear()
 
     def stop_measuring(self) -> None:
         if self.observer is not None:
@@ -193,7 +197,12 @@ class StepDecisions:
 
     def _anchor(self, value: Value, op: Operation) -> None:
         """Hold `value`. The tape forgets its operation then; here it is not, while the value lives,
-        so that it can be let go after all if the step turns out to be another one."""
+        so that it can be let go after all if the step turns out to be another one.
+
+        It lives as long as the forward: the first to read it may be an operation that makes
+        nothing and is forgotten, and the value with it.
+        """
+        self._to_come.append(value)
         anchors, number = self._anchors, value.number
         value.keep = True
         anchor = _Anchor(value, lambda _: anchors.pop(number, None))
@@ -229,6 +238,7 @@ class StepDecisions:
                 if value.held is not None:
                     value.op = anchor.op
         self._anchors.clear()
+        self._to_come.clear()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change over to a plan: what it would not have held by now goes."""
@@ -238,8 +248,7 @@ class StepDecisions:
             choice = choices[value.number]
             value.retain_from = max(0, choice)
             if choice >= 0 and value.held is not None and value.op is not None:
-                value.held = None
-                self._evicted(value)
+                self._drop(value)
         for value in made:
             if choices[value.number] == ANCHOR and op is not None:
                 self._anchor(value, op)
@@ -273,7 +282,7 @@ class StepDecisions:
         self.release()
         evictor = Evictor(self.live)
         evictor.add(list(observer.alive()))
-        if not evictor.shrink(max(0, limit - need), self._evicted):
+        if not evictor.shrink(max(0, limit - need), self._drop):
             self.owner.cannot_fit(self, facts.name, self.live[0], need)
 
     def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
@@ -286,7 +295,7 @@ class StepDecisions:
             return
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)
-        if not evictor.shrink(max(0, target - need), self._evicted):
+        if not evictor.shrink(max(0, target - need), self._drop):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.owner.cannot_fit(self, facts.name, self.live[0], min(need, nearest))
 
@@ -295,10 +304,16 @@ class StepDecisions:
         assert evictor is not None
         live = self.live[0]
         target = self.owner.target(live, evictor.dropped_bytes)
-        if live > target and not evictor.shrink(target, self._evicted):
+        if live > target and not evictor.shrink(target, self._drop):
             self.owner.cannot_fit(self, self.seen[-1][0], self.live[0], 0)
 
-    def _evicted(self, value: Value) -> None:
+    def _drop(self, value: Value) -> None:
+        """Let go of a value that is held, while the forward runs."""
+        recorder = None if self.tape is None else self.tape.recorder
+        if recorder is None:
+            value.held = None
+        else:
+            recorder.let_go(value)
         self.tally.evictions += 1
         if self.observer is not None:
             self.observer.evicted[value.number] = len(self.observer.ops)
@@ -383,6 +398,7 @@ class StepDecisions:
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
         self._anchors.clear()
+        self._to_come.clear()
         for value in self.alive():
             if value.held is not None and value.op is not None:
                 value.settle()

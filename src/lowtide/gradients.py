@@ -12,23 +12,38 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from lowtide.rebuild import OpLog
 
 
-def lifetimes(
-    ops: Sequence[OpLog], sizes: Sequence[int], carries_grad: AbstractSet[int]
-) -> tuple[list[int], list[int]]:
+# Parts of the names of operators whose kernels copy a gradient that is not contiguous, as measured
+# on the CPU.
+_COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "convolution",
+            "pixel_shuffle")  # fmt: skip
+
+
+class Lifetimes(NamedTuple):
     """Bytes of gradients that lie across the operations of a step, gone through backwards.
 
-    Returns:
-        Changes whose running sum at `k` is what is there besides when the backward of operation `k`
-        begins; and of each operation the bytes of sums that are made right after it.
+    Attributes:
+        change: their running sum at `k` is what is there when the backward of operation `k` begins.
+        sums: of each operation, what is made right after its backward, where gradients are added.
+        copies: of each operation, what its backward makes of the gradient that it is given.
     """
+
+    change: list[int]
+    sums: list[int]
+    copies: list[int]
+
+
+def lifetimes(
+    ops: Sequence[OpLog], sizes: Sequence[int], carries_grad: AbstractSet[int]
+) -> Lifetimes:
+    """When the gradients of a step's values are in memory."""
     count = len(ops)
-    change, sums = [0] * (count + 2), [0] * (count + 2)
+    found = change, sums, copies = Lifetimes(*([0] * (count + 2) for _ in range(3)))
     readers = _readers(ops, carries_grad)
     _pieces(ops, sizes, readers, change, sums)
     until: dict[int, int] = {}  # value -> the operation whose backward is the last to need it
@@ -43,13 +58,16 @@ def lifetimes(
             if number in ops[start].viewing:
                 # It sees the gradient of what was made of it, until another one is added.
                 if len(reading) == 1:
+                    part = sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                    if part and any(name in log.name for name in _COPYING):
+                        copies[index] += sizes[number]
                     continue
                 start = reading[-2]
                 sums[start] += sizes[number]
             if start > end:
                 change[end] += sizes[number]
                 change[start] -= sizes[number]
-    return change, sums
+    return found
 
 
 def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:

@@ -63,8 +63,8 @@ def modelled_events(
     """
     look_closer(seen.ops, seen.carries_grad)
     count = len(seen.ops)
-    gradient, sums = lifetimes(seen.ops, sizes, seen.carries_grad)
-    crossing = list(itertools.accumulate(gradient))
+    gradients = lifetimes(seen.ops, sizes, seen.carries_grad)
+    crossing = list(itertools.accumulate(gradients.change))
     parameter = [0] * (count + 2)
     for reader, nbytes in seen.parameters.values():
         parameter[reader] += nbytes
@@ -86,7 +86,9 @@ def modelled_events(
     for index, nbytes in gone.items():
         over[order[index][2]] += nbytes
     takes = [
-        b + _takes(log, s - o) for b, log, s, o in zip(begins, seen.ops, sums, over, strict=False)
+        begins[k]
+        + max(log.temporaries + gradients.copies[k], _leaves(log, gradients.sums[k]) - over[k])
+        for k, log in enumerate(seen.ops)
     ]
     events = []
     for index, (number, low, high) in enumerate(order):
@@ -99,12 +101,9 @@ def modelled_events(
     return tuple(events)
 
 
-def _takes(log: OpLog, more: int) -> int:
-    """Bytes of an operation's backward: while it runs, or when its gradients are added up.
-
-    `more`: bytes of sums, less those of what it saved, which is gone by then.
-    """
-    return max(log.temporaries, log.left + log.besides + more)
+def _leaves(log: OpLog, sums: int) -> int:
+    """Bytes of an operation's gradients when they are added up; what it saved is gone by then."""
+    return log.left + log.besides + sums
 
 
 def _to_come(seen: Observer) -> list[tuple[int, int, int]]:

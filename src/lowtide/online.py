@@ -36,7 +36,7 @@ class Evictor:
                 self.largest = value.nbytes
         self._known.extend(map(_weak, values))
 
-    def shrink(self, target: int, evicted: Callable[[Value], None]) -> bool:
+    def shrink(self, target: int, drop: Callable[[Value], None]) -> bool:
         """Drop values until at most `target` bytes are live; False if not enough can go."""
         if self._live[0] <= target:
             return True
@@ -59,10 +59,9 @@ class Evictor:
             if heap and price > heap[0][0] * 1.5:
                 heapq.heappush(heap, (price, index))  # an ancestor went since: look again
                 continue
-            value.held = None
+            drop(value)
             self._chain[value.number] = self._cost(value)
             self.dropped_bytes += value.nbytes
-            evicted(value)
         return self._live[0] <= target
 
     def _cost(self, value: Value) -> float:

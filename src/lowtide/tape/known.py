@@ -124,6 +124,16 @@ class Known:
         entry.value = None
         watch(entry.key, value)
 
+    def let_go(self, value: Value) -> None:
+        """Drop what a recorded value holds. While its storage lives on, as the user's, the table
+        knows the value again: else the next to read it would take it for somebody else's."""
+        held, value.held = value.held, None
+        if held is None:
+            return
+        entry = self.table.get(held.untyped_storage()._cdata)
+        if entry is not None and entry.weak is not None and entry.weak() is value:
+            entry.value, entry.weak = value, None
+
     def adopt(self, value: Value, tensor: Tensor) -> None:
         """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
         storage = tensor.untyped_storage()
