@@ -69,7 +69,7 @@ def sharded(
 
     model.no_sync = no_sync
     if how == "fit":
-        lowtide.fit(model, 0.6)
+        lowtide.fit(model, 0.7)
     return model
 
 
@@ -86,9 +86,9 @@ ALIKE = "alike"  # a budget that was given the group
 
 def around(how: str) -> Callable[[], Any]:
     if how == "budget":
-        limit: Any = lowtide.budget(0.6)
+        limit: Any = lowtide.budget(0.7)
     elif how == ALIKE:
-        limit = lowtide.budget(0.6, group=True)
+        limit = lowtide.budget(0.7, group=True)
     else:
         limit = contextlib.nullcontext()
     return lambda: limit
@@ -148,7 +148,7 @@ def steps(limit: Any, rows: list[int], model: nn.Module | None = None) -> list[T
 
 def plans_alike() -> Outcome:
     """What each rank keeps and replays, with times that differ by far from rank to rank."""
-    limit = lowtide.budget(0.6, group=True)
+    limit = lowtide.budget(0.7, group=True)
     plain = steps(contextlib.nullcontext(), [256] * 5)
     with slowed():
         outcome = compare(plain, steps(limit, [256] * 5))
@@ -184,7 +184,7 @@ def slowed() -> Iterator[None]:
 
 def plans_apart() -> Outcome:
     """The same with no group: the check that the test above could fail."""
-    limit = lowtide.budget(0.6)
+    limit = lowtide.budget(0.7)
     with slowed():
         steps(limit, [256] * 5)
     return {"retain": limit._prepared[0].plan.retain}

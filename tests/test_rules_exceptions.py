@@ -303,7 +303,7 @@ def test_two_threads_with_two_budgets() -> None:
 
     expected = [train(seed, nullcontext()) for seed in (1, 2)]
     found: dict[int, list[Tensor]] = {}
-    budgets = {1: lowtide.budget(0.6), 2: lowtide.budget(0.9)}
+    budgets = {1: lowtide.budget(0.8), 2: lowtide.budget(0.95)}
     barrier = threading.Barrier(2)
 
     def run(seed: int) -> None:
