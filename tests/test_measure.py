@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -228,6 +229,43 @@ def test_a_second_thread_is_refused() -> None:
         assert other.obstacle == "another thread already records memory events"
 
     measure(step, device="cpu")
+
+
+class Cycle:
+    """Something that only the garbage collector frees."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+        self.itself = self
+
+
+def test_a_step_that_was_abandoned_does_not_keep_others_from_measuring() -> None:
+    gc.disable()
+    try:
+        abandoned = MemoryEvents()
+        assert abandoned.start()
+        Cycle(abandoned)
+        del abandoned
+        assert measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
+    finally:
+        gc.enable()
+
+
+def test_garbage_is_looked_for_once_for_a_recording_that_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collections: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
+    held = MemoryEvents()
+    assert held.start()
+    for _ in range(3):
+        assert not MemoryEvents().start()
+    assert len(collections) == 1
+    assert held.stop() is not None
+    again = MemoryEvents()
+    assert again.start()
+    assert again.stop() is not None
+    assert len(collections) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError("from the step"), KeyboardInterrupt()])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -170,6 +171,7 @@ class MemoryEvents:
         self._addresses: list[int] = []
         self._waiting: list[Callable[[Timeline | None], None]] = []
         self._over = False
+        self._held = False  # garbage was collected and this recording was not among it
         self._early: list[Timeline | None] = []
 
     def over(self) -> None:
@@ -192,6 +194,8 @@ class MemoryEvents:
         active = recording_on_this_thread(over=True)
         if active is not None:
             active._give_way()
+        del active
+        _collect_abandoned()
         with _lock:
             self.obstacle = _obstacle()
             if self.obstacle:
@@ -266,6 +270,20 @@ def recording_on_this_thread(*, over: bool = False) -> MemoryEvents | None:
     if active is None or active._marker is None or active._over is not over:
         return None
     return active if active._thread == threading.get_ident() else None
+
+
+def _collect_abandoned() -> None:
+    """Free a recording whose step the program has let go of, as after an error in a forward.
+
+    Its graph and its tape may refer to each other, and nothing ends such a recording before the
+    garbage collector comes by. One that is held for good is looked for once, not at every start.
+    """
+    active = _recording() if _recording is not None else None
+    if active is None or active._held:
+        return
+    active._held = True
+    del active
+    gc.collect()
 
 
 def _obstacle() -> str:

@@ -131,15 +131,13 @@ class StepDecisions:
         self.observer = None
         self._handles.clear()
         self._made.clear()
-        self._anchors.clear()
-        self._to_come.clear()
+        self._forget_anchors()
 
     def let_go(self) -> None:
         """The step is over; only numbers of it are kept."""
         self._handles.clear()
         self._made.clear()
-        self._anchors.clear()
-        self._to_come.clear()
+        self._forget_anchors()
 
     def stop_measuring(self) -> None:
         if self.observer is not None:
@@ -229,6 +227,10 @@ class StepDecisions:
             self.evictor.add(alive)
             self.evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
 
+    def _forget_anchors(self) -> None:
+        self._anchors.clear()
+        self._to_come.clear()
+
     def release(self) -> None:
         """What is held only because the plan said so may go after all."""
         for anchor in tuple(self._anchors.values()):
@@ -237,8 +239,7 @@ class StepDecisions:
                 value.keep = False
                 if value.held is not None:
                     value.op = anchor.op
-        self._anchors.clear()
-        self._to_come.clear()
+        self._forget_anchors()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change over to a plan: what it would not have held by now goes."""
@@ -397,8 +398,7 @@ class StepDecisions:
 
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
-        self._anchors.clear()
-        self._to_come.clear()
+        self._forget_anchors()
         for value in self.alive():
             if value.held is not None and value.op is not None:
                 value.settle()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide import _compat
+from lowtide._compat import partitioner
 from lowtide.errors import BudgetError, UsageError
 from lowtide.inductor.joint import Joint, draws
 from lowtide.inductor.ledger import Ledger, peak_of
@@ -254,8 +254,8 @@ class _Graph:
         self.traced = graph
         self.mode = mode
         self.options = options
-        self.more_follows = _compat.broken_off(graph)
-        self.context = _compat.tracing_context()
+        self.more_follows = partitioner.broken_off(graph)
+        self.context = partitioner.tracing_context()
         self.search: Search = None  # type: ignore[assignment]  # until it has been split
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
@@ -271,7 +271,7 @@ class _Graph:
         if self.choice is not None and not self._fits():
             self.change_to(budget._choose(self))
         if self.code is None:
-            with _compat.tracing_again(self.context):
+            with partitioner.tracing_again(self.context):
                 self.compile(args)
         assert self.code is not None
         results = self.code(*args)
@@ -295,13 +295,15 @@ class _Graph:
     def compile(self, examples: Any) -> None:
         budget = self.budget
         try:
-            with _compat.uncached_partitions():
+            with partitioner.uncached_partitions():
                 if budget.compiler == "aot_eager":
-                    self.code = _compat.compile_with_aot_eager(self.traced, examples, self._split)
+                    self.code = partitioner.compile_with_aot_eager(
+                        self.traced, examples, self._split
+                    )
                 else:
                     options = {**(self.options or {})}
-                    options["custom_partitioner_fn"] = _compat.partitioner(self._split)
-                    self.code = _compat.compile_with_inductor(
+                    options["custom_partitioner_fn"] = partitioner.as_hook(self._split)
+                    self.code = partitioner.compile_with_inductor(
                         self.traced, examples, options, self.mode
                     )
         except BudgetError as error:
@@ -319,7 +321,7 @@ class _Graph:
         **_: Any,
     ) -> tuple[Any, Any]:
         """The partitioner: called by AOTAutograd with a joint graph."""
-        traced = _compat.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
+        traced = partitioner.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
         if not traced.has_backward:
             return traced.split_without_backward()
         joint = Joint(
@@ -335,10 +337,10 @@ class _Graph:
                 self.budget._graphs.append(self)
             wanted = self.choice = self.budget._choose(self)
         for node in traced.nodes:
-            _compat.untagged(node)
+            partitioner.untagged(node)
         for index in wanted.outcome.twice:
             if draws(joint.ops[index].node):
-                _compat.recomputed_draw(joint.ops[index].node)
+                partitioner.recomputed_draw(joint.ops[index].node)
         return traced.split(search.nodes(wanted))
 
     def report(self) -> GraphReport:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat import partitioner
 from lowtide.costs import CostModel, DeviceModel
 from lowtide.tape.values import flatten
 from lowtide.workspace import kernel_workspace
@@ -93,7 +94,7 @@ class Joint:
     """
 
     def __init__(
-        self, traced: _compat.JointGraph, *, fuse: bool, results_last: bool = True
+        self, traced: partitioner.JointGraph, *, fuse: bool, results_last: bool = True
     ) -> None:
         self.traced = traced
         self.fuse = fuse
@@ -122,7 +123,7 @@ class Joint:
         self.bound = frozenset(
             made for op in self.ops if not op.again and not op.late for made in op.makes
         ) | frozenset(
-            s for n in traced.nodes if _compat.must_be_saved(n) for s in self._seen.get(n, ())
+            s for n in traced.nodes if partitioner.must_be_saved(n) for s in self._seen.get(n, ())
         )
 
     def is_input(self, node: Any) -> bool:
@@ -213,7 +214,7 @@ class Joint:
     def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
         fused = self.fuse and _fusible(node)
         again = (
-            _compat.is_overload(node.target)
+            partitioner.is_overload(node.target)
             and node.target.namespace in _AGAIN
             and not node.target._schema.is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
@@ -223,7 +224,7 @@ class Joint:
         result = node.meta.get("val")
         made = sum(self.storages[number].nbytes for number in makes)
         seconds, workspace = self.model.launch, 0
-        if _compat.is_overload(node.target):
+        if partitioner.is_overload(node.target):
             if fused:
                 seconds = self._computing(node, result)
             else:
@@ -266,7 +267,7 @@ def _key(tensor: torch.Tensor) -> int | None:
 def _numel(tensor: torch.Tensor) -> int:
     count = 1
     for size in tensor.shape:
-        count *= _compat.size_hint(size)
+        count *= partitioner.size_hint(size)
     return count
 
 
@@ -274,21 +275,21 @@ def _nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the storage: what strides and sizes reach."""
     reach = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size = _compat.size_hint(size)
+        size = partitioner.size_hint(size)
         if size == 0:
             return 0
-        reach += (size - 1) * _compat.size_hint(stride)
+        reach += (size - 1) * partitioner.size_hint(stride)
     return reach * tensor.element_size()
 
 
 def _writes(node: Any) -> bool:
     target = node.target
-    return _compat.is_overload(target) and bool(target._schema.is_mutable)
+    return partitioner.is_overload(target) and bool(target._schema.is_mutable)
 
 
 def _is_view(node: Any) -> bool:
     target = node.target
-    return _compat.is_overload(target) and bool(target.is_view)
+    return partitioner.is_overload(target) and bool(target.is_view)
 
 
 def draws(node: Any) -> bool:
@@ -298,8 +299,8 @@ def draws(node: Any) -> bool:
 
 def _fusible(node: Any) -> bool:
     target = node.target
-    packet = target.overloadpacket if _compat.is_overload(target) else target
-    return packet in _compat.fusible_operators() or (
+    packet = target.overloadpacket if partitioner.is_overload(target) else target
+    return packet in partitioner.fusible_operators() or (
         getattr(target, "namespace", "") in ("prims", "inductor_prims") and not draws(node)
     )
 
@@ -309,9 +310,9 @@ def _values(tree: Any) -> Any:
     if isinstance(tree, torch.fx.Node):
         return _values(tree.meta.get("val"))
     if isinstance(tree, torch.SymInt):
-        return _compat.size_hint(tree)
+        return partitioner.size_hint(tree)
     if isinstance(tree, torch.Tensor):
-        return _compat.with_hinted_sizes(tree)
+        return partitioner.with_hinted_sizes(tree)
     if isinstance(tree, dict):
         return {key: _values(item) for key, item in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,0 +1,255 @@
+"""The steps of torch's own partitioner around the choice of what forward saves for backward.
+
+Problem: torch.compile splits a joint graph of forward and backward in two. To choose what one
+saves for the other, Inductor has the public hook `custom_partitioner_fn`; the steps around that
+choice have private names only, as of torch 2.13. Invariant: as in `lowtide._compat`, of which this
+is the part that only `lowtide.inductor` uses. They go when the partitioner takes a function that
+names the saved values. Imports torch. Rejected: a partitioner of our own, which would miss what
+torch adds to its.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide._compat import fake_mode
+
+
+class JointGraph:
+    """A joint graph made ready as torch's own partitioner does, with what torch knows about it."""
+
+    def __init__(self, module: Any, outputs: int, static: list[int] | None) -> None:
+        from torch._functorch import config, partitioners
+        from torch._functorch.compile_utils import fx_graph_cse
+
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        if config.cse:
+            module.graph = fx_graph_cse(module.graph)
+        if partitioners.has_recomputable_ops(module):
+            module = partitioners.cleanup_recompute_tags(module, is_default_partition=False)
+        partitioners.force_save_collectives(module)
+        partitioners.force_save_effectful_ops(module)
+        partitioners.force_save_bw_mutation_src(module)
+        self.module = module
+        self.outputs = outputs
+        self.static = list(static or [])
+        self.info = partitioners.classify_nodes(module, self.static, outputs)
+        self.has_backward = len(self.info.required_bw_nodes) > 0
+
+    @property
+    def nodes(self) -> list[Any]:
+        return list(self.module.graph.nodes)
+
+    def tangent_dependent(self) -> set[Any]:
+        """Nodes that need a gradient from outside, and so belong to the backward."""
+        return set(self.info.tangents_closure)
+
+    def results(self) -> tuple[list[Any], list[Any]]:
+        """What the forward and what the backward returns: nodes or constants."""
+        from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+
+        forward, backward, _, _ = _extract_fwd_bwd_outputs(
+            self.module, num_fwd_outputs=self.outputs
+        )
+        return forward, backward
+
+    def overwritten(self) -> set[Any]:
+        """Inputs that the forward, or what runs right after it, writes new values into."""
+        output = next(iter(self.module.graph.find_nodes(op="output")))
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        by_desc = {n.meta.get("desc"): n for n in placeholders}
+        found = {
+            n.args[0] for n in self.module.graph.nodes if n.target is torch.ops.aten.copy_.default
+        }
+        for desc in (output.meta.get("desc") or [])[: self.outputs]:
+            if hasattr(desc, "mutated_input"):
+                known = by_desc.get(desc.mutated_input)
+                found |= set(placeholders) if known is None else {known}
+        return found
+
+    def saved_by_torch(self, budget: float = 1.0) -> list[Any]:
+        """What torch's own partitioner would save, at an `activation_memory_budget`."""
+        from torch._functorch.partitioners import choose_saved_values_set
+
+        for node in reversed(self.module.graph.nodes):
+            far = int(1e9)
+            if node.op != "output" and not self.info.is_required_fw(node):
+                far = 0
+            elif node.op != "output":
+                far = min([far, *(user.dist_from_bw + 1 for user in node.users)])
+            node.dist_from_bw = far
+        return list(choose_saved_values_set(self.module.graph, self.info, budget))
+
+    def split(self, saved: list[Any]) -> tuple[Any, Any]:
+        """The two modules, where the forward hands these tensors to the backward.
+
+        Nodes tagged by `recomputed_draw` draw the same numbers in both.
+        """
+        from torch._functorch import partitioners
+        from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+        from torch._functorch.compile_utils import raise_getitems
+        from torch.fx.experimental.proxy_tensor import is_sym_node
+
+        forward = self.info._required_fw_nodes
+        symbols = [
+            n
+            for n in self.module.graph.nodes
+            if is_sym_node(n)
+            and n not in self.info.tangents_closure
+            and not partitioners._is_assert_only_symbool(n)
+        ]
+        opaque = [n for n in self.module.graph.nodes if n in forward and is_opaque_node(n)]
+        one, two = partitioners._extract_fwd_bwd_modules(
+            self.module,
+            saved,
+            saved_sym_nodes=symbols,
+            saved_opaque_nodes=opaque,
+            num_fwd_outputs=self.outputs,
+            static_lifetime_input_nodes=self.info.static_lifetime_input_nodes,
+        )
+        if partitioners.has_recomputable_rng_ops(self.module):
+            one, two = partitioners.functionalize_rng_ops(self.module, one, two, len(symbols))
+        two = partitioners.reordering_to_mimic_autograd_engine(two)
+        one, two = raise_getitems(one), raise_getitems(two)
+        one = partitioners.thread_graphsafe_rng_from_hops(one, is_backward=False)
+        two = partitioners.thread_graphsafe_rng_from_hops(two, is_backward=True)
+        return one, two
+
+    def split_without_backward(self) -> tuple[Any, Any]:
+        from torch._functorch.partitioners import default_partition
+
+        halves: tuple[Any, Any] = default_partition(
+            self.module,
+            None,
+            num_fwd_outputs=self.outputs,
+            static_lifetime_input_indices=self.static,
+            static_lifetime_input_nodes=self.info.static_lifetime_input_nodes,
+        )
+        return halves
+
+
+def recomputed_draw(node: Any) -> None:
+    """Have a random operator draw in the backward what it drew in the forward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def untagged(node: Any) -> None:
+    """Take the tag of a checkpoint inside compiled code off a node."""
+    node.meta.pop("recompute", None)
+
+
+def must_be_saved(node: Any) -> bool:
+    """Whether a policy inside compiled code, or torch itself, says that a node is saved."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+
+
+def is_overload(target: object) -> bool:
+    """Whether an FX node calls an operator of the dispatcher."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+@functools.cache
+def fusible_operators() -> frozenset[Any]:
+    """Operators that Inductor generates code for, and so joins with their neighbours."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return frozenset(get_default_op_list().fusible_ops)
+
+
+def size_hint(size: Any) -> int:
+    """A size as an integer, without a guard on it: of a symbol, what it was while compiling."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return int(optimization_hint(size, fallback=4096))
+
+
+_fake_mode_of_hints = functools.cache(lambda: fake_mode())
+
+
+def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory of the sizes that `tensor`, which may be symbolic, stands for."""
+    if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        return tensor
+    sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
+    with _fake_mode_of_hints():
+        return torch.empty_strided(
+            tuple(sizes), tuple(strides), dtype=tensor.dtype, device=tensor.device
+        )
+
+
+def as_hook(choose: Callable[..., tuple[Any, Any]]) -> Any:
+    """`choose` as Inductor's `custom_partitioner_fn`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return choose(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> Any:
+            return "lowtide"  # of Inductor's cache, whose keys hold the split graphs
+
+        def __reduce__(self) -> Any:
+            return str, ("lowtide",)  # into those keys, never out of them
+
+    return Partitioner()
+
+
+@contextlib.contextmanager
+def uncached_partitions() -> Iterator[None]:
+    """While this is open, AOTAutograd does not look for split graphs of an earlier compilation."""
+    from torch._functorch import config
+
+    with config.patch(enable_autograd_cache=False):
+        yield
+
+
+def compile_with_inductor(graph: Any, examples: Any, options: dict[str, Any], mode: Any) -> Any:
+    """What `torch.compile` does with a graph by default."""
+    return torch._TorchCompileInductorWrapper(mode, options, None)(graph, examples)
+
+
+def compile_with_aot_eager(graph: Any, examples: Any, choose: Callable[..., Any]) -> Any:
+    """The backend `aot_eager`, with another partitioner."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=boxed_nop,
+        partition_fn=choose,
+        keep_inference_input_mutations=True,
+    )(graph, examples)
+
+
+def tracing_context() -> Any:
+    """What Dynamo knows while it compiles a graph, to compile it a second time."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
+@contextlib.contextmanager
+def tracing_again(context: Any) -> Iterator[None]:
+    """As if Dynamo were compiling that graph now."""
+    from torch._guards import tracing
+
+    with tracing(context), torch.random.fork_rng(devices=[]):
+        yield
+
+
+def broken_off(graph: Any) -> bool:
+    """Whether Dynamo ended this graph at a break, so that more of the function follows."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    return bool(getattr(reason, "graph_break", False))
