@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import lowtide
 from against_plain import counted
-from lowtide import engine
+from lowtide import _compat, engine
 from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
 from lowtide.step import Recording
@@ -177,6 +177,27 @@ def test_both_recorders_write_the_same(name: str) -> None:
     assert b.saves == a.saves
     assert replays_b == replays_a
     assert torch.equal(grad_a, grad_b)
+
+
+def switched(x: Tensor) -> Tensor:
+    y = x @ x.t()
+    torch.backends.cudnn.benchmark = True
+    try:
+        return (y @ y).sum()
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
+def test_switches_of_cuda_are_recorded_once_cuda_was_used(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for used in (False, True):
+        monkeypatch.setattr(_compat, "cuda_seen", used)
+        with engine.use(way):
+            told, _ = recorded(switched)
+        first, second = [line[3] for line in told.lines if line[0] == "aten::mm"]
+        assert (first != second) is used
 
 
 @needs_compiler

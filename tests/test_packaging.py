@@ -142,7 +142,7 @@ def under(prefix: str) -> set[str]:
         # A plan is a value: it never sees the tape and holds no tensor.
         ("lowtide.planner", {"lowtide.errors"}),
         # The tape records; it knows neither plans nor budgets.
-        ("lowtide.tape", {"lowtide._compat", "lowtide.errors", "lowtide.policies"}),
+        ("lowtide.tape", {*under("lowtide._compat"), "lowtide.errors", "lowtide.policies"}),
     ],
 )
 def test_lower_floors_import_nothing_from_above(floor: str, may_import: set[str]) -> None:

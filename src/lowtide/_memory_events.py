@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide._compat import profiling
 
 # --- the terminal -----------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def _without_lines(unwanted: bytes) -> Iterator[None]:
 
 def _start_memory_profiler() -> None:
     with _quiet_kineto():
-        _compat.start_memory_profiler()
+        profiling.start_memory_profiler()
 
 
 def _drop_memory_profiler() -> None:
@@ -95,12 +95,12 @@ def _drop_memory_profiler() -> None:
     without a recorder, and torch crashes when that is stopped; so one is started for the occasion
     on a thread of its own, whose end takes the rest away.
     """
-    if _compat.profiler_of_another():
+    if profiling.profiler_of_another():
         return
-    if not _compat.profiler_on_this_thread():
-        _compat.profiler_token.token = None
-    elif _compat.profiler_untouched():
-        _compat.stop_memory_profiler()
+    if not profiling.profiler_on_this_thread():
+        profiling.profiler_token.token = None
+    elif profiling.profiler_untouched():
+        profiling.stop_memory_profiler()
     else:
         started, finished = threading.Event(), threading.Event()
 
@@ -112,7 +112,7 @@ def _drop_memory_profiler() -> None:
         holder = threading.Thread(target=hold_recorder)
         holder.start()
         started.wait()
-        _compat.stop_memory_profiler()
+        profiling.stop_memory_profiler()
         finished.set()
         holder.join()
 
@@ -200,7 +200,7 @@ class MemoryEvents:
             self.obstacle = _obstacle()
             if self.obstacle:
                 return False
-            if _compat.profiler_token.token is not None:
+            if profiling.profiler_token.token is not None:
                 _drop_memory_profiler()
             _start_memory_profiler()
             _recording = weakref.ref(self)
@@ -243,11 +243,11 @@ class MemoryEvents:
             if threading.get_ident() != self._thread:
                 self.obstacle = "the recording was stopped on another thread than started it"
                 return None
-            if not _compat.profiler_untouched():
+            if not profiling.profiler_untouched():
                 self.obstacle = "another profiler was started during the recording"
                 _drop_memory_profiler()
                 return None
-            fields = _compat.stop_memory_profiler()
+            fields = profiling.stop_memory_profiler()
         timeline = read_timeline(fields, self.device, self._addresses)
         if timeline is None:
             self.obstacle = "part of the recording is missing"
@@ -260,7 +260,7 @@ def _stop_at_exit() -> None:
     active = _recording() if _recording is not None else None
     if active is not None:
         active.stop()
-    if _compat.profiler_token.token is not None:
+    if profiling.profiler_token.token is not None:
         _drop_memory_profiler()
 
 
@@ -291,7 +291,7 @@ def _obstacle() -> str:
     if active is not None:
         here = active._thread == threading.get_ident()
         return f"{'this' if here else 'another'} thread already records memory events"
-    return "a torch profiler is active" if _compat.profiler_of_another() else ""
+    return "a torch profiler is active" if profiling.profiler_of_another() else ""
 
 
 def read_timeline(

@@ -14,7 +14,6 @@ import functools
 import gc
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,18 +23,16 @@ import torch
 from torch import nn
 
 from lowtide import _compat, foreign
+from lowtide._compat import fakes
 from lowtide.costs import CostModel
 from lowtide.errors import DryRunWarning, LowtideError, UsageError
 from lowtide.fakememory import FakeMemory
+from lowtide.fakerecorder import FakeRecorder, FakeRecording
 from lowtide.marks import Marks, start_marks
 from lowtide.observe import Observer, Seen
 from lowtide.planner import Graph
-from lowtide.provenance import UnansweredError, evaluate
 from lowtide.standins import Found, RealState, StandIns
 from lowtide.step import Recording, current_recorder, recordable
-from lowtide.tape.known import Entry
-from lowtide.tape.recorder import Recorder
-from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value
 from lowtide.witness import Witness
 
@@ -62,89 +59,6 @@ class Dry:
 
 
 # ---------------------------------------------------------------------------- recording
-
-
-# What they keep for their backward has no size on fake tensors.
-_SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
-
-
-class _FakeRecorder(Recorder):
-    """Records fake tensors: held through aliases that the modes have seen, never copied."""
-
-    stand: StandIns
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__(tape)
-        self._real: dict[Value, torch.Tensor] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if _compat.asks_for_device(func):
-            return args[0].fake_device
-        if func._schema.name in _SHAPELESS:
-            raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator that asks what is in fake tensors with the real ones behind them."""
-        if kwargs:
-            raise UnansweredError(f"{func} asks for what is in a tensor")
-        real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
-        with _compat.below_autograd(), torch.no_grad():
-            result = func(*real)
-        return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
-
-    def real(self, fake: torch.Tensor) -> torch.Tensor:
-        """What a fake tensor would be, see `lowtide.provenance`."""
-        ref = self._reference(fake)
-        if ref is None or ref.value is None:
-            raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
-        base = evaluate(ref.value, self._real)
-        with _compat.below_autograd():
-            return ref.of(base)
-
-    def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor  # nothing reads the counters of fake tensors
-
-    def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
-        if value.op is None:
-            real = self.stand.real(tensor)
-            if real is not None:
-                self._real[value] = real
-        with _compat.under_modes():
-            value.held = tensor.detach()
-        value.version = _compat.version_of(value.held)
-        if value.keep:
-            value.settle()
-        entry.weak = weakref.ref(value)
-        entry.value = None
-
-
-def _given(packed: Any) -> Any:
-    """Saved-tensor hook of a dry run, in which everything saved is held."""
-    if not isinstance(packed, Handle):
-        return packed.tensor
-    value, ref = packed.ref.value, packed.ref
-    assert value is not None
-    packed.tape.decisions.requested(packed)
-    base = value.held
-    if base is None:
-        raise RuntimeError("backward needs a tensor that was overwritten in place")
-    packed.tape.decisions.answered(value)
-    if base.dtype != ref.dtype:
-        base = base.view(ref.dtype)
-    if base.shape == ref.size and ref.fits(base):
-        return base
-    return torch.as_strided(base, ref.size, ref.stride, ref.offset)
-
-
-_FakeRecorder.unpack = staticmethod(_given)
-
-
-class _FakeRecording(Recording):
-    __slots__ = ()
-    new_recorder = _FakeRecorder
 
 
 class _Watching(Observer):
@@ -300,7 +214,7 @@ def _record(
         loss = loss_of(result)
         del result
         if loss is not None and loss.grad_fn is not None:
-            leaves = [t for t in _compat.leaves_behind([loss]) if not _compat.is_fake(t)]
+            leaves = [t for t in _compat.leaves_behind([loss]) if not fakes.is_fake(t)]
             before = [(leaf, leaf.grad) for leaf in leaves]
             loss.backward()
             if observer.witness is not None:
@@ -344,7 +258,7 @@ def dry_run(
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if any(t.device.type == "meta" or _compat.is_fake(t) for t in found.state()):
+        if any(t.device.type == "meta" or fakes.is_fake(t) for t in found.state()):
             raise UsageError(
                 f"the step cannot be gone through on fake tensors ({reason}), and the model has "
                 "no memory of its own to run it with. Build the model on a real device."
@@ -408,12 +322,12 @@ def _fake(
         stack.enter_context(memory)
         stack.enter_context(foreign.taken_for_real())
 
-        def begin(recorder: _FakeRecorder) -> None:
+        def begin(recorder: FakeRecorder) -> None:
             recorder.stand = stand
             memory.ask = recorder.answer
-            stack.enter_context(_compat.listing(lambda tensor: recorder.real(tensor).tolist()))
+            stack.enter_context(fakes.listing(lambda tensor: recorder.real(tensor).tolist()))
 
-        _record(observer, _FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
+        _record(observer, FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
         observer.finish(_nothing)
         if witness is not None:
             witness.ends(observer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowtide import _compat
+from lowtide._compat import fakes
 from lowtide._memory_events import Timeline
 from lowtide.costs import CostModel
 from lowtide.counting import Counting
@@ -35,14 +35,14 @@ class FakeMemory(Counting):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _compat.asks_for_device(func):
+        if fakes.asks_for_device(func):
             return args[0].fake_device
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._shapes(func, args, kwargs)
-        except _compat.depends_on_data():
+        except fakes.depends_on_data():
             if self.ask is None:
                 raise
             return self.ask(func, args, kwargs)

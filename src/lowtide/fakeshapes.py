@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat import fakes
 from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 
@@ -29,8 +30,8 @@ class Shapes:
         self._mode = mode
         self._trust: dict[Any, int] = {}  # calls that agreed; -1: never again the short way
         self._results: dict[Any, Any] = {}
-        self._make: Callable[..., Any] = _compat.fake_maker(mode)
-        self._kind = _compat.fake_type()
+        self._make: Callable[..., Any] = fakes.fake_maker(mode)
+        self._kind = fakes.fake_type()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)
@@ -84,11 +85,11 @@ class Shapes:
                 torch.empty_strided(size, stride, dtype=dtype, device="meta")
                 for size, stride, dtype in known[1]
             ]
-        fakes = [self._make(tensor, device) for tensor in made]
-        return known[0](fakes) if known[0] is not None else fakes[0]
+        outputs = [self._make(tensor, device) for tensor in made]
+        return known[0](outputs) if known[0] is not None else outputs[0]
 
     def _short(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        with _compat.on_shapes(self._mode):
+        with fakes.on_shapes(self._mode):
             result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             return self._make(result, device)

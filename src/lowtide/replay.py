@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
 from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten
@@ -104,12 +105,12 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
             if ref.value is not None:
                 readers[ref.value] = readers.get(ref.value, 0) + 1
     live: dict[Value, Tensor] = {}
-    switches = _compat.ambient()
+    now = switches.ambient()
     with _compat.below_autograd(), torch.set_grad_enabled(True):
         for op in operations:
             if op.grad_mode is not torch.is_grad_enabled():
                 _compat.set_grad_mode(op.grad_mode)
-            made = run(op, live, readers, switches)
+            made = run(op, live, readers, now)
             for ref in op.refs:
                 if ref.value is not None:
                     _read(ref.value, live, readers)
@@ -134,7 +135,7 @@ def run(
     op: Operation,
     live: dict[Value, Tensor],
     readers: dict[Value, int],
-    switches: tuple[object, ...],
+    now: tuple[object, ...],
 ) -> list[tuple[Value, Tensor]]:
     """Run one operation again; the values it makes that are still in use, with their tensors."""
     bases: dict[Value | Ref, Tensor] = {}
@@ -155,8 +156,8 @@ def run(
             elif type(argument) is list:
                 argument = _tensors(argument, bases, live)
             kwargs[name] = argument
-    if op.draws or op.stream is not None or (op.ambient is not None and op.ambient != switches):
-        result = _under_recorded_state(op, args, kwargs, switches)
+    if op.draws or op.stream is not None or (op.ambient is not None and op.ambient != now):
+        result = _under_recorded_state(op, args, kwargs, now)
     else:
         result = op.facts.func(*args, **kwargs)
     flat = flatten(result)
@@ -197,12 +198,12 @@ def _tensors(
 
 
 def _under_recorded_state(
-    op: Operation, args: list[Any], kwargs: dict[str, Any], switches: tuple[object, ...]
+    op: Operation, args: list[Any], kwargs: dict[str, Any], now: tuple[object, ...]
 ) -> Any:
     """Call the operator under the state that it was recorded under (rules 3 and 5)."""
     with contextlib.ExitStack() as stack:
-        if op.ambient is not None and op.ambient != switches:
-            stack.enter_context(_compat.restored_ambient(op.ambient))
+        if op.ambient is not None and op.ambient != now:
+            stack.enter_context(switches.restored_ambient(op.ambient))
         if op.stream is not None:
             stack.enter_context(_compat.on_stream(op.stream))
         if op.draws:

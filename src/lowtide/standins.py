@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lowtide import _compat
+from lowtide._compat import fakes
 
 _DEPTH = 5
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype,
@@ -127,7 +128,7 @@ class StandIns:
     def __init__(self, found: Found, device: torch.device) -> None:
         self.found = found
         self.device = device
-        self.mode = _compat.fake_mode([*found.state(), *found.tensors])
+        self.mode = fakes.fake_mode([*found.state(), *found.tensors])
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
         self._saved = _Saved(found)
@@ -155,7 +156,7 @@ class StandIns:
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The real tensor whose storage a fake one stands for; a real one is its own."""
-        if not _compat.is_fake(tensor):
+        if not fakes.is_fake(tensor):
             return tensor
         storage = _compat.storage_of(tensor)
         return None if storage is None else self._real.get(storage._cdata)
@@ -165,7 +166,7 @@ class StandIns:
         if isinstance(item, torch.Tensor):
             made = self._made.get(id(item))
             if made is None:
-                made = self._made[id(item)] = _compat.faked(self.mode, item, self.device)
+                made = self._made[id(item)] = fakes.faked(self.mode, item, self.device)
                 storage = _compat.storage_of(made)
                 if storage is not None and made is not item and item.device.type != "meta":
                     self._real.setdefault(storage._cdata, item)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide._compat import profiling
 from lowtide.errors import UsageError
 from lowtide.explain import Explanation
 from lowtide.timeline import KINDS, Timeline
@@ -111,7 +111,7 @@ def memory_snapshot(step: Callable[[], object], path: str | os.PathLike[str]) ->
         )
     if os.path.exists(path):
         raise UsageError(f"{os.fspath(path)} exists and is not overwritten. Name another file.")
-    with _compat.cuda_history():
+    with profiling.cuda_history():
         step()
         torch.cuda.synchronize()
-        _compat.write_cuda_snapshot(os.fspath(path))
+        profiling.write_cuda_snapshot(os.fspath(path))

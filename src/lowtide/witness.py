@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat import fakes
 from lowtide.costs import CostModel
 from lowtide.fakememory import FakeMemory
 from lowtide.ledger import Block, Ledger, Output, Saved, Site, Step
@@ -300,7 +301,7 @@ class _Counted(FakeMemory):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if _compat.asks_for_device(func):
+        if fakes.asks_for_device(func):
             return args[0].fake_device
         self._site = self._witness.site(func._schema.name)
         self.line = self._site.line

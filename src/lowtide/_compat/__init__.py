@@ -1,4 +1,7 @@
-"""Every use of a torch-private name, in one place: here, and for compiled code in `partitioner`.
+"""Every use of a torch-private name, in one place.
+
+What the engine needs stands here; beside it `fakes` (tensors without memory), `switches` (global
+state that operators read), `profiling` (allocations) and `partitioner` (compiled code).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package touches one; each stands here with its reason and what would make it go.
@@ -14,13 +17,11 @@ import importlib.util
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch._C import _autograd as _bindings
-from torch._C import _profiler as _kinds
-from torch.autograd import profiler as _profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- dispatch ---------------------------------------------------------------------------------
@@ -408,11 +409,14 @@ def is_compiled_module(module: object) -> bool:
     )
 
 
+cuda_seen = False
+
+
 def cuda_in_use() -> bool:
     """Whether this process has touched CUDA; asking must not initialise it."""
-    global _cuda_seen
-    _cuda_seen = _cuda_seen or torch.cuda.is_initialized()
-    return _cuda_seen
+    global cuda_seen
+    cuda_seen = cuda_seen or torch.cuda.is_initialized()
+    return cuda_seen
 
 
 def synchronize() -> None:
@@ -466,128 +470,6 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
     return None
 
 
-# --- fake tensors: shapes without memory --------------------------------------------------------
-
-# Public to users of torch.compile only as an idea; all of this goes when torch documents a way to
-# run a program on shapes.
-
-
-def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
-    """A mode under which operators compute shapes only; that of a fake tensor given, if any."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    for tensor in around:
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def is_fake(tensor: object) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A stand-in of the same geometry; one on the meta device is taken to be on `device`."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    fake: torch.Tensor
-    if tensor.device.type == "meta":
-        fake = FakeTensor(mode, tensor.detach(), device)
-        fake.requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter):
-            fake._is_param = True
-        return fake
-    fake = mode.from_tensor(tensor)
-    return fake
-
-
-def fake_type() -> type:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return FakeTensor
-
-
-def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
-    """Makes a fake tensor out of one on the meta device and the device that is meant.
-
-    The first of a device is made by torch; what stands in its `__dict__` is put into the others,
-    without the thirty checks and assignments with which torch makes each. Goes when
-    `FakeTensor.__new__` costs no more than that.
-    """
-    cls: Any = fake_type()
-    alike: dict[torch.device, dict[str, Any]] = {}
-    subclass = torch.Tensor._make_subclass
-    guard = torch._C._set_throw_on_mutable_data_ptr
-    if mode._allow_unsafe_data_ptr_access:
-        guard = torch._C._set_warn_deprecated_on_mutable_data_ptr
-
-    def make(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        known = alike.get(device)
-        if known is None:
-            first: torch.Tensor = cls(mode, tensor, device)
-            alike[device] = dict(first.__dict__)
-            return first
-        made: torch.Tensor = subclass(
-            cls,
-            tensor,
-            tensor.requires_grad,
-            dispatch_device=True,
-            device_for_backend_keys=device,
-        )
-        guard(made)
-        made.__dict__.update(known)
-        return made
-
-    return make
-
-
-def on_shapes(mode: Any) -> Any:
-    """While this is open, operators take fake tensors for tensors on the meta device."""
-    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
-
-    return in_kernel_invocation_manager(mode)
-
-
-def asks_for_device(func: Any) -> bool:
-    """Whether an "operator" is the question where a fake tensor is meant to be."""
-    return func is _ASKS_FOR_DEVICE
-
-
-_ASKS_FOR_DEVICE = torch.ops.prim.device.default
-
-
-def depends_on_data() -> tuple[type[Exception], ...]:
-    """What a fake tensor raises when it is asked for what is in it."""
-    from torch._subclasses import fake_tensor
-
-    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
-
-
-@contextlib.contextmanager
-def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """While this is open, `tolist()` of a fake tensor on this thread is `elements(tensor)`.
-
-    Its own asks for one element after the other, in operators that a real tensor does not run.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    cls: Any = FakeTensor
-    usual, thread = cls.tolist, threading.get_ident()
-
-    def tolist(tensor: Any) -> Any:
-        return elements(tensor) if threading.get_ident() == thread else usual(tensor)
-
-    cls.tolist = tolist
-    try:
-        yield
-    finally:
-        cls.tolist = usual
-
-
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor, None where it has none."""
     try:
@@ -616,189 +498,3 @@ def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The dictionaries themselves: they can be changed without the module's `__setattr__`."""
     return module._parameters, module._buffers
-
-
-# --- state that operators read without being given it -----------------------------------------
-
-
-_C = torch._C
-
-# Where torch keeps a precision for float32 kernels: (backend, operation).
-_PRECISIONS = (
-    ("generic", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
-)
-_precision_of = _C._get_fp32_precision_getter
-
-
-def ambient() -> tuple[Any, ...]:
-    """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
-    return (
-        _C._get_mkldnn_enabled(),
-        _C._get_deterministic_algorithms(),
-        _or_none(_C._get_float32_matmul_precision),
-        torch.get_num_threads(),
-        _C.get_default_dtype(),
-        tuple([_precision_of(*pair) for pair in _PRECISIONS]),
-        _cuda_switches() if _cuda_seen else None,
-    )
-
-
-def _or_none(get: Callable[[], Any]) -> Any:
-    """An older switch: torch raises where a newer one was set to what the older cannot say."""
-    try:
-        return get()
-    except RuntimeError:
-        return None
-
-
-_cuda_seen = False
-
-
-def _cuda_switches() -> tuple[Any, ...]:
-    return (
-        _C._get_cudnn_enabled(),
-        _C._get_cudnn_benchmark(),
-        _C._get_cudnn_deterministic(),
-        _or_none(_C._get_cudnn_allow_tf32),
-    )
-
-
-@contextlib.contextmanager
-def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
-    """Run with the switches of `state`; leaves them as they were."""
-    now = ambient()
-    _set_ambient(state, now)
-    try:
-        yield
-    finally:
-        _set_ambient(now, state)
-
-
-def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    setters: tuple[Callable[[Any], object], ...] = (
-        _C._set_mkldnn_enabled,
-        lambda on: _C._set_deterministic_algorithms(
-            on, warn_only=_C._get_deterministic_algorithms_warn_only()
-        ),
-        torch.set_float32_matmul_precision,
-        torch.set_num_threads,
-        torch.set_default_dtype,
-    )
-    cuda: tuple[Callable[[Any], object], ...] = (
-        _C._set_cudnn_enabled,
-        _C._set_cudnn_benchmark,
-        _C._set_cudnn_deterministic,
-        _C._set_cudnn_allow_tf32,
-    )
-    for setter, value, old in zip(setters, state, now, strict=False):
-        if value != old and value is not None:
-            setter(value)
-    if state[-1] is not None:
-        for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
-            if value != old and value is not None:
-                setter(value)
-    for pair, value in zip(_PRECISIONS, state[5], strict=True):  # the older ones set these as well
-        if _precision_of(*pair) != value:
-            _C._set_fp32_precision_setter(*pair, value)
-
-
-# --- the profiler, for memory events only -------------------------------------------------------
-
-# torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
-# counter for the CPU.
-_ACTIVITIES = {_kinds.ProfilerActivity.CPU}
-# No operator runs in this scope, so that no operator is recorded.
-_SILENT_SCOPE = {_kinds.RecordScope.LITE_INTERPRETER}
-_ALLOCATION = _kinds._ExtraFields_Allocation
-
-
-class _Untouched:
-    """A false value put into torch's "a profiler is on" flag while memory events are recorded.
-
-    The recorder behind the flag exists once per process, and stopping it after somebody else has
-    started it crashes. Everybody who starts or stops a profiler overwrites the flag, so finding
-    this very object in it afterwards proves that nobody did.
-    """
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _OfThread(threading.local):
-    token: _Untouched | None = None
-
-
-profiler_token = _OfThread()
-
-
-def profiler_of_another() -> bool:
-    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
-    # A profiler with a schedule is armed a step before the flag shows it; it is found by its
-    # step counter, which exists from its construction to the end of its `with`.
-    scheduled = torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
-    unknown = _bindings._profiler_enabled() and profiler_token.token is None
-    return scheduled or unknown or bool(_profiler._is_profiler_enabled)
-
-
-def profiler_on_this_thread() -> bool:
-    return bool(_bindings._profiler_enabled())
-
-
-def start_memory_profiler() -> None:
-    config = _kinds.ProfilerConfig(
-        _kinds.ProfilerState.KINETO,
-        False,  # shapes
-        True,  # memory
-        False,  # stacks
-        False,  # flops
-        False,  # modules
-        _kinds._ExperimentalConfig(),
-    )
-    _bindings._prepare_profiler(config, _ACTIVITIES)
-    enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
-    enable(config, _ACTIVITIES, _SILENT_SCOPE)
-    profiler_token.token = _Untouched()
-    flagged: Any = _profiler
-    flagged._is_profiler_enabled = profiler_token.token
-
-
-def profiler_untouched() -> bool:
-    """Whether the recorder still runs as this thread started it."""
-    flag: object = _profiler._is_profiler_enabled
-    mine = flag is profiler_token.token and _bindings._profiler_enabled()
-    return mine and not profiler_of_another()
-
-
-def stop_memory_profiler() -> list[Any]:
-    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`."""
-    profiler_token.token = None
-    _profiler._is_profiler_enabled = False
-    events = _bindings._disable_profiler().experimental_event_tree()
-    fields = [event.extra_fields for event in events]
-    return [field for field in fields if type(field) is _ALLOCATION]
-
-
-# --- what the CUDA allocator did ----------------------------------------------------------------
-
-# What memory_viz opens; torch documents these names and keeps the underscore. They go with it.
-
-
-@contextlib.contextmanager
-def cuda_history() -> Iterator[None]:
-    """While this is open, the CUDA allocator remembers every block and the stack that asked."""
-    record: Any = torch.cuda.memory._record_memory_history
-    record(max_entries=1_000_000)
-    try:
-        yield
-    finally:
-        record(enabled=None)
-
-
-def write_cuda_snapshot(path: str) -> None:
-    torch.cuda.memory._dump_snapshot(path)

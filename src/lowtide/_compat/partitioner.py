@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowtide._compat import fake_mode
+from lowtide._compat.fakes import fake_mode
 
 
 class JointGraph:

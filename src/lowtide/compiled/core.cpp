@@ -291,9 +291,9 @@ PyObject* make_module() {
   find_layout(py::module_::import("lowtide.tape.values"), py::module_::import("lowtide.tape.known"));
   torch_size = forever("torch", "Size");
   facts_of = forever("lowtide.tape.operators", "facts_of");
-  ambient_function = forever("lowtide._compat", "ambient");
+  ambient_function = forever("lowtide._compat.switches", "ambient");
   compat_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat").ptr()));
-  cuda_seen_name = interned("_cuda_seen");
+  cuda_seen_name = interned("cuda_seen");
   watch_function = forever("lowtide.tape.watch", "watch");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   watched = forever("lowtide.tape.watch", "_watched");

@@ -124,7 +124,7 @@ struct Switches {
   bool operator==(const Switches&) const = default;
 };
 
-inline PyObject *compat_names, *cuda_seen_name;  // the namespace of `_compat`, and "_cuda_seen"
+inline PyObject *compat_names, *cuda_seen_name;  // the namespace of `_compat`, and "cuda_seen"
 
 inline Switches switches_now() {
   using Backend = at::Float32Backend;
@@ -147,7 +147,7 @@ inline Switches switches_now() {
            context.float32Precision(Backend::MKLDNN, Op::RNN)}};
 }
 
-inline PyObject* ambient_function;  // `_compat.ambient`
+inline PyObject* ambient_function;  // `_compat.switches.ambient`
 
 // The tuple that Python makes of the switches: one object as long as they stay as they are.
 inline PyObject* ambient_now() {

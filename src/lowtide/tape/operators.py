@@ -131,7 +131,7 @@ _DECLARED_STATISTICS = {
 }
 # Composite kernels whose own calls autocast casts: a replay, which runs below it, would not.
 _CASTS_INSIDE = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
-# Families that consult global switches (`_compat.ambient`): recorded with each such operation.
+# Families that consult global switches, which are recorded with each such operation (rule 5).
 _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
                   "bilinear", "index", "scatter", "gather", "cumsum", "upsample", "put", "sum",
                   "pool", "mv", "dot", "einsum", "fft", "linalg", "embedding", "norm", "mean",

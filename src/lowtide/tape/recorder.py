@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape.generators import states_before
 from lowtide.tape.known import needs_care, weak_value
@@ -212,7 +213,7 @@ class Recorder(Writes, _compat.Mode):
 
     def _ambient(self) -> tuple[object, ...]:
         """The global switches; equal ones are one object, which a replay compares at no cost."""
-        state = _compat.ambient()
+        state = switches.ambient()
         if state != self._switches:
             self._switches = state
         return self._switches

@@ -1,0 +1,135 @@
+"""Fake tensors: shapes without memory.
+
+Problem: a step that does not fit is planned on shapes, and fake tensors are public to users of
+torch.compile only as an idea. Invariant: as in `lowtide._compat`, of which this is the part that a
+dry run uses. All of it goes when torch documents a way to run a program on shapes. Imports torch.
+Rejected: shape functions of our own, which would know a part of torch's operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+# Public to users of torch.compile only as an idea; all of this goes when torch documents a way to
+# run a program on shapes.
+
+
+def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
+    """A mode under which operators compute shapes only; that of a fake tensor given, if any."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    for tensor in around:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A stand-in of the same geometry; one on the meta device is taken to be on `device`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    fake: torch.Tensor
+    if tensor.device.type == "meta":
+        fake = FakeTensor(mode, tensor.detach(), device)
+        fake.requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            fake._is_param = True
+        return fake
+    fake = mode.from_tensor(tensor)
+    return fake
+
+
+def fake_type() -> type:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
+    """Makes a fake tensor out of one on the meta device and the device that is meant.
+
+    The first of a device is made by torch; what stands in its `__dict__` is put into the others,
+    without the thirty checks and assignments with which torch makes each. Goes when
+    `FakeTensor.__new__` costs no more than that.
+    """
+    cls: Any = fake_type()
+    alike: dict[torch.device, dict[str, Any]] = {}
+    subclass = torch.Tensor._make_subclass
+    guard = torch._C._set_throw_on_mutable_data_ptr
+    if mode._allow_unsafe_data_ptr_access:
+        guard = torch._C._set_warn_deprecated_on_mutable_data_ptr
+
+    def make(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        known = alike.get(device)
+        if known is None:
+            first: torch.Tensor = cls(mode, tensor, device)
+            alike[device] = dict(first.__dict__)
+            return first
+        made: torch.Tensor = subclass(
+            cls,
+            tensor,
+            tensor.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=device,
+        )
+        guard(made)
+        made.__dict__.update(known)
+        return made
+
+    return make
+
+
+def on_shapes(mode: Any) -> Any:
+    """While this is open, operators take fake tensors for tensors on the meta device."""
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def asks_for_device(func: Any) -> bool:
+    """Whether an "operator" is the question where a fake tensor is meant to be."""
+    return func is _ASKS_FOR_DEVICE
+
+
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+
+
+def depends_on_data() -> tuple[type[Exception], ...]:
+    """What a fake tensor raises when it is asked for what is in it."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
+@contextlib.contextmanager
+def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """While this is open, `tolist()` of a fake tensor on this thread is `elements(tensor)`.
+
+    Its own asks for one element after the other, in operators that a real tensor does not run.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    cls: Any = FakeTensor
+    usual, thread = cls.tolist, threading.get_ident()
+
+    def tolist(tensor: Any) -> Any:
+        return elements(tensor) if threading.get_ident() == thread else usual(tensor)
+
+    cls.tolist = tolist
+    try:
+        yield
+    finally:
+        cls.tolist = usual

@@ -1,0 +1,112 @@
+"""torch's profiler, for memory events only, and the CUDA allocator's own record.
+
+Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end gathers
+far more than allocations. Invariant: as in `lowtide._compat`, of which this is the part that
+`lowtide._memory_events` and `lowtide.tracing` use. Imports torch. Rejected: `torch.profiler`, a
+hundred times the cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C import _autograd as _bindings
+from torch._C import _profiler as _kinds
+from torch.autograd import profiler as _profiler
+
+# torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
+# counter for the CPU.
+_ACTIVITIES = {_kinds.ProfilerActivity.CPU}
+# No operator runs in this scope, so that no operator is recorded.
+_SILENT_SCOPE = {_kinds.RecordScope.LITE_INTERPRETER}
+_ALLOCATION = _kinds._ExtraFields_Allocation
+
+
+class _Untouched:
+    """A false value put into torch's "a profiler is on" flag while memory events are recorded.
+
+    The recorder behind the flag exists once per process, and stopping it after somebody else has
+    started it crashes. Everybody who starts or stops a profiler overwrites the flag, so finding
+    this very object in it afterwards proves that nobody did.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _OfThread(threading.local):
+    token: _Untouched | None = None
+
+
+profiler_token = _OfThread()
+
+
+def profiler_of_another() -> bool:
+    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
+    # A profiler with a schedule is armed a step before the flag shows it; it is found by its
+    # step counter, which exists from its construction to the end of its `with`.
+    scheduled = torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
+    unknown = _bindings._profiler_enabled() and profiler_token.token is None
+    return scheduled or unknown or bool(_profiler._is_profiler_enabled)
+
+
+def profiler_on_this_thread() -> bool:
+    return bool(_bindings._profiler_enabled())
+
+
+def start_memory_profiler() -> None:
+    config = _kinds.ProfilerConfig(
+        _kinds.ProfilerState.KINETO,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _kinds._ExperimentalConfig(),
+    )
+    _bindings._prepare_profiler(config, _ACTIVITIES)
+    enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
+    enable(config, _ACTIVITIES, _SILENT_SCOPE)
+    profiler_token.token = _Untouched()
+    flagged: Any = _profiler
+    flagged._is_profiler_enabled = profiler_token.token
+
+
+def profiler_untouched() -> bool:
+    """Whether the recorder still runs as this thread started it."""
+    flag: object = _profiler._is_profiler_enabled
+    mine = flag is profiler_token.token and _bindings._profiler_enabled()
+    return mine and not profiler_of_another()
+
+
+def stop_memory_profiler() -> list[Any]:
+    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`."""
+    profiler_token.token = None
+    _profiler._is_profiler_enabled = False
+    events = _bindings._disable_profiler().experimental_event_tree()
+    fields = [event.extra_fields for event in events]
+    return [field for field in fields if type(field) is _ALLOCATION]
+
+
+# --- what the CUDA allocator did ----------------------------------------------------------------
+
+# What memory_viz opens; torch documents these names and keeps the underscore. They go with it.
+
+
+@contextlib.contextmanager
+def cuda_history() -> Iterator[None]:
+    """While this is open, the CUDA allocator remembers every block and the stack that asked."""
+    record: Any = torch.cuda.memory._record_memory_history
+    record(max_entries=1_000_000)
+    try:
+        yield
+    finally:
+        record(enabled=None)
+
+
+def write_cuda_snapshot(path: str) -> None:
+    torch.cuda.memory._dump_snapshot(path)

@@ -1,0 +1,99 @@
+"""State that operators read without being given it.
+
+Problem: a replay has to run under the global switches of the original (rule 5), and torch has no
+call that returns them all. Invariant: as in `lowtide._compat`, of which this is a part. Imports
+torch. Rejected: saving those switches alone that a program changed, which nothing tells us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+
+_C = torch._C
+
+# Where torch keeps a precision for float32 kernels: (backend, operation).
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+_precision_of = _C._get_fp32_precision_getter
+
+
+def ambient() -> tuple[Any, ...]:
+    """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
+    return (
+        _C._get_mkldnn_enabled(),
+        _C._get_deterministic_algorithms(),
+        _or_none(_C._get_float32_matmul_precision),
+        torch.get_num_threads(),
+        _C.get_default_dtype(),
+        tuple([_precision_of(*pair) for pair in _PRECISIONS]),
+        _cuda_switches() if _compat.cuda_seen else None,
+    )
+
+
+def _or_none(get: Callable[[], Any]) -> Any:
+    """An older switch: torch raises where a newer one was set to what the older cannot say."""
+    try:
+        return get()
+    except RuntimeError:
+        return None
+
+
+def _cuda_switches() -> tuple[Any, ...]:
+    return (
+        _C._get_cudnn_enabled(),
+        _C._get_cudnn_benchmark(),
+        _C._get_cudnn_deterministic(),
+        _or_none(_C._get_cudnn_allow_tf32),
+    )
+
+
+@contextlib.contextmanager
+def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
+    """Run with the switches of `state`; leaves them as they were."""
+    now = ambient()
+    _set_ambient(state, now)
+    try:
+        yield
+    finally:
+        _set_ambient(now, state)
+
+
+def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    setters: tuple[Callable[[Any], object], ...] = (
+        _C._set_mkldnn_enabled,
+        lambda on: _C._set_deterministic_algorithms(
+            on, warn_only=_C._get_deterministic_algorithms_warn_only()
+        ),
+        torch.set_float32_matmul_precision,
+        torch.set_num_threads,
+        torch.set_default_dtype,
+    )
+    cuda: tuple[Callable[[Any], object], ...] = (
+        _C._set_cudnn_enabled,
+        _C._set_cudnn_benchmark,
+        _C._set_cudnn_deterministic,
+        _C._set_cudnn_allow_tf32,
+    )
+    for setter, value, old in zip(setters, state, now, strict=False):
+        if value != old and value is not None:
+            setter(value)
+    if state[-1] is not None:
+        for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
+            if value != old and value is not None:
+                setter(value)
+    for pair, value in zip(_PRECISIONS, state[5], strict=True):  # the older ones set these as well
+        if _precision_of(*pair) != value:
+            _C._set_fp32_precision_setter(*pair, value)
