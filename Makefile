@@ -7,16 +7,19 @@
 # Variables: PYTHON (3.11 or later), VENV, WORKERS (processes that run tests), TORCH_INDEX (a package
 # index with CPU builds of torch, where the default one has only larger builds), ARGS (for pytest or
 # the demo: make test ARGS="tests/test_measure.py", make demo ARGS="--steps 10"), ENGINES (which
-# recorders the tests run on: "python compiled", each where it can be had).
+# recorders the tests run on: "python compiled", each where it can be had), TORCH (another version of
+# torch than the pinned one, in an environment of its own: make test TORCH=2.10.0).
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-%)
 WORKERS ?= 2
 TORCH_INDEX ?=
 ARGS ?=
 ENGINES ?= python compiled
 
 BIN := $(VENV)/bin
+PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The compiled recorder is kept inside the environment.
 export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
@@ -44,7 +47,7 @@ test: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(if $(TORCH),,$(BIN)/mypy)
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
@@ -62,19 +65,20 @@ $(VENV)/.torch: constraints.txt
 	    echo "lowtide needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) -V 2>&1 || true)." >&2; \
 	    echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(PINS))
 	@echo "Installing torch into $(VENV) (some minutes)"
-	$(PIP) install --quiet -c constraints.txt --upgrade pip
-	$(PIP) install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(PIP) install --quiet -c $(PINS) --upgrade pip
+	$(PIP) install --quiet -c $(PINS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the demo needs"
-	$(PIP) install --quiet -c constraints.txt -e ".[demo]"
+	$(PIP) install --quiet -c $(PINS) -e ".[demo]"
 	@echo "Building the compiled recorder"
 	@$(BIN)/python -m lowtide.compiled >/dev/null || echo "going on without it"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the tests need"
-	$(PIP) install --quiet -c constraints.txt -e ".[demo]" --group dev
+	$(PIP) install --quiet -c $(PINS) -e ".[demo]" --group dev
 	touch $@ $(VENV)/.demo

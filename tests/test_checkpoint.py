@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
 import lowtide
 from against_plain import Way, check, counted, gradients, leaf, recorded
+from lowtide import UsageError
+from lowtide.policies import KeepNamed
 
 # Every keyword that torch's checkpoint takes, with values that change what torch's does.
 KEYWORDS: list[dict[str, Any]] = [
@@ -29,6 +31,7 @@ KEYWORDS: list[dict[str, Any]] = [
     {"early_stop": False},
     {"early_stop": True, "use_reentrant": False, "debug": False, "preserve_rng_state": False},
     {"context_fn": torch.utils.checkpoint.noop_context_fn},
+    {"respect_saved_tensors_hooks": False},
 ]
 
 
@@ -54,6 +57,42 @@ def test_torchs_keywords_are_those_of_torchs_signature() -> None:
     taken = {k for keywords in KEYWORDS for k in keywords} | {"function", "args", "kwargs"}
     parameters = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters)
     assert parameters <= taken
+
+
+def test_hooks_around_a_region_are_not_promised_what_it_holds() -> None:
+    with pytest.raises(UsageError, match="Open them inside the function"):
+        lowtide.checkpoint(torch.sin, leaf(3), respect_saved_tensors_hooks=True)
+
+
+def test_without_a_function_it_is_a_decorator() -> None:
+    class Block:
+        factor = 2.0
+
+        @lowtide.checkpoint(policy=KeepNamed("made"), use_reentrant=False)
+        def forward(self, x: Tensor, *, policy: float = 1.0) -> Tensor:
+            """Its own."""
+            return lowtide.name((x * self.factor).sin(), "made").exp() * policy
+
+    def plain(x: Tensor) -> Tensor:
+        return (x * 2.0).sin().exp() * 3.0
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        decorated = way is lowtide.checkpoint
+        y = Block().forward(x, policy=3.0) if decorated else plain(x)
+        return gradients(y.sum(), x)
+
+    replayed = check(scenario)
+    assert replayed["exp"] == 1
+    assert replayed["sin"] == 0
+    assert Block.forward.__doc__ == "Its own."
+
+
+def test_a_decorator_takes_nothing_for_a_function() -> None:
+    with pytest.raises(UsageError, match=r"got scale and no function. Call checkpoint\(function"):
+        lowtide.checkpoint(scale=2.0)
+    with pytest.raises(UsageError, match="got arguments and no function"):
+        lowtide.checkpoint(None, 3)
 
 
 def test_callables_of_every_kind() -> None:

@@ -282,6 +282,19 @@ def test_torch_keywords_in_compiled_code() -> None:
     )
 
 
+def test_a_decorated_function_in_compiled_code() -> None:
+    model = Net(0.0)
+
+    @lowtide.checkpoint(use_reentrant=False, respect_saved_tensors_hooks=False)
+    def ours(x: Tensor) -> Tensor:
+        out: Tensor = model(x)
+        return out
+
+    assert same(
+        step(model, model), step(model, torch.compile(ours, backend="eager", fullgraph=True))
+    )
+
+
 def test_a_policy_made_while_tracing_is_refused() -> None:
     def ours(x: Tensor) -> Tensor:
         return lowtide.checkpoint(torch.sin, x, policy=KeepNamed("a"))

@@ -87,7 +87,7 @@ def test_torchs_wrappers_are_found() -> None:
 
 def test_a_script_module_is_refused() -> None:
     model = net()
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         model.head = torch.jit.script(nn.Linear(8, 2))
     assert "'head' is a TorchScript module" in fails("head", model)
     checkpoint_modules(model, "stem")

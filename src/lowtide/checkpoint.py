@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -27,12 +27,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # torch's own keywords. They are taken so that a call can be moved over unchanged.
-_TORCH_KEYWORDS = (
+TORCH_KEYWORDS = (
     "use_reentrant",
     "preserve_rng_state",
     "determinism_check",
     "debug",
     "early_stop",
+    "context_fn",
+    "respect_saved_tensors_hooks",
 )
 
 
@@ -110,9 +112,24 @@ def region(policy: Any = None) -> Recording | Nested:
     return Recording(_DECISIONS, policy)
 
 
+@overload
 def checkpoint(
     function: Callable[..., R], *args: Any, policy: Policy | None = None, **kwargs: Any
-) -> R:
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    *, policy: Policy | None = None, **kwargs: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    policy: Policy | None = None,
+    **kwargs: Any,
+) -> Any:
     """Run ``function(*args, **kwargs)`` without storing the activations inside it.
 
     What backward needs of them is recomputed from the inputs, operation by operation: the
@@ -130,10 +147,14 @@ def checkpoint(
       with other arguments than it had, so there is nothing to compare.
     - ``early_stop``: accepted, without effect; only the operations that lead to the requested
       tensor run.
+    - ``respect_saved_tensors_hooks``: hooks opened inside the function see every tensor that it
+      saves; hooks around a region do not see what the region holds, so `True` is refused.
     - ``context_fn``: honoured if it makes torch's selective-checkpoint contexts
       (``functools.partial(create_selective_checkpoint_contexts, policy)``); refused otherwise.
 
     While `torch.compile` traces, the call is handed to torch's own checkpoint, which it knows.
+
+    Without a function it is a decorator: ``@checkpoint(policy=...)`` above a function or method.
 
     Args:
         function: any callable.
@@ -142,21 +163,51 @@ def checkpoint(
         **kwargs: its keyword arguments, and torch's keywords above.
 
     Raises:
-        UsageError: for a ``context_fn`` that is not a selective-checkpoint one.
+        UsageError: for a ``context_fn`` that is not a selective-checkpoint one, and for other
+            keywords than these where no function is given.
         UnsupportedError: inside a ``torch.func`` transform.
         ReplayError: in backward, if an input or parameter was changed in place since.
 
     Source of the idea: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
-    context_fn = kwargs.pop("context_fn", None)
+    given = {name: kwargs.pop(name) for name in TORCH_KEYWORDS if name in kwargs}
+    if function is not None:
+        return _call(function, args, kwargs, policy, given)
+    if args or kwargs:
+        raise UsageError(
+            f"checkpoint got {', '.join(kwargs) or 'arguments'} and no function. Call "
+            "checkpoint(function, *args, **kwargs), or checkpoint(policy=...) for a decorator."
+        )
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+            return _call(function, args, kwargs, policy, given)
+
+        return checkpointed
+
+    return decorate
+
+
+def _call(
+    function: Callable[..., R],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    policy: Policy | None,
+    given: dict[str, Any],
+) -> R:
+    """Run a region; `given` are torch's keywords."""
+    if given.get("respect_saved_tensors_hooks"):
+        raise UsageError(
+            "respect_saved_tensors_hooks=True: what a region holds for its replay does not go "
+            "through saved-tensor hooks that stand around it. Open them inside the function, where "
+            "they see every tensor that it saves, or leave the keyword out."
+        )
     if torch.compiler.is_compiling():
-        return _traced(function, args, kwargs, policy, context_fn)
-    for keyword in _TORCH_KEYWORDS:
-        kwargs.pop(keyword, None)
+        return _traced(function, args, kwargs, policy, given)
     if not recordable():
         return function(*args, **kwargs)
-    chosen = _policy_of(context_fn, policy)
-    with region(chosen):
+    with region(_policy_of(given.get("context_fn"), policy)):
         return function(*args, **kwargs)
 
 
@@ -165,16 +216,15 @@ def _traced(
     args: Any,
     kwargs: dict[str, Any],
     policy: Policy | None,
-    context_fn: Any,
+    given: dict[str, Any],
 ) -> R:
     from torch.utils import checkpoint as torch_checkpoint
 
-    kwargs["use_reentrant"] = False
+    given = {**given, "use_reentrant": False}
+    given.pop("respect_saved_tensors_hooks", None)  # torch 2.13 does not know it
     if policy is not None:
-        context_fn = functools.partial(_torch_contexts, _number_of(policy))
-    if context_fn is not None:
-        kwargs["context_fn"] = context_fn
-    result: R = torch_checkpoint.checkpoint(function, *args, **kwargs)
+        given["context_fn"] = functools.partial(_torch_contexts, _number_of(policy))
+    result: R = torch_checkpoint.checkpoint(function, *args, **given, **kwargs)
     return result
 
 

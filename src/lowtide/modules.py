@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lowtide import _compat
-from lowtide.checkpoint import checkpoint
+from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
 from lowtide.foreign import find_active_checkpointing, refuse_active_checkpointing
 from lowtide.override import (
@@ -53,18 +53,7 @@ _KIND = "checkpoint"
 LEVELS = range(6)
 
 # Keywords of `lowtide.checkpoint` itself: a forward that has one of the same name keeps it.
-_CHECKPOINT_KEYWORDS = frozenset(
-    {
-        "function",
-        "policy",
-        "use_reentrant",
-        "preserve_rng_state",
-        "context_fn",
-        "determinism_check",
-        "debug",
-        "early_stop",
-    }
-)
+_CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
 
 
 class Handle:
