@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import lowtide
 import lowtide.step
 from by_hand import counted_replays, same
+from lowtide import _compat
 from lowtide.errors import CompiledWarning, UsageError
 from lowtide.policies import KeepNamed, KeepOperators, KeepProducts, Policy
 
@@ -35,6 +36,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
+
+
+NEW = _compat.torch_has((2, 11))  # whose compiler takes a policy for a constant
+needs_new = pytest.mark.skipif(not NEW, reason="refused on this torch")
 
 
 class Net(nn.Module):
@@ -221,10 +226,14 @@ def test_fit_refuses_a_model_compiled_in_place() -> None:
 # ----------------------------------------------------------------- regions that are compiled
 
 
-POLICIES = [None, KeepProducts(), KeepOperators("gelu") | KeepNamed("hidden")]
+WITH_POLICIES = [
+    pytest.param(None, id="none"),
+    pytest.param(KeepProducts(), id="products", marks=needs_new),
+    pytest.param(KeepOperators("gelu") | KeepNamed("hidden"), id="combined", marks=needs_new),
+]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["none", "products", "combined"])
+@pytest.mark.parametrize("policy", WITH_POLICIES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
     """Traced without a graph break, with the bits of torch's own checkpoint."""
@@ -243,7 +252,7 @@ def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
         assert same(step(model, functools.partial(model, scale=0.5, mask=mask)), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["none", "products", "combined"])
+@pytest.mark.parametrize("policy", WITH_POLICIES)
 def test_structures_and_regions_in_regions_in_compiled_code(policy: Policy | None) -> None:
     """Dictionaries and tuples in and out, one region in another, all in one graph."""
     model = Net()
@@ -295,6 +304,21 @@ def test_a_decorated_function_in_compiled_code() -> None:
     )
 
 
+def test_policies_in_compiled_code_are_refused_on_an_old_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = sys.modules["lowtide.checkpoint"]  # the name means the function
+    monkeypatch.setattr(module, "_POLICIES_ARE_CONSTANTS", False)
+    compiled = torch.compile(
+        lambda x: lowtide.checkpoint(torch.sin, x, policy=KeepProducts()),
+        backend="eager",
+        fullgraph=True,
+    )
+    with pytest.raises(Exception, match=r"needs torch 2\.11 or later. Leave it out there"):
+        compiled(X.clone().requires_grad_())
+
+
+@needs_new
 def test_a_policy_made_while_tracing_is_refused() -> None:
     def ours(x: Tensor) -> Tensor:
         return lowtide.checkpoint(torch.sin, x, policy=KeepNamed("a"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +54,42 @@ def test_views_of_quantized_tensors() -> None:
         warnings.simplefilter("ignore")
         q = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 3, torch.quint8)
     same(lambda x: (x * q[1].dequantize()).exp() + q.dequantize().sum(), 4)
+
+
+class Around(Tensor):
+    """A subclass around a tensor of its own, as a DTensor is around its local part."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Around:
+        made: Around = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        inside = [a.inner if isinstance(a, Around) else a for a in args]
+        made = func(*inside, **(kwargs or {}))
+        return args[0] if made is inside[0] else Around(made)
+
+
+@pytest.mark.usefixtures("way")
+def test_a_write_through_a_subclass_around_a_recorded_tensor() -> None:
+    """It leaves no mark on the tensor itself (rule 4)."""
+
+    def function(x: Tensor) -> Tensor:
+        x = x * 2
+        with torch.no_grad():
+            Around(x.detach()).mul_(3)
+        return x.exp().sin()
+
+    same(function, 6)
 
 
 def test_bilinear_under_autocast_casts_inside_its_kernel(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
-from lowtide.errors import BudgetError, CompiledWarning, UsageError
+from lowtide import _compat
+from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 
 pytestmark = [
     # torch's own, while it compiles
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not _compat.torch_has((2, 11)), reason="refused on this torch"),
 ]
 
 
@@ -335,3 +337,9 @@ def test_inside_a_budget_it_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyP
 
     with pytest.warns(CompiledWarning, match="runs eagerly there"):
         assert same(expected, step(model, call))
+
+
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "torch_has", lambda release: False)
+    with pytest.raises(UnsupportedError, match=r"needs torch 2\.11 or later.* Put lowtide\.budget"):
+        lowtide.CompileBudget(0.5)

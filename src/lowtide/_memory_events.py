@@ -202,7 +202,11 @@ class MemoryEvents:
                 return False
             if profiling.profiler_token.token is not None:
                 _drop_memory_profiler()
-            _start_memory_profiler()
+            try:
+                _start_memory_profiler()
+            except RuntimeError as error:  # torch 2.10, after a recording on another thread
+                self.obstacle = f"torch's profiler does not start ({error})"
+                return False
             _recording = weakref.ref(self)
         self._thread = threading.get_ident()
         self._marker = torch.UntypedStorage(_MARKER_SIZES[0], device="cpu")

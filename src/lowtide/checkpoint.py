@@ -38,6 +38,10 @@ TORCH_KEYWORDS = (
 )
 
 
+# Whether torch's compiler takes a frozen dataclass for a constant.
+_POLICIES_ARE_CONSTANTS = _compat.torch_has((2, 11))
+
+
 class RegionDecisions:
     """Decisions of a recording that is one user-made region: its policy, and nothing else."""
 
@@ -223,6 +227,12 @@ def _traced(
     given = {**given, "use_reentrant": False}
     given.pop("respect_saved_tensors_hooks", None)  # torch 2.13 does not know it
     if policy is not None:
+        if not _POLICIES_ARE_CONSTANTS:
+            raise UnsupportedError(
+                "a policy inside a function that torch.compile traces needs torch 2.11 or later. "
+                "Leave it out there, or give torch's own: context_fn=functools.partial("
+                "create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])."
+            )
         given["context_fn"] = functools.partial(_torch_contexts, _number_of(policy))
     result: R = torch_checkpoint.checkpoint(function, *args, **given, **kwargs)
     return result

@@ -8,6 +8,8 @@ ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
 
 import torch
@@ -57,15 +59,23 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     return 0
 
 
+@functools.cache
+def _keeps_all_gates() -> bool:
+    """Whether oneDNN's recurrent layers take more: 3.7 (of torch 2.10) does, 3.12 does not."""
+    version = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())
+    return version is not None and (int(version[1]), int(version[2])) < (3, 12)
+
+
 def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     """An LSTM layer on the CPU, as measured over eleven sizes, mostly a little too high: the gates
     of all steps, and parameters in layouts of its own, twice in backward."""
     source, weight = tensors[:2]  # (steps, batch, channels) and (gates, channels)
     gates = _bytes(source) // max(1, source.shape[-1]) * weight.shape[0]
     parameters = sum(map(_bytes, tensors[1:5]))
+    more = gates * 9 // 2 if _keeps_all_gates() else 0
     if backward:
-        return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4
-    return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source)
+        return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4 + more
+    return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source) + more
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:
@@ -91,6 +101,8 @@ def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
     steps, batch, channels = source.shape
     hidden = weight.shape[0] // 4
     states = 8 * (steps + 1) * batch * (max(hidden, channels) + 16)
+    if _keeps_all_gates():
+        states += 4 * (steps + 1) * batch * hidden
     return source.element_size() * (steps * batch * (8 * hidden + 16) + states)
 
 

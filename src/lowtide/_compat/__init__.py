@@ -24,6 +24,13 @@ import torch
 from torch._C import _autograd as _bindings
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+def torch_has(release: tuple[int, int]) -> bool:
+    """Whether torch is of this release or later."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= release
+
+
 # --- dispatch ---------------------------------------------------------------------------------
 
 # Below-autograd execution. torch offers no public way to run an operator under every mode,

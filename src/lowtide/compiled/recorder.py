@@ -14,6 +14,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape.recorder import Recorder
+from lowtide.tape.values import tensors_in
 
 
 def recorder_class(core: Any) -> type[Recorder]:
@@ -33,7 +34,8 @@ def recorder_class(core: Any) -> type[Recorder]:
 
         def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             """An operator call that is out of the ordinary."""
-            return Recorder.__torch_dispatch__(self, func, (), args, kwargs)
+            types = {type(tensor) for tensor in tensors_in(args, kwargs)}
+            return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
         def pack_slowly(self, tensor: torch.Tensor) -> Any:
             return Recorder.pack(self, tensor)

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from lowtide import _compat
 from lowtide._compat import partitioner
-from lowtide.errors import BudgetError, UsageError
+from lowtide.errors import BudgetError, UnsupportedError, UsageError
 from lowtide.inductor.joint import Joint, draws
 from lowtide.inductor.ledger import Ledger, peak_of
 from lowtide.inductor.search import Choice, Search
@@ -99,6 +102,9 @@ class CompileBudget:
         compiler: ``"inductor"``, or ``"aot_eager"``, which runs the same split without generating
             code, for debugging.
 
+    Raises (when it is made):
+        UnsupportedError: torch is older than 2.11.
+
     Raises (when a graph is compiled or called):
         BudgetError: the limit cannot be kept; it names the smallest that would do.
     """
@@ -115,6 +121,13 @@ class CompileBudget:
         if compiler not in _MARGIN:
             raise UsageError(
                 f"CompileBudget compiles with {' or '.join(map(repr, _MARGIN))}; got {compiler!r}."
+            )
+        if not _compat.torch_has((2, 11)):
+            raise UnsupportedError(
+                "CompileBudget needs torch 2.11 or later, whose partitioner tells what it knows of "
+                f"a graph; this is {torch.__version__}. Put lowtide.budget "
+                "around the step without torch.compile, or set "
+                "torch._functorch.config.activation_memory_budget."
             )
         self.limit = parse_limit(limit)
         self.several_calls = several_calls
