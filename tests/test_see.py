@@ -242,6 +242,26 @@ def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
     assert "one real step was recorded" in str(told)
 
 
+def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:
+    """The dry run that failed on the way had written down as much."""
+    model = nn.ModuleDict({"first": nn.Linear(16, 64), "last": nn.Linear(64, 32)})
+
+    def step(x: Tensor) -> Tensor:
+        out = model["first"](x).tanh()
+        return model["last"](out * 2 if out.sum().item() < 1e9 else out).square().mean()
+
+    batch = torch.randn(256, 16)
+    with pytest.warns(DryRunWarning):
+        subject = study(step, (batch,))
+    ledger, graph = subject.ledger, subject.step.graph
+    assert [site.operator for site in ledger.sites] == [op.name for op in graph.ops]
+    assert tuple(site.module for site in ledger.sites) == subject.step.modules
+    assert "last" in subject.step.modules
+    assert (ledger.blocks, ledger.steps, len(ledger.outputs)) == ((), (), 1)
+    assert subject.saved.activation_bytes == saved_for_real(step, batch)
+    assert subject.halved is None
+
+
 # ---------------------------------------------------------------------------- reasons
 
 

@@ -352,6 +352,7 @@ def _real(
 ) -> Dry:
     with RealState(found):
         if witness is not None:
+            witness.starts_over()
             witness.begins(found, lambda tensor: tensor)
         observer = _Watching(start_marks(device), found.names(), witness)
         began = time.perf_counter()

@@ -62,10 +62,12 @@ class Witness:
         self._memory = _Counted(costs, mode, self)
         return self._memory
 
+    def starts_over(self) -> None:
+        """The dry run failed on the way, and a real step is recorded in its place."""
+        self._clear()
+
     def begins(self, found: Found, seen_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """`seen_as` gives the tensor that the step will see in place of one that was found."""
-        if self._memory is None:
-            self._clear()
         parameters: dict[str, torch.Tensor] = {}
         counts = {"parameter": 0, "buffer": 0, "input": 0, "gradient": 0}
         names = found.names()
