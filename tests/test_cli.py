@@ -242,7 +242,7 @@ def test_the_place_of_an_error_is_shown_on_request(program: str) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("verb", ["plan", "report", "trace"])
+@pytest.mark.parametrize("verb", ["plan", "report", "trace", "snapshot"])
 def test_nothing_is_overwritten_without_force(
     program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
@@ -256,7 +256,7 @@ def test_nothing_is_overwritten_without_force(
     assert path.read_text() == "precious"
     more = ["--no-run"] if verb == "report" else []
     assert main([*arguments, "--force", *more]) == 0
-    assert path.read_text() != "precious"
+    assert path.read_bytes() != b"precious"
 
 
 def test_wrong_usage_is_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +278,7 @@ def test_it_is_installed_under_its_name_and_runs_as_a_module() -> None:
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert done.returncode == 0, done.stderr
-    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace"):
+    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot"):
         assert re.search(rf"^    {verb} +\w", done.stdout, re.M), verb
 
 

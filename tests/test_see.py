@@ -467,30 +467,37 @@ def test_a_trace_has_the_moments_of_the_timelines() -> None:
         assert [e["args"]["module"] for e in slices] == [m.site.module for m in line.moments]
 
 
-def test_a_snapshot_is_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match=r"there is no CUDA device here. On the CPU, `lowtide"):
-            memory_snapshot(lambda: None, tmp_path / "s.pickle")
-    # By fakes: what is asked of torch, in which order.
+def test_a_snapshot_of_a_step_on_cuda_is_its_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fakes: what is asked of torch, in which order."""
     asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lowtide.tracing._on_cuda", lambda found: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
+    model, batch = wide(2), torch.randn(64, 32)
+    before = model[0][0].weight.grad = torch.ones_like(model[0][0].weight)
+    weight = model[1][2].weight
+    weight.register_post_accumulate_grad_hook(lambda _: asked.append("backward"))
     path = tmp_path / "s.pickle"
-    memory_snapshot(lambda: asked.append("step"), path)
-    assert asked == [
-        {"max_entries": 1_000_000},
-        "step",
-        "synchronize",
-        str(path),
-        {"enabled": None},
-    ]
-    path.write_bytes(b"")
-    with pytest.raises(UsageError, match="exists and is not overwritten"):
-        memory_snapshot(lambda: None, path)
+    for limit in (None, 0.8):
+        memory_snapshot(path, lambda x: model(x).square().mean(), batch, limit=limit)
+        assert asked == [
+            {"max_entries": 1_000_000},
+            "backward",
+            "synchronize",
+            str(path),
+            {"enabled": None},
+        ]
+        asked.clear()
+    assert model[0][0].weight.grad is before
+    assert weight.grad is None
+    memory_snapshot(path, model, batch, run=False)
+    assert asked == []
+    assert path.exists()
 
 
 def test_a_layout_that_the_backend_chooses_is_that_of_the_real_step() -> None:
