@@ -57,6 +57,13 @@ def nothing():
 def alone():
     return blocks()
 
+def asks():
+    model, batch = build()
+    def step():
+        loss = model(batch).square().mean()
+        return loss if loss.item() < 1e9 else -loss
+    return step
+
 number = 3
 """
 
@@ -234,6 +241,16 @@ def test_an_error_is_one_line_with_the_way_out(
     assert said.err.count("\n") == 1
     assert said.err.startswith("lowtide: ")
     assert re.search(text, said.err), said.err
+
+
+def test_that_a_real_step_was_needed_is_one_line(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["saved", f"{program}:asks"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("lowtide: the step cannot be gone through on fake tensors (")
+    assert said.endswith("put back.\n")
+    assert said.count("\n") == 1
 
 
 def test_the_place_of_an_error_is_shown_on_request(program: str) -> None:

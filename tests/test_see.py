@@ -295,6 +295,38 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     assert told._repr_html_().count("<p") == len(told.sentences)
 
 
+def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
+    model, batch = wide(2), torch.randn(128, 32)
+    told = lowtide.explain(lambda: model(batch).square().mean())
+    peaks = [change.peak for change in told.changes]
+    assert len(peaks) > 1
+    assert peaks[0] == min(peaks) > told.plain.peak // 2
+    assert f"Half the memory is out of reach here. The nearest: {told.changes[0].what}" in str(told)
+
+
+def test_a_step_that_runs_backward_itself_is_counted_and_says_so() -> None:
+    model, batch = wide(2), torch.randn(64, 32)
+
+    def once() -> Tensor:
+        return model(batch).square().mean()
+
+    def twice() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        once().backward()
+        loss = once()
+        loss.backward()
+        return loss.detach()
+
+    told = lowtide.explain(twice)
+    twice()
+    assert told.plain.peak == lowtide.measure(twice, device="cpu").peak_bytes
+    assert "The step runs backward itself: " in str(told)
+    assert "has no backward" not in str(told)
+    assert lowtide.saved_tensors(twice).total == lowtide.saved_tensors(once).total
+    assert "runs backward itself" not in str(lowtide.explain(once))
+
+
 def test_a_limit_that_cannot_be_kept_is_explained() -> None:
     model = wide()
     told = lowtide.explain(lambda x: model(x).square().mean(), torch.randn(512, 32), limit="1 kB")

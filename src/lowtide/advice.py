@@ -180,4 +180,9 @@ def changes(subject: Study) -> tuple[Change, ...]:
         price = 1.0 if change.overhead is None else change.overhead
         return change.peak > half, price, change.peak
 
-    return tuple(sorted(found, key=order))
+    ordered = sorted(found, key=order)
+    if ordered and ordered[0].peak > half:  # nothing halves it: the nearest is what was asked for
+        nearest = min(ordered, key=lambda change: change.peak)
+        ordered.remove(nearest)
+        ordered.insert(0, nearest)
+    return tuple(ordered)

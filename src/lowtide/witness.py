@@ -52,6 +52,7 @@ class Witness:
         self._leaves: list[tuple[str, torch.Tensor]] = []
         self._grad_mode: list[tuple[bool, bool]] = []
         self._backward = False
+        self._own_backward = False
         self._forward_steps = 0
 
     # ------------------------------------------------------------------ told by the dry run
@@ -133,6 +134,8 @@ class Witness:
                 block.saved = True
                 if value.number not in block.values:
                     block.values.append(value.number)
+        if self._backward:
+            return  # a forward after the first backward: other things were let go of by then
         shape, dtype = tuple(handle.ref.size), _dtype(handle.ref.dtype)
         place = -1 if block is None else block.place
         if value.number >= 0:
@@ -159,6 +162,7 @@ class Witness:
 
     def returned(self, results: list[torch.Tensor], recorder: Any) -> None:
         """What the step gave back; nothing of it is kept here."""
+        self._own_backward = self._backward
         for tensor in results:
             entry = recorder.entry_of(tensor)
             value = None if entry is None else recorder.value_in(entry)
@@ -242,6 +246,7 @@ class Witness:
                 for key, (reader, nbytes) in observer.parameters.items()
             ),
             tuple(marks),
+            self._own_backward,
         )
         if memory is not None:
             memory.closed()
