@@ -19,8 +19,9 @@ import lowtide
 from lowtide import cli
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.plans import Plan
-from lowtide.snapshot import PICKLE_PROTOCOL, snapshot
+from lowtide.snapshot import PICKLE_PROTOCOL, _changes, snapshot
 from lowtide.study import Study, study
+from lowtide.timeline import Reader
 from lowtide.tracing import memory_snapshot
 from test_dryrun import STEPS
 from test_see import wide
@@ -100,6 +101,32 @@ def test_the_events_are_the_timeline_to_the_byte(name: str, share: float | None)
         assert kinds["temporary"] > 0
     gradients = sum(nbytes for nbytes, _, _ in subject.ledger.gradients)
     assert sum(left.values()) == gradients > 0
+
+
+def residual() -> tuple[Any, tuple[Any, ...]]:
+    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers:
+            inner = layer(x)
+            x = x + inner * torch.sigmoid(inner)
+        return x.square().mean()
+
+    return step, (torch.randn(128, 32),)
+
+
+@pytest.mark.parametrize("share", [None, 0.6])
+@pytest.mark.parametrize("make", [residual, STEPS["attention"]])
+def test_a_block_that_was_freed_does_not_come_back(make: Any, share: float | None) -> None:
+    function, args = make()
+    subject = study(function, args, halve=False)
+    retention = planned(subject, share).retention
+    allocated = [
+        life
+        for _, begins, life in _changes(Reader(subject.step, subject.ledger, retention))
+        if begins
+    ]
+    assert len(allocated) == len(set(allocated)) > 50
 
 
 def test_the_end_is_what_the_segment_holds() -> None:

@@ -66,12 +66,13 @@ def snapshot(subject: Study, plan: Plan) -> dict[str, Any]:
 class _Life:
     """A block from one moment to another, both included.
 
-    `gone` is the step of the ledger before which the dry run freed it.
+    `born` and `gone` are the steps of the ledger from which and up to which the dry run had it.
     """
 
     item: Item
     first: int
     last: int
+    born: int = 0
     gone: int = FOREVER
     stays: bool = False
     address: int = -1
@@ -112,8 +113,10 @@ def _lives(reader: Reader, moments: Sequence[Moment], instants: Sequence[int]) -
     by_storage: dict[tuple[str, int], list[_Life]] = {}
     for value, life in _of_values(reader, moments):
         block = reader.names.get(value)
-        if block is not None and reader.trace.alive[value] == reader.graph.release[value]:
-            life.gone = block.died  # unless replays of this plan read it after that
+        if block is not None:
+            life.born = block.born
+            if reader.trace.alive[value] == reader.graph.release[value]:
+                life.gone = block.died  # else replays of this plan read it after that
         key = ("value", value) if block is None else ("block", block.place)
         by_storage.setdefault(key, []).append(life)
     for number, life in _of_blocks(reader, instants):
@@ -153,7 +156,7 @@ def _of_blocks(reader: Reader, instants: Sequence[int]) -> Iterator[tuple[int, _
         stays = block.died >= len(reader.ledger.steps) and last == after - 1
         if stays and first == after:
             last = after  # a gradient that the last moment has not seen yet
-        yield block.place, _Life(reader.block(block), first, last, block.died, stays)
+        yield block.place, _Life(reader.block(block), first, last, block.born, block.died, stays)
 
 
 def _gradients(reader: Reader, moments: Sequence[Moment]) -> Iterator[_Life]:
@@ -181,17 +184,22 @@ def _joined(lives: list[_Life]) -> list[_Life]:
         if before.item.kind == "temporary":
             before.item = life.item
         before.last = max(before.last, life.last)
+        before.gone = max(before.gone, life.gone)
         before.stays = before.stays or life.stays
     return found
 
 
 def _within(standing: list[_Life], total: int, place: int, instant: int) -> list[_Life]:
-    """Those that a moment has room for: a simulation frees some earlier than its moments end."""
+    """Those that a moment has room for: some are not there yet when it has its most, or have gone
+    before. What has gone stays away."""
     over = sum(life.item.nbytes for life in standing) - total
     if over <= 0:
         return standing.copy()
     away = set()
-    for life in sorted(standing, key=lambda x: (x.gone > instant, x.item.kind == "kept", -x.first)):
+    for life in sorted(
+        standing,
+        key=lambda x: (x.born <= instant < x.gone, x.item.kind == "kept", -x.first),
+    ):
         if over <= 0:
             break
         if life.gone <= instant:
