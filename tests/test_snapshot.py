@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.cuda import _memory_viz
 
@@ -103,20 +104,25 @@ def test_the_events_are_the_timeline_to_the_byte(name: str, share: float | None)
     assert sum(left.values()) == gradients > 0
 
 
-def residual() -> tuple[Any, tuple[Any, ...]]:
-    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+def rotary() -> tuple[Any, tuple[Any, ...]]:
+    """Rotated queries and keys: kept sums of products that nobody keeps."""
+    layers = nn.ModuleList(nn.Linear(32, 64) for _ in range(4))
+    cosine, sine = torch.rand(2, 16, 32)
+
+    def turned(x: Tensor) -> Tensor:
+        return x * cosine + torch.cat((-x[..., 16:], x[..., :16]), -1) * sine
 
     def step(x: Tensor) -> Tensor:
         for layer in layers:
-            inner = layer(x)
-            x = x + inner * torch.sigmoid(inner)
+            query, key = layer(x).chunk(2, -1)
+            x = x + F.scaled_dot_product_attention(turned(query), turned(key), x)
         return x.square().mean()
 
-    return step, (torch.randn(128, 32),)
+    return step, (torch.randn(4, 2, 16, 32),)
 
 
 @pytest.mark.parametrize("share", [None, 0.6])
-@pytest.mark.parametrize("make", [residual, STEPS["attention"]])
+@pytest.mark.parametrize("make", [rotary, STEPS["attention"]])
 def test_a_block_that_was_freed_does_not_come_back(make: Any, share: float | None) -> None:
     function, args = make()
     subject = study(function, args, halve=False)
