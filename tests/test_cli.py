@@ -64,6 +64,20 @@ def asks():
         return loss if loss.item() < 1e9 else -loss
     return step
 
+def mismatched():
+    return nn.Linear(4, 4), torch.randn(2, 5)
+
+def later():
+    model, batch = build()
+    calls = []
+    def step():
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("no third\\nbatch")
+        return model(batch).square().mean()
+    return step
+
+instance = blocks()
 number = 3
 """
 
@@ -179,8 +193,9 @@ def test_classes_work_by_name_with_a_shape(program: str) -> None:
     target = load("torch.nn:Linear", ["8x16"], ["in_features=16", "out_features=4"])
     assert target.args[0].shape == (8, 16)
     assert target.function(*target.args).shape == (8, 4)
-    target = load("program:alone", ["8x64"])
-    assert target.function(*target.args).shape == (8, 64)
+    for name in ("alone", "instance"):
+        target = load(f"program:{name}", ["8x64"])
+        assert target.function(*target.args).shape == (8, 64)
 
 
 def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
@@ -190,6 +205,10 @@ def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
     target = load("transformers:LlamaForCausalLM", ["2x8"], [*sizes, *heads])
     assert set(target.kwargs) == {"input_ids", "labels"}
     assert target.function(**target.kwargs).dim() == 0
+    target = load("transformers:LlamaForSequenceClassification", ["2x8"],
+                  [*sizes, *heads, "pad_token_id=0"])  # fmt: skip
+    assert set(target.kwargs) == {"input_ids"}  # its labels are one for each row
+    assert target.function(**target.kwargs).logits.shape == (2, 2)
 
 
 def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str) -> None:
@@ -211,13 +230,20 @@ def test_a_plain_step_is_tried_where_it_fits() -> None:
 # ---------------------------------------------------------------------------- errors
 
 ERRORS = [
+    (["explain", "program.py:mismatched"], r"the step of program.py:mismatched raised RuntimeError:"
+     r" mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x4\). Correct it, or add --traceback"),
+    (["run", "program.py:later", "--limit", "60%"], r"the step of program.py:later raised "
+     r"ValueError: no third batch. Correct it, or add"),
+    (["saved", "program.py:instance"], r"is a model and no batch. Return \(model, batch\), o"),
+    (["saved", "torch.nn:Linear", "--shape", "8x16"], r"missing 2 required positional arguments: .*"
+     r"Say what it is called with, --set NAME=VALUE for each argument, or add --traceback"),
     (["saved", "program"], r"cannot read the target 'program'. Write file.py:function or package"),
     (["saved", "absent.py:build"], r"there is no file 'absent.py' \(looked in "),
     (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
     (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
     (["saved", "program.py:nothing"], r"returned a int. Return \(model, batch\), \(step,"),
-    (["saved", "program.py:alone"], r"returned a model and no batch. Return \(model, b"),
+    (["saved", "program.py:alone"], r"is a model and no batch. Return \(model, batch"),
     (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
     (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),

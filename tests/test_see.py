@@ -295,6 +295,12 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     assert told._repr_html_().count("<p") == len(told.sentences)
 
 
+def test_a_step_of_nothing_is_explained() -> None:
+    told = lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4))
+    assert told.changes == ()
+    assert "Nothing stands at the peak." in str(told)
+
+
 def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
     model, batch = wide(2), torch.randn(128, 32)
     told = lowtide.explain(lambda: model(batch).square().mean())

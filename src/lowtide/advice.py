@@ -137,6 +137,8 @@ def _why_kept(graph: Any, plan: Plan, replays: list[int], value: int, price: flo
 
 def changes(subject: Study) -> tuple[Change, ...]:
     plain = subject.plain.peak
+    if not plain:
+        return ()
     half = plain // 2
     found = []
     for share in SHARES:

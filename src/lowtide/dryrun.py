@@ -318,6 +318,7 @@ def _fake(
         function = _with_fake_self(stand, function)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
+        stack.enter_context(fakes.unlogged())
         stack.enter_context(stand.mode)
         stack.enter_context(memory)
         stack.enter_context(foreign.taken_for_real())

@@ -92,13 +92,15 @@ def study_of(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", DryRunWarning)
-        found = study(
-            target.function,
-            target.args,
-            target.kwargs,
-            on=arguments.on,
-            name=target.name,
-            halve=halve,
+        found: Study = target.running(
+            lambda: study(
+                target.function,
+                target.args,
+                target.kwargs,
+                on=arguments.on,
+                name=target.name,
+                halve=halve,
+            ),
         )
     for message in {str(warning.message) for warning in caught}:
         progress.note(f"lowtide: {message}")

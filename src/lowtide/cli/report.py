@@ -67,13 +67,16 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()
-    return try_steps(
-        target.function,
-        target.args,
-        target.kwargs,
-        told.plan,
-        subject.plain.peak,
-        steps=2,
-        plain=plain,
-        tell=progress.stage,
+    tried: Tried = target.running(
+        lambda: try_steps(
+            target.function,
+            target.args,
+            target.kwargs,
+            told.plan,
+            subject.plain.peak,
+            steps=2,
+            plain=plain,
+            tell=progress.stage,
+        )
     )
+    return tried

@@ -35,7 +35,9 @@ def main(arguments: argparse.Namespace) -> None:
         plan = subject.plan(limit)
         progress.stage("writing")
         step = (target.function, target.args, target.kwargs)
-        write_snapshot(path, subject, plan, None if arguments.no_run else step)
+        target.running(
+            lambda: write_snapshot(path, subject, plan, None if arguments.no_run else step)
+        )
     wrote(path)
     if arguments.json:
         show_json(pickle.loads(path.read_bytes()))
