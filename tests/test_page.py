@@ -20,7 +20,7 @@ from lowtide.limits import format_bytes
 from lowtide.page import page
 from lowtide.study import study
 
-WIDE, PHONE = 1200, 390
+WIDE, PHONE, SMALL = 1200, 390, 360
 
 
 def made(name: str = "a step", limit: float | None = 0.5) -> dict[str, Any]:
@@ -30,7 +30,10 @@ def made(name: str = "a step", limit: float | None = 0.5) -> dict[str, Any]:
     )
     subject = study(lambda x: model(x).square().mean(), (torch.randn(512, 64),), name=name)
     told = explain_study(subject, limit)
-    trials = (Trial("plain", told.plain.peak, told.plain.peak + 5, 0.25),)
+    trials = (
+        Trial("plain", told.plain.peak, told.plain.peak + 5, 0.25),
+        Trial("planned", 123_456_789, 123_466_000, 1.234),
+    )
     data = document(told, curve=subject.curve, trials=trials if limit else ())
     return dict(json.loads(json.dumps(data)))
 
@@ -164,7 +167,7 @@ def test_it_is_pointed_at(tab: browser.Tab, path: Path) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [WIDE, PHONE])
+@pytest.mark.parametrize("width", [WIDE, PHONE, SMALL])
 def test_it_is_readable_everywhere(tab: browser.Tab, path: Path, width: int, dark: bool) -> None:
     tab.open(path, width=width, dark=dark)
     assert tab.value("document.documentElement.scrollWidth") <= width
