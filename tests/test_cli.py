@@ -178,6 +178,16 @@ def test_explain_and_trace(
     assert highest == data["plain"]["peak"]
 
 
+def test_the_page_of_a_limit_that_is_refused_shows_one_with_room(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("report", f"{program}:build", "--limit", "1%", "--no-run", "--json")
+    data = json.loads(printed(capsys, *arguments))
+    least = min(point["peak"] for point in data["curve"])
+    assert data["plan"]["limit"] == int(least * 1.025) > data["refused"]["minimum"]
+    assert data["plan"]["peak"] <= data["plan"]["limit"]
+
+
 def test_targets_of_every_form_give_the_same_step(program: str) -> None:
     peaks = []
     for name in ("build", "keywords", "step"):

@@ -157,7 +157,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
     reached = any(change.peak <= half for change in found)
     least = plain if reached else subject.plain.minimum_peak  # a search: only where it is wanted
     if least < plain:
-        limit_bytes = int(least * 1.025)
+        limit_bytes = subject.smallest
         with contextlib.suppress(BudgetError):
             plan = subject.plan(limit_bytes)
             found.append(

@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _least(subject: Study, told: Explanation) -> Explanation:
     assert told.refused is not None
-    nearest = explain_study(subject, told.refused.minimum)
+    nearest = explain_study(subject, max(told.refused.minimum, subject.smallest))
     return Explanation(subject, nearest.plan, told.refused)
 
 

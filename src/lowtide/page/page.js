@@ -109,7 +109,7 @@
     byId("tiles").append(...tiles.map(([name, value, of]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), node("dd", { class: "of" }, of))));
     if (doc.refused) {
       byId("refused").hidden = false;
-      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that can, ${bytes(doc.refused.minimum)}.`;
+      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that is safe to ask for, ${bytes(limit)}.`;
     }
     if (doc.trial_refused !== null) {
       byId("refused").hidden = false;
