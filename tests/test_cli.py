@@ -57,6 +57,27 @@ def nothing():
 def alone():
     return blocks()
 
+def asks():
+    model, batch = build()
+    def step():
+        loss = model(batch).square().mean()
+        return loss if loss.item() < 1e9 else -loss
+    return step
+
+def mismatched():
+    return nn.Linear(4, 4), torch.randn(2, 5)
+
+def later():
+    model, batch = build()
+    calls = []
+    def step():
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("no third\\nbatch")
+        return model(batch).square().mean()
+    return step
+
+instance = blocks()
 number = 3
 """
 
@@ -157,6 +178,16 @@ def test_explain_and_trace(
     assert highest == data["plain"]["peak"]
 
 
+def test_the_page_of_a_limit_that_is_refused_shows_one_with_room(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("report", f"{program}:build", "--limit", "1%", "--no-run", "--json")
+    data = json.loads(printed(capsys, *arguments))
+    least = min(point["peak"] for point in data["curve"])
+    assert data["plan"]["limit"] == int(least * 1.025) > data["refused"]["minimum"]
+    assert data["plan"]["peak"] <= data["plan"]["limit"]
+
+
 def test_targets_of_every_form_give_the_same_step(program: str) -> None:
     peaks = []
     for name in ("build", "keywords", "step"):
@@ -172,8 +203,9 @@ def test_classes_work_by_name_with_a_shape(program: str) -> None:
     target = load("torch.nn:Linear", ["8x16"], ["in_features=16", "out_features=4"])
     assert target.args[0].shape == (8, 16)
     assert target.function(*target.args).shape == (8, 4)
-    target = load("program:alone", ["8x64"])
-    assert target.function(*target.args).shape == (8, 64)
+    for name in ("alone", "instance"):
+        target = load(f"program:{name}", ["8x64"])
+        assert target.function(*target.args).shape == (8, 64)
 
 
 def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
@@ -183,6 +215,10 @@ def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
     target = load("transformers:LlamaForCausalLM", ["2x8"], [*sizes, *heads])
     assert set(target.kwargs) == {"input_ids", "labels"}
     assert target.function(**target.kwargs).dim() == 0
+    target = load("transformers:LlamaForSequenceClassification", ["2x8"],
+                  [*sizes, *heads, "pad_token_id=0"])  # fmt: skip
+    assert set(target.kwargs) == {"input_ids"}  # its labels are one for each row
+    assert target.function(**target.kwargs).logits.shape == (2, 2)
 
 
 def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str) -> None:
@@ -204,13 +240,20 @@ def test_a_plain_step_is_tried_where_it_fits() -> None:
 # ---------------------------------------------------------------------------- errors
 
 ERRORS = [
+    (["explain", "program.py:mismatched"], r"the step of program.py:mismatched raised RuntimeError:"
+     r" mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x4\). Correct it, or add --traceback"),
+    (["run", "program.py:later", "--limit", "60%"], r"the step of program.py:later raised "
+     r"ValueError: no third batch. Correct it, or add"),
+    (["saved", "program.py:instance"], r"is a model and no batch. Return \(model, batch\), o"),
+    (["saved", "torch.nn:Linear", "--shape", "8x16"], r"missing 2 required positional arguments: .*"
+     r"Say what it is called with, --set NAME=VALUE for each argument, or add --traceback"),
     (["saved", "program"], r"cannot read the target 'program'. Write file.py:function or package"),
     (["saved", "absent.py:build"], r"there is no file 'absent.py' \(looked in "),
     (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
     (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
     (["saved", "program.py:nothing"], r"returned a int. Return \(model, batch\), \(step,"),
-    (["saved", "program.py:alone"], r"returned a model and no batch. Return \(model, b"),
+    (["saved", "program.py:alone"], r"is a model and no batch. Return \(model, batch"),
     (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
     (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
@@ -236,13 +279,23 @@ def test_an_error_is_one_line_with_the_way_out(
     assert re.search(text, said.err), said.err
 
 
+def test_that_a_real_step_was_needed_is_one_line(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["saved", f"{program}:asks"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("lowtide: the step cannot be gone through on fake tensors (")
+    assert said.endswith("put back.\n")
+    assert said.count("\n") == 1
+
+
 def test_the_place_of_an_error_is_shown_on_request(program: str) -> None:
     with pytest.raises(lowtide.UsageError) as caught:
         main(["saved", f"{program}:broken", "--traceback"])
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-@pytest.mark.parametrize("verb", ["plan", "report", "trace"])
+@pytest.mark.parametrize("verb", ["plan", "report", "trace", "snapshot"])
 def test_nothing_is_overwritten_without_force(
     program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
@@ -256,7 +309,7 @@ def test_nothing_is_overwritten_without_force(
     assert path.read_text() == "precious"
     more = ["--no-run"] if verb == "report" else []
     assert main([*arguments, "--force", *more]) == 0
-    assert path.read_text() != "precious"
+    assert path.read_bytes() != b"precious"
 
 
 def test_wrong_usage_is_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,7 +331,7 @@ def test_it_is_installed_under_its_name_and_runs_as_a_module() -> None:
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert done.returncode == 0, done.stderr
-    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace"):
+    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot"):
         assert re.search(rf"^    {verb} +\w", done.stdout, re.M), verb
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 import warnings
 from collections.abc import Callable
@@ -100,6 +101,16 @@ def tied() -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 STEPS = {make.__name__: make for make in (convolutions, attention, recurrent, tied)}
+
+
+def test_an_operator_that_fails_on_shapes_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), pytest.warns(DryRunWarning):
+        dry_run(nn.Linear(4, 4), (torch.randn(2, 5),), {})
+    assert caplog.records == []
+    assert not log.disabled
 
 
 @pytest.mark.parametrize("name", STEPS)

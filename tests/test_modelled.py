@@ -14,6 +14,7 @@ from lowtide.backward import Cost, costs, describe
 from lowtide.observe import Observer
 from lowtide.planner import Graph
 from lowtide.tape.operators import facts_of
+from lowtide.workspace import kernel_workspace, made_by
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -243,6 +244,38 @@ def test_a_constant_that_is_saved_is_known_to_stay(monkeypatch: pytest.MonkeyPat
 def cost_of(func: Any, *args: Any, **kwargs: Any) -> Cost | None:
     call = describe(facts_of(func), args, kwargs, "cpu")
     return None if call is None else costs([call])[call]
+
+
+@pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
+def test_norms_and_softmax_copy_what_is_not_contiguous(turned: tuple[int, ...]) -> None:
+    """As the normalisation of a permuted volume in a Swin transformer."""
+    aten = torch.ops.aten
+    first, second = (
+        torch.randn(64, 33, 40).mT if place in turned else torch.randn(64, 40, 33)
+        for place in range(2)
+    )
+    ones, rows = torch.ones(33), torch.ones(64, 40, 1)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.native_layer_norm.default, (first, [33], ones, ones, 1e-5)),
+        (
+            aten.native_layer_norm_backward.default,
+            (first, second, [33], rows, rows, ones, ones, [True] * 3),
+        ),
+    ]
+    for name in ("_softmax", "_log_softmax"):
+        calls.append((getattr(aten, name).default, (first, -1, False)))
+        backward = getattr(aten, f"{name}_backward_data").default
+        calls.append((backward, (first, second, -1, torch.float32)))
+    for operator, args in calls:
+        name = operator._schema.name
+        operator(*args)
+        peak = lowtide.measure(lambda o=operator, a=args: o(*a), device="cpu").peak_bytes
+        made = made_by(operator, args, {})
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        modelled = kernel_workspace(name, tensors, args, made)
+        assert modelled == pytest.approx(peak - made, abs=1024), name
+        if not turned:
+            assert modelled == 0
 
 
 def test_what_one_backward_takes() -> None:

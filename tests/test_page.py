@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from lowtide.limits import format_bytes
 from lowtide.page import page
 from lowtide.study import study
 
-WIDE, PHONE = 1200, 390
+WIDE, PHONE, SMALL = 1200, 390, 360
 
 
 def made(name: str = "a step", limit: float | None = 0.5) -> dict[str, Any]:
@@ -29,7 +30,10 @@ def made(name: str = "a step", limit: float | None = 0.5) -> dict[str, Any]:
     )
     subject = study(lambda x: model(x).square().mean(), (torch.randn(512, 64),), name=name)
     told = explain_study(subject, limit)
-    trials = (Trial("plain", told.plain.peak, told.plain.peak + 5, 0.25),)
+    trials = (
+        Trial("plain", told.plain.peak, told.plain.peak + 5, 0.25),
+        Trial("planned", 123_456_789, 123_466_000, 1.234),
+    )
     data = document(told, curve=subject.curve, trials=trials if limit else ())
     return dict(json.loads(json.dumps(data)))
 
@@ -163,7 +167,7 @@ def test_it_is_pointed_at(tab: browser.Tab, path: Path) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [WIDE, PHONE])
+@pytest.mark.parametrize("width", [WIDE, PHONE, SMALL])
 def test_it_is_readable_everywhere(tab: browser.Tab, path: Path, width: int, dark: bool) -> None:
     tab.open(path, width=width, dark=dark)
     assert tab.value("document.documentElement.scrollWidth") <= width
@@ -182,11 +186,46 @@ def test_it_is_readable_everywhere(tab: browser.Tab, path: Path, width: int, dar
         " n++; })); return n; })()"
     )
     assert overlaps == 0
+    cut_off = tab.value(
+        "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+        ".map(e => e.ariaLabel)"
+    )
+    assert cut_off == []
+    # Nothing that is said beside a bar runs out of its card.
+    beside = tab.value(
+        "[...document.querySelectorAll('.strip-row')].filter(r => r.querySelector('.say')"
+        ".getBoundingClientRect().right > r.getBoundingClientRect().right + 1).length"
+    )
+    assert beside == 0
     small = tab.value(
         "[...document.querySelectorAll('button')].filter(b => !b.hidden && b.offsetParent &&"
         " b.getBoundingClientRect().height < 32).length"
     )
     assert small == 0
+
+
+def test_letters_that_share_a_place_at_the_edge_stay_in_the_chart(
+    tab: browser.Tab, tmp_path: Path
+) -> None:
+    peak = DOCUMENT["plain"]["peak"]
+    plan = {**DOCUMENT["plan"], "limit": peak - 1}
+    options = [{**option, "peak": peak, "overhead": 0.1} for option in DOCUMENT["options"]]
+    assert len(options) > 4
+    path = tmp_path / "edge.html"
+    path.write_text(page({**DOCUMENT, "plan": plan, "options": options}), encoding="utf-8")
+    tab.open(path, width=PHONE)
+    outside = tab.value(
+        "(() => { const b = document.querySelector('#curve-chart').getBoundingClientRect();"
+        " return [...document.querySelectorAll('#curve-chart :is(text, circle)')].filter(e =>"
+        " e.getBoundingClientRect().right > b.right).map(e => e.textContent); })()"
+    )
+    assert outside == []
+    places = tab.value(
+        "[...document.querySelectorAll('#curve-chart g.point circle')].map(e => +e.attributes.cx"
+        ".value).sort((a, b) => a - b)"
+    )
+    assert len(places) == len(options)
+    assert all(right - left >= 17 for left, right in itertools.pairwise(places))
 
 
 def luminance(colour: str) -> float:

@@ -242,6 +242,26 @@ def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
     assert "one real step was recorded" in str(told)
 
 
+def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:
+    """The dry run that failed on the way had written down as much."""
+    model = nn.ModuleDict({"first": nn.Linear(16, 64), "last": nn.Linear(64, 32)})
+
+    def step(x: Tensor) -> Tensor:
+        out = model["first"](x).tanh()
+        return model["last"](out * 2 if out.sum().item() < 1e9 else out).square().mean()
+
+    batch = torch.randn(256, 16)
+    with pytest.warns(DryRunWarning):
+        subject = study(step, (batch,))
+    ledger, graph = subject.ledger, subject.step.graph
+    assert [site.operator for site in ledger.sites] == [op.name for op in graph.ops]
+    assert tuple(site.module for site in ledger.sites) == subject.step.modules
+    assert "last" in subject.step.modules
+    assert (ledger.blocks, ledger.steps, len(ledger.outputs)) == ((), (), 1)
+    assert subject.saved.activation_bytes == saved_for_real(step, batch)
+    assert subject.halved is None
+
+
 # ---------------------------------------------------------------------------- reasons
 
 
@@ -273,6 +293,44 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     assert told.kept
     assert "recomputation starts from it" in " ".join(kept.why for kept in told.kept)
     assert told._repr_html_().count("<p") == len(told.sentences)
+
+
+def test_a_step_of_nothing_is_explained() -> None:
+    told = lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4))
+    assert told.changes == ()
+    assert "Nothing stands at the peak." in str(told)
+
+
+def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
+    model, batch = wide(2), torch.randn(128, 32)
+    told = lowtide.explain(lambda: model(batch).square().mean())
+    peaks = [change.peak for change in told.changes]
+    assert len(peaks) > 1
+    assert peaks[0] == min(peaks) > told.plain.peak // 2
+    assert f"Half the memory is out of reach here. The nearest: {told.changes[0].what}" in str(told)
+
+
+def test_a_step_that_runs_backward_itself_is_counted_and_says_so() -> None:
+    model, batch = wide(2), torch.randn(64, 32)
+
+    def once() -> Tensor:
+        return model(batch).square().mean()
+
+    def twice() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        once().backward()
+        loss = once()
+        loss.backward()
+        return loss.detach()
+
+    told = lowtide.explain(twice)
+    twice()
+    assert told.plain.peak == lowtide.measure(twice, device="cpu").peak_bytes
+    assert "The step runs backward itself: " in str(told)
+    assert "has no backward" not in str(told)
+    assert lowtide.saved_tensors(twice).total == lowtide.saved_tensors(once).total
+    assert "runs backward itself" not in str(lowtide.explain(once))
 
 
 def test_a_limit_that_cannot_be_kept_is_explained() -> None:
@@ -447,30 +505,37 @@ def test_a_trace_has_the_moments_of_the_timelines() -> None:
         assert [e["args"]["module"] for e in slices] == [m.site.module for m in line.moments]
 
 
-def test_a_snapshot_is_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available():
-        with pytest.raises(UsageError, match=r"there is no CUDA device here. On the CPU, `lowtide"):
-            memory_snapshot(lambda: None, tmp_path / "s.pickle")
-    # By fakes: what is asked of torch, in which order.
+def test_a_snapshot_of_a_step_on_cuda_is_its_allocators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fakes: what is asked of torch, in which order."""
     asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lowtide.tracing._on_cuda", lambda found: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda **options: asked.append(options)
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
+    model, batch = wide(2), torch.randn(64, 32)
+    before = model[0][0].weight.grad = torch.ones_like(model[0][0].weight)
+    weight = model[1][2].weight
+    weight.register_post_accumulate_grad_hook(lambda _: asked.append("backward"))
     path = tmp_path / "s.pickle"
-    memory_snapshot(lambda: asked.append("step"), path)
-    assert asked == [
-        {"max_entries": 1_000_000},
-        "step",
-        "synchronize",
-        str(path),
-        {"enabled": None},
-    ]
-    path.write_bytes(b"")
-    with pytest.raises(UsageError, match="exists and is not overwritten"):
-        memory_snapshot(lambda: None, path)
+    for limit in (None, 0.8):
+        memory_snapshot(path, lambda x: model(x).square().mean(), batch, limit=limit)
+        assert asked == [
+            {"max_entries": 1_000_000},
+            "backward",
+            "synchronize",
+            str(path),
+            {"enabled": None},
+        ]
+        asked.clear()
+    assert model[0][0].weight.grad is before
+    assert weight.grad is None
+    memory_snapshot(path, model, batch, run=False)
+    assert asked == []
+    assert path.exists()
 
 
 def test_a_layout_that_the_backend_chooses_is_that_of_the_real_step() -> None:

@@ -137,6 +137,8 @@ def _why_kept(graph: Any, plan: Plan, replays: list[int], value: int, price: flo
 
 def changes(subject: Study) -> tuple[Change, ...]:
     plain = subject.plain.peak
+    if not plain:
+        return ()
     half = plain // 2
     found = []
     for share in SHARES:
@@ -155,7 +157,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
     reached = any(change.peak <= half for change in found)
     least = plain if reached else subject.plain.minimum_peak  # a search: only where it is wanted
     if least < plain:
-        limit_bytes = int(least * 1.025)
+        limit_bytes = subject.smallest
         with contextlib.suppress(BudgetError):
             plan = subject.plan(limit_bytes)
             found.append(
@@ -180,4 +182,9 @@ def changes(subject: Study) -> tuple[Change, ...]:
         price = 1.0 if change.overhead is None else change.overhead
         return change.peak > half, price, change.peak
 
-    return tuple(sorted(found, key=order))
+    ordered = sorted(found, key=order)
+    if ordered and ordered[0].peak > half:  # nothing halves it: the nearest is what was asked for
+        nearest = min(ordered, key=lambda change: change.peak)
+        ordered.remove(nearest)
+        ordered.insert(0, nearest)
+    return tuple(ordered)

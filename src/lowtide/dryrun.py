@@ -318,6 +318,7 @@ def _fake(
         function = _with_fake_self(stand, function)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
+        stack.enter_context(fakes.unlogged())
         stack.enter_context(stand.mode)
         stack.enter_context(memory)
         stack.enter_context(foreign.taken_for_real())
@@ -352,6 +353,7 @@ def _real(
 ) -> Dry:
     with RealState(found):
         if witness is not None:
+            witness.starts_over()
             witness.begins(found, lambda tensor: tensor)
         observer = _Watching(start_marks(device), found.names(), witness)
         began = time.perf_counter()

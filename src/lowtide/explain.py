@@ -74,7 +74,8 @@ class Explanation:
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What would lower the plain peak, those that halve it at the least price first."""
+        """What would lower the plain peak, those that halve it at the least price first; where
+        none does, the one that comes nearest first."""
         return changes(self.study)
 
     @cached_property
@@ -176,7 +177,12 @@ def _say(told: Explanation) -> list[str]:
         does = "requires" if output.requires_grad else "does not require"
         said.append(f"Output {place} ({output.dtype}{list(output.shape)}) {does} grad: "
                     f"{output.reason}.")  # fmt: skip
-    if not any(output.requires_grad for output in told.outputs):
+    if told.study.ledger.own_backward:
+        said.append(
+            "The step runs backward itself: what it does once that began is counted up to its last "
+            "backward, and not planned. Return the loss and leave backward to lowtide."
+        )
+    elif not any(output.requires_grad for output in told.outputs):
         said.append("Nothing that the step returns requires grad: it has no backward to plan for.")
     return said
 
@@ -233,14 +239,10 @@ def _advice(told: Explanation) -> list[str]:
     found, plain = told.changes, told.plain.peak
     if not found:
         return ["Nothing that was tried lowers the peak: what stands there is not activations."]
-    said = []
-    if found[0].peak <= plain // 2:
-        first = found[0]
-        said.append(f"To halve the memory: {_change(first, plain)}.")
-    else:
-        first = min(found, key=lambda change: change.peak)
-        said.append(f"Half the memory is out of reach here. The nearest: {_change(first, plain)}.")
-    others = [change for change in found if change is not first]
+    first, *others = found
+    halves = first.peak <= plain // 2
+    lead = "To halve the memory" if halves else "Half the memory is out of reach here. The nearest"
+    said = [f"{lead}: {_change(first, plain)}."]
     said += [f"Also: {_change(change, plain)}." for change in others[:4]]
     return said
 

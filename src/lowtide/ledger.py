@@ -115,3 +115,5 @@ class Ledger:
     gradients: tuple[tuple[int, int, str], ...]
     marks: tuple[tuple[int, int], ...]
     """Of each operation, the marks before and after it."""
+    own_backward: bool = False
+    """The step ran backward itself, before it returned."""

@@ -29,6 +29,7 @@ from lowtide.witness import Witness
 
 SHARES = (0.75, 0.5)
 """Limits that are tried for everybody, as shares of the plain peak."""
+_ROOM = 1.025
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,12 @@ class Study:
     def standing(self) -> int:
         """Bytes that were there before the step: parameters, buffers, gradients, inputs."""
         return sum(self.ledger.standing.values())
+
+    @cached_property
+    def smallest(self) -> int:
+        """The smallest limit to advise: bytes of the least peak, and a little more, since a real
+        step that takes a little more leaves a plan that has no room for it."""
+        return int(self.plain.minimum_peak * _ROOM)
 
     def plan(self, limit: int | float | None) -> Plan:
         """A plan for this step. Raises `BudgetError` where the limit cannot be kept."""

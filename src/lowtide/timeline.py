@@ -93,10 +93,12 @@ class Timeline:
 
 def timeline(step: Dry, ledger: Ledger, retention: Retention) -> Timeline:
     """Go through a step under a plan and say of each moment what its bytes are for."""
-    return _Reader(step, ledger, retention).read()
+    return Reader(step, ledger, retention).read()
 
 
-class _Reader:
+class Reader:
+    """What `timeline` is made from, for those who need more of it than its largest moment."""
+
     def __init__(self, step: Dry, ledger: Ledger, retention: Retention) -> None:
         self.graph, self.ledger = step.graph, ledger
         self.retain = retention.retain
@@ -156,6 +158,15 @@ class _Reader:
         following = requests[event + 1][2] if event + 1 < len(requests) else 1 << 60
         return self._instant(answer, following)
 
+    def instant(self, moment: Moment) -> int:
+        """The step of the ledger at which a moment has its most, -1 where that is not known."""
+        if moment.phase == "forward":
+            return self._operation_instant(moment.place)
+        if moment.phase == "backward":
+            return self._event_instant(moment.place)
+        begin = self.ledger.requests[moment.place][2]
+        return self._instant(begin, begin + 1) if self.ledger.steps else -1
+
     def _forward(self) -> list[Moment]:
         moments = []
         values = self.graph.values
@@ -192,7 +203,7 @@ class _Reader:
             gradient, pinned = self._others(index)
             if trace.replay[index]:
                 moments.append(self._replay(index, kept, gradient, pinned))
-            given = 0 if self._there(event.value, index) else graph.values[event.value].nbytes
+            given = 0 if self.there(event.value, index) else graph.values[event.value].nbytes
             other = event.peak_other
             gradient = min(other, gradient)
             pinned = min(other - gradient, pinned)
@@ -209,7 +220,8 @@ class _Reader:
             )
         return moments
 
-    def _there(self, value: int, event: int) -> bool:
+    def there(self, value: int, event: int) -> bool:
+        """Whether a value is in memory when an event asks for it."""
         return self.sim.free[value] or self.trace.start[value] <= event
 
     def _replay(self, index: int, kept: int, gradient: int, pinned: int) -> Moment:
@@ -246,18 +258,13 @@ class _Reader:
     # ------------------------------------------------------------------ what stands at one
 
     def _items(self, moment: Moment) -> tuple[Item, ...]:
-        found = [self._item(v, kind) for v, kind in self._values_at(moment)]
-        if moment.phase == "forward":
-            instant = self._operation_instant(moment.place)
-        else:
-            instant = self._event_instant(moment.place)
+        found = [self.item(v, kind) for v, kind in self._values_at(moment)]
+        instant = self.instant(moment)
         if moment.phase == "replay":
             # What replays make on the way is known as a sum; of the rest, what was there before.
             passing = moment.recomputed - sum(i.nbytes for i in found if i.kind == "recomputed")
             if passing:
                 found.append(Item(passing, "recomputed", moment.site, (), "", "", -1))
-            begin = self.ledger.requests[moment.place][2]
-            instant = self._instant(begin, begin + 1) if self.ledger.steps else -1
         found += self._blocks_at(instant, {i.value for i in found}, moment)
         rest = moment.total - sum(item.nbytes for item in found)
         if rest < 0:
@@ -312,7 +319,7 @@ class _Reader:
                 found.append((v, "kept" if kept else "recomputed"))
         if moment.phase == "backward":
             value = self.graph.events[moment.place].value
-            if not self._there(value, moment.place):
+            if not self.there(value, moment.place):
                 found.append((value, "recomputed"))
         return found
 
@@ -326,12 +333,14 @@ class _Reader:
                 continue
             if plans.intersection(block.values) and not self._still_used(block, moment):
                 continue
-            free = any(self.graph.values[v].pinned for v in block.values if v >= 0)
-            kind = "gradient" if block.gradient else "kept" if free else "temporary"
-            found.append(
-                Item(block.nbytes, kind, block.site, block.shape, block.dtype, block.name, -1)
-            )
+            found.append(self.block(block))
         return found
+
+    def block(self, block: Block) -> Item:
+        """A storage that is there whatever the plan says."""
+        free = any(self.graph.values[v].pinned for v in block.values if v >= 0)
+        kind = "gradient" if block.gradient else "kept" if free else "temporary"
+        return Item(block.nbytes, kind, block.site, block.shape, block.dtype, block.name, -1)
 
     def _still_used(self, block: Block, moment: Moment) -> bool:
         """In the forward what a plan lets go of is there until its last use."""
@@ -344,14 +353,18 @@ class _Reader:
         if moment.phase == "forward" or not moment.gradient:
             return []
         maker = self.graph.values[self.graph.events[moment.place].value].producer
-        found = [
-            Item(n, "gradient", Site(), (), "", name, -1)
-            for n, reader, name in self.ledger.gradients
-            if reader > maker
-        ]
+        found = [item for item, reader in self.recorded_gradients() if reader > maker]
         return found if sum(i.nbytes for i in found) <= moment.gradient else []
 
-    def _item(self, value: int, kind: str) -> Item:
+    def recorded_gradients(self) -> list[tuple[Item, int]]:
+        """Where a real step was recorded: gradients of leaves, and what read each last."""
+        return [
+            (Item(nbytes, "gradient", Site(), (), "", name, -1), reader)
+            for nbytes, reader, name in self.ledger.gradients
+        ]
+
+    def item(self, value: int, kind: str) -> Item:
+        """A value of the plan's, with what is known of it."""
         node = self.graph.values[value]
         block, saved = self.names.get(value), self.saved.get(value)
         shape: tuple[int, ...] = ()

@@ -1,14 +1,15 @@
-"""A step as a trace: for Perfetto, `chrome://tracing` and, on CUDA, torch's memory viewer.
+"""A step as a trace: for Perfetto, `chrome://tracing` and torch's memory viewer.
 
 Problem: people know their way about in those viewers. Invariant: the counters of a trace are the
 moments of a timeline, to the byte; its clock is a position in the step, since moments of the plain
-and the planned step share one. Imports explain. Rejected: modelled times on the axis, on which the
-two could not be laid over each other.
+and the planned step share one. Imports explain, snapshot, trials. Rejected: modelled times on the
+axis, on which the two could not be laid over each other.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,13 @@ import torch
 from lowtide._compat import profiling
 from lowtide.errors import UsageError
 from lowtide.explain import Explanation
+from lowtide.limits import parse_limit
+from lowtide.plans import Plan
+from lowtide.snapshot import PICKLE_PROTOCOL, snapshot
+from lowtide.standins import Found
+from lowtide.study import Study, study
 from lowtide.timeline import KINDS, Timeline
+from lowtide.trials import run_step
 
 _TICK = 1000  # microseconds of the viewer's clock for one moment
 
@@ -92,26 +99,60 @@ def _moments(
     return events
 
 
-def memory_snapshot(step: Callable[[], object], path: str | os.PathLike[str]) -> None:
-    """Run a step on CUDA and write what its allocator did, for https://pytorch.org/memory_viz.
+def memory_snapshot(
+    path: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    limit: int | float | str | None = None,
+    run: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Write a step as a memory snapshot, for https://pytorch.org/memory_viz.
+
+    A step on CUDA is run once, and its allocator asked; that has not been tried on a device yet.
+    Any other is gone through on fake tensors, and its blocks are those of its timeline: see
+    `lowtide.snapshot`.
 
     Args:
-        step: called once, without arguments.
         path: the file to write; not overwritten if it is there.
+        fn, args, kwargs: the step, as for `lowtide.plan`.
+        limit: the step under a plan for this limit, as for `lowtide.plan`; None: the plain step.
+        run: false: run nothing on CUDA either.
 
     Raises:
-        UsageError: there is no CUDA device, or the file exists.
-
-    Not yet tried on a device.
+        UsageError: the file exists or cannot be written; a step or limit that cannot be read.
+        BudgetError: the limit cannot be kept.
     """
-    if not torch.cuda.is_available():
-        raise UsageError(
-            "a memory snapshot is what CUDA's allocator recorded, and there is no CUDA device "
-            "here. On the CPU, `lowtide trace` and `lowtide report` show the same step."
-        )
     if os.path.exists(path):
         raise UsageError(f"{os.fspath(path)} exists and is not overwritten. Name another file.")
-    with profiling.cuda_history():
-        step()
-        torch.cuda.synchronize()
-        profiling.write_cuda_snapshot(os.fspath(path))
+    subject = study(fn, args, kwargs, halve=False)
+    plan = subject.plan(None if limit is None else parse_limit(limit))
+    write_snapshot(path, subject, plan, (fn, args, kwargs) if run else None)
+
+
+def write_snapshot(
+    path: str | os.PathLike[str],
+    subject: Study,
+    plan: Plan,
+    step: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None,
+) -> None:
+    """The same, of a step that was gone through already; overwrites. `step`: what may be run."""
+    try:
+        if step is not None and _on_cuda(Found(*step)):
+            with profiling.cuda_history():
+                run_step(*step, plan)
+                torch.cuda.synchronize()
+                profiling.write_cuda_snapshot(os.fspath(path))
+        else:
+            made = snapshot(subject, plan)
+            with open(path, "wb") as file:
+                pickle.dump(made, file, PICKLE_PROTOCOL)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {os.fspath(path)}: {error.strerror}. Name another file."
+        ) from error
+
+
+def _on_cuda(found: Found) -> bool:
+    return any(tensor.is_cuda for tensor in (*found.state(), *found.tensors))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,18 +68,12 @@ def try_steps(
     kernels allocates what later ones find: a plain step runs once before the one that counts.
     """
     found = Found(function, args, kwargs)
-    device = next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
+    device = _device(found)
     budget = None if plan is None else Budget(plan, device=device)
     trials: list[Trial] = []
 
     def step(limit: Budget | None) -> None:
-        if limit is None:
-            loss = loss_of(function(*args, **kwargs))
-        else:
-            with limit:
-                loss = loss_of(function(*args, **kwargs))
-        if loss is not None and loss.grad_fn is not None:
-            loss.backward()
+        _step(function, args, kwargs, limit)
 
     def measured(label: str, limit: Budget | None, predicted: int) -> None:
         _clear(found)
@@ -103,6 +97,33 @@ def try_steps(
                     return Tried(tuple(trials), error)
                 predicted = budget.report().planned_peak or predicted
     return Tried(tuple(trials))
+
+
+def run_step(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
+) -> None:
+    """One real step under a plan, from no gradients; those that were there are put back."""
+    found = Found(function, args, kwargs)
+    with _gradients(found):
+        _clear(found)
+        limit = None if plan.limit is None else Budget(plan, device=_device(found))
+        _step(function, args, kwargs, limit)
+
+
+def _device(found: Found) -> torch.device:
+    return next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
+
+
+def _step(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    limit: Budget | None,
+) -> None:
+    with limit or nullcontext():
+        loss = loss_of(function(*args, **kwargs))
+    if loss is not None and loss.grad_fn is not None:
+        loss.backward()
 
 
 def _clear(found: Found) -> None:

@@ -52,6 +52,7 @@ class Witness:
         self._leaves: list[tuple[str, torch.Tensor]] = []
         self._grad_mode: list[tuple[bool, bool]] = []
         self._backward = False
+        self._own_backward = False
         self._forward_steps = 0
 
     # ------------------------------------------------------------------ told by the dry run
@@ -62,10 +63,12 @@ class Witness:
         self._memory = _Counted(costs, mode, self)
         return self._memory
 
+    def starts_over(self) -> None:
+        """The dry run failed on the way, and a real step is recorded in its place."""
+        self._clear()
+
     def begins(self, found: Found, seen_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """`seen_as` gives the tensor that the step will see in place of one that was found."""
-        if self._memory is None:
-            self._clear()
         parameters: dict[str, torch.Tensor] = {}
         counts = {"parameter": 0, "buffer": 0, "input": 0, "gradient": 0}
         names = found.names()
@@ -131,6 +134,8 @@ class Witness:
                 block.saved = True
                 if value.number not in block.values:
                     block.values.append(value.number)
+        if self._backward:
+            return  # a forward after the first backward: other things were let go of by then
         shape, dtype = tuple(handle.ref.size), _dtype(handle.ref.dtype)
         place = -1 if block is None else block.place
         if value.number >= 0:
@@ -157,6 +162,7 @@ class Witness:
 
     def returned(self, results: list[torch.Tensor], recorder: Any) -> None:
         """What the step gave back; nothing of it is kept here."""
+        self._own_backward = self._backward
         for tensor in results:
             entry = recorder.entry_of(tensor)
             value = None if entry is None else recorder.value_in(entry)
@@ -240,6 +246,7 @@ class Witness:
                 for key, (reader, nbytes) in observer.parameters.items()
             ),
             tuple(marks),
+            self._own_backward,
         )
         if memory is not None:
             memory.closed()

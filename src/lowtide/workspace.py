@@ -31,6 +31,15 @@ _SCRATCH = {
     "aten::nll_loss2d_forward": 0.0,
     "aten::_safe_softmax": 0.25,  # where a row is masked out entirely
 }
+# How many of their first tensors kernels copy where those are not contiguous.
+_COPIED = {
+    "aten::native_layer_norm": 1,
+    "aten::native_layer_norm_backward": 2,
+    "aten::_softmax": 1,
+    "aten::_log_softmax": 1,
+    "aten::_softmax_backward_data": 2,
+    "aten::_log_softmax_backward_data": 2,
+}
 
 
 def unfolds(name: str) -> bool:
@@ -52,6 +61,8 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return _convolution(tensors[0], tensors[1], args, made)
     if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
         return sum(map(_bytes, tensors[:1]))
+    if name in _COPIED:
+        return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     if "attention" in name and "flash" not in name:
         return made
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:

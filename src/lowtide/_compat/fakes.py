@@ -9,6 +9,7 @@ Rejected: shape functions of our own, which would know a part of torch's operato
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -27,6 +28,17 @@ def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """torch logs a page for each operator that fails on shapes, also where that is caught."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake(tensor: object) -> bool:

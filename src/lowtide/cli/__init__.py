@@ -12,10 +12,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import curve, explain, plan, report, run, saved, trace
+from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace
 from lowtide.errors import LowtideError
 
-_VERBS = (saved, explain, plan, curve, run, report, trace)
+_VERBS = (saved, explain, plan, curve, run, report, trace, snapshot)
 _WIDTH = 400
 
 

@@ -84,19 +84,24 @@ def study_of(
     *,
     halve: bool = False,
 ) -> Study:
-    """Go through the target's step; what torch or a library warns about goes to stderr once."""
+    """Go through the target's step; where that needs a real one, stderr says so in one line."""
     progress.stage("loading the target")
     if target is None:
         target = target_of(arguments)
     progress.stage("going through the step")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.simplefilter("default", DryRunWarning)
-        return study(
-            target.function,
-            target.args,
-            target.kwargs,
-            on=arguments.on,
-            name=target.name,
-            halve=halve,
+        warnings.simplefilter("always", DryRunWarning)
+        found: Study = target.running(
+            lambda: study(
+                target.function,
+                target.args,
+                target.kwargs,
+                on=arguments.on,
+                name=target.name,
+                halve=halve,
+            ),
         )
+    for message in {str(warning.message) for warning in caught}:
+        progress.note(f"lowtide: {message}")
+    return found

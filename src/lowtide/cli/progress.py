@@ -35,12 +35,17 @@ class Progress:
         self._shown = False
         self._thread: threading.Thread | None = None
         self._rich: Any = None
+        self._notes: list[str] = []
 
     def stage(self, what: str) -> None:
         """The next piece of work begins."""
         self._done += 1
         self._what = what
         self._stage_began = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """A line that stays; it is written when the bar has gone."""
+        self._notes.append(text)
 
     def __enter__(self) -> Progress:
         if self._stream.isatty():
@@ -57,6 +62,8 @@ class Progress:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
+        for text in self._notes:
+            print(text, file=self._stream)
 
     def _run(self) -> None:
         if self._over.wait(_PATIENCE):

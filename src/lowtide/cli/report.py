@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _least(subject: Study, told: Explanation) -> Explanation:
     assert told.refused is not None
-    nearest = explain_study(subject, told.refused.minimum)
+    nearest = explain_study(subject, max(told.refused.minimum, subject.smallest))
     return Explanation(subject, nearest.plan, told.refused)
 
 
@@ -67,13 +67,16 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()
-    return try_steps(
-        target.function,
-        target.args,
-        target.kwargs,
-        told.plan,
-        subject.plain.peak,
-        steps=2,
-        plain=plain,
-        tell=progress.stage,
+    tried: Tried = target.running(
+        lambda: try_steps(
+            target.function,
+            target.args,
+            target.kwargs,
+            told.plan,
+            subject.plain.peak,
+            steps=2,
+            plain=plain,
+            tell=progress.stage,
+        )
     )
+    return tried

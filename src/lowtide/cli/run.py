@@ -19,7 +19,7 @@ from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import format_bytes
 from lowtide.plans import Plan
 from lowtide.texttable import table
-from lowtide.trials import try_steps
+from lowtide.trials import Tried, try_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +42,17 @@ def main(arguments: argparse.Namespace) -> None:
         subject = common.study_of(arguments, progress, target)
         progress.stage("planning")
         plan = subject.plan(limit)
-        tried = try_steps(
-            target.function,
-            target.args,
-            target.kwargs,
-            plan,
-            subject.plain.peak,
-            steps=arguments.steps,
-            plain=not arguments.no_plain,
-            tell=progress.stage,
+        tried: Tried = target.running(
+            lambda: try_steps(
+                target.function,
+                target.args,
+                target.kwargs,
+                plan,
+                subject.plain.peak,
+                steps=arguments.steps,
+                plain=not arguments.no_plain,
+                tell=progress.stage,
+            )
         )
     trials = tried.trials
     if arguments.json:

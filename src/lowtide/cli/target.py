@@ -40,6 +40,7 @@ _WAY_OUT = (
     "Write file.py:function or package.module:function, where the function returns (model, batch) "
     "or a step to call"
 )
+_ARGUMENTS = "Say what it is called with, --set NAME=VALUE for each argument"
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class Target:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def running(self, call: Callable[[], Any]) -> Any:
+        """What `call` gives, which runs the step; what the step raises becomes a `UsageError`."""
+        return _of_users(f"the step of {self.name}", call)
 
 
 def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) -> Target:
@@ -64,11 +69,13 @@ def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) ->
     found = _named(_module(home, text), name, text)
     if inspect.isclass(found) and issubclass(found, nn.Module):
         return _of_class(text, found, shapes, settings)
+    if isinstance(found, nn.Module):
+        return _of_model(text, found, shapes)
     if settings or shapes:
         if not callable(found):
             raise UsageError(f"{text} is a {type(found).__name__}, not a class or function.")
         if shapes:
-            made = _call(text, lambda: found(**_settings(settings)))
+            made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
             if isinstance(made, nn.Module):
                 return _of_model(text, made, shapes)
             raise UsageError(
@@ -91,7 +98,7 @@ def _module(home: str, text: str) -> ModuleType:
         sys.modules[path.stem] = module
         sys.path.insert(0, str(path.resolve().parent))
         loader = spec.loader
-        _call(home, lambda: loader.exec_module(module))
+        _of_users(home, lambda: loader.exec_module(module))
         return module
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -125,19 +132,21 @@ def _named(module: ModuleType, name: str, text: str) -> Any:
     return found
 
 
-def _call(what: str, call: Callable[[], Any]) -> Any:
+def _of_users(what: str, call: Callable[[], Any], on_type_error: str = "Correct it") -> Any:
+    """What a piece of the user's program gives; raises `UsageError` for whatever goes wrong."""
     try:
         return call()
     except LowtideError:
         raise
     except Exception as error:
-        raise UsageError(_failed(what, error)) from error
+        way_out = on_type_error if isinstance(error, TypeError) else "Correct it"
+        raise UsageError(_failed(what, error, way_out)) from error
 
 
-def _failed(what: str, error: Exception) -> str:
+def _failed(what: str, error: Exception, way_out: str = "Correct it") -> str:
+    text = str(error).rstrip(".")
     return (
-        f"{what} raised {type(error).__name__}: {error}. Correct it, or add --traceback to see "
-        "where"
+        f"{what} raised {type(error).__name__}: {text}. {way_out}, or add --traceback to see where."
     )
 
 
@@ -147,13 +156,11 @@ def _failed(what: str, error: Exception) -> str:
 def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
     if not callable(found):
         raise UsageError(f"{text} is a {type(found).__name__}, not a function. {_WAY_OUT}.")
-    made = _call(text, lambda: found(**_settings(settings)))
+    made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         return _with_batch(text, made[0], made[1])
     if isinstance(made, nn.Module):
-        raise UsageError(
-            f"{text} returned a model and no batch. Return (model, batch), or add --shape."
-        )
+        return _of_model(text, made, ())
     if callable(made):
         return Target(text, made, (), {})
     raise UsageError(
@@ -198,23 +205,31 @@ def _of_class(
     named = _settings(settings)
     config = getattr(cls, "config_class", None)
     if config is not None:  # transformers: a model is made from its configuration
-        model = _call(text, lambda: cls(config(**named)))
+        model = _of_users(text, lambda: cls(config(**named)), _ARGUMENTS)
     else:
-        model = _call(text, lambda: cls(**named))
+        model = _of_users(text, lambda: cls(**named), _ARGUMENTS)
     return _of_model(text, model, shapes)
 
 
 def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
+    if not shapes:
+        raise UsageError(f"{text} is a model and no batch. Return (model, batch), or add --shape.")
     model.train()
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     batch = [_tensor(shape, words) for shape in shapes]
     takes = inspect.signature(model.forward).parameters
     if words is not None and len(batch) == 1 and not batch[0].is_floating_point():
         named = {"input_ids": batch[0]}
-        if "labels" in takes:
+        if "labels" in takes and _gives_words(model):
             named["labels"] = batch[0].clone()
         return _with_batch(text, model, named)
     return _with_batch(text, model, tuple(batch))
+
+
+def _gives_words(model: nn.Module) -> bool:
+    """Whether its labels are as its input, and not one for a whole sequence."""
+    head = getattr(model, "get_output_embeddings", None)
+    return head is not None and head() is not None
 
 
 def _tensor(shape: str, words: int | None) -> torch.Tensor:

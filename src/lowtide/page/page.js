@@ -109,7 +109,7 @@
     byId("tiles").append(...tiles.map(([name, value, of]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), node("dd", { class: "of" }, of))));
     if (doc.refused) {
       byId("refused").hidden = false;
-      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that can, ${bytes(doc.refused.minimum)}.`;
+      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that is safe to ask for, ${bytes(limit)}.`;
     }
     if (doc.trial_refused !== null) {
       byId("refused").hidden = false;
@@ -303,7 +303,8 @@
     svg.append(draw("text", { x: left, y: 12 }, "added time"));
     if (limit !== null) {
       svg.append(draw("line", { x1: x(limit), x2: x(limit), y1: top, y2: height - bottom, stroke: "var(--limit)", "stroke-width": 2 }));
-      svg.append(draw("text", { class: "limit-text halo", x: x(limit) + 6, y: top + 10 }, "limit"));
+      const late = x(limit) > width - right - 40; // no room for the word on its right
+      svg.append(draw("text", { class: "limit-text halo", x: x(limit) + (late ? -6 : 6), y: top + 10, "text-anchor": late ? "end" : "start" }, "limit"));
     }
     const sorted = [...points].sort((a, b) => a.peak - b.peak);
     svg.append(draw("path", { d: sorted.map((p, k) => `${k ? "L" : "M"}${x(p.peak)},${y(p.overhead)}`).join(""), fill: "none", stroke: "var(--accent)", "stroke-width": 2 }));
@@ -311,9 +312,12 @@
     for (const p of points) svg.append(titled(draw("circle", { class: "point", cx: x(p.peak), cy: y(p.overhead), r: 5, fill: "var(--accent)" }), `${p.name}: ${bytes(p.peak)}, ${percent(p.overhead)}`));
     const taken = [];
     for (const o of options) {
-      // Letters that would lie on one another stand side by side.
-      let px = x(o.peak), py = y(o.overhead);
-      while (taken.some(([a, b]) => Math.abs(a - px) < 17 && Math.abs(b - py) < 17)) px += 18;
+      // Letters that would lie on one another stand side by side: to the right while there is room.
+      let px = x(o.peak), py = y(o.overhead), aside = 18;
+      while (taken.some(([a, b]) => Math.abs(a - px) < 17 && Math.abs(b - py) < 17)) {
+        if (px + aside > width - 9) { px = x(o.peak); aside = -18; }
+        px += aside;
+      }
       taken.push([px, py]);
       const mark = draw("g", { class: "point" });
       mark.append(draw("circle", { cx: px, cy: py, r: 8.5, fill: "var(--card)", stroke: "var(--recomputed)", "stroke-width": 2 }),
@@ -382,6 +386,7 @@
     byId("no-trials").hidden = doc.trials.length > 0 || doc.trial_refused !== null;
     byId("trial-refused").hidden = doc.trial_refused === null;
     if (doc.trial_refused !== null) byId("trial-refused").textContent = `The real step is not the one that was predicted, left its plan and was refused: ${doc.trial_refused}`;
+    if (!doc.outputs.length) byId("outputs").append(node("li", {}, doc.events ? "The step returned no tensor: it runs backward itself." : "The step returned no tensor."));
     byId("outputs").append(...doc.outputs.slice(0, 8).map((o, k) => node("li", {}, `Output ${k} (${o.dtype}, ${o.shape.length ? o.shape.join(" × ") : "a scalar"}) ${o.requires_grad ? "requires" : "does not require"} grad: ${o.reason}.`)));
     byId("made").textContent = `Peaks are bytes above what was there before the step, counted storage by storage; the rows of a table add up to its total. Positions in the timeline are moments of the step, not seconds. Made by lowtide with torch ${doc.torch}.`;
   }
