@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not _compat.torch_has((2, 11)), reason="refused on this torch"),
+    pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch"),
 ]
 
 
@@ -341,5 +341,5 @@ def test_inside_a_budget_it_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyP
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compat, "torch_has", lambda release: False)
-    with pytest.raises(UnsupportedError, match=r"needs torch 2\.11 or later.* Put lowtide\.budget"):
+    with pytest.raises(UnsupportedError, match=r"needs torch 2\.13 or later.* Put lowtide\.budget"):
         lowtide.CompileBudget(0.5)

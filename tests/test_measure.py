@@ -334,7 +334,7 @@ def test_a_scheduled_profiler_is_left_alone_while_it_waits_and_warms_up() -> Non
 
 
 def on_another_thread() -> int:
-    if not _compat.torch_has((2, 11)):
+    if not _compat.torch_has((2, 12)):
         pytest.skip("torch's profiler does not start twice on this torch")
     return int(in_thread(run_profiler))
 

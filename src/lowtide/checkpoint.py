@@ -39,7 +39,7 @@ TORCH_KEYWORDS = (
 
 
 # Whether torch's compiler takes a frozen dataclass for a constant.
-_POLICIES_ARE_CONSTANTS = _compat.torch_has((2, 11))
+_POLICIES_ARE_CONSTANTS = _compat.torch_has((2, 12))
 
 
 class RegionDecisions:
@@ -229,7 +229,7 @@ def _traced(
     if policy is not None:
         if not _POLICIES_ARE_CONSTANTS:
             raise UnsupportedError(
-                "a policy inside a function that torch.compile traces needs torch 2.11 or later. "
+                "a policy inside a function that torch.compile traces needs torch 2.12 or later. "
                 "Leave it out there, or give torch's own: context_fn=functools.partial("
                 "create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])."
             )

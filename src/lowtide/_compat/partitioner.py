@@ -34,8 +34,7 @@ class JointGraph:
         if partitioners.has_recomputable_ops(module):
             module = partitioners.cleanup_recompute_tags(module, is_default_partition=False)
         partitioners.force_save_collectives(module)
-        if hasattr(partitioners, "force_save_effectful_ops"):  # since torch 2.11
-            partitioners.force_save_effectful_ops(module)
+        partitioners.force_save_effectful_ops(module)
         partitioners.force_save_bw_mutation_src(module)
         self.module = module
         self.outputs = outputs

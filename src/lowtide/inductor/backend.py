@@ -103,7 +103,7 @@ class CompileBudget:
             code, for debugging.
 
     Raises (when it is made):
-        UnsupportedError: torch is older than 2.11.
+        UnsupportedError: torch is older than 2.13.
 
     Raises (when a graph is compiled or called):
         BudgetError: the limit cannot be kept; it names the smallest that would do.
@@ -122,9 +122,9 @@ class CompileBudget:
             raise UsageError(
                 f"CompileBudget compiles with {' or '.join(map(repr, _MARGIN))}; got {compiler!r}."
             )
-        if not _compat.torch_has((2, 11)):
+        if not _compat.torch_has((2, 13)):
             raise UnsupportedError(
-                "CompileBudget needs torch 2.11 or later, whose partitioner tells what it knows of "
+                "CompileBudget needs torch 2.13 or later, whose partitioner tells what it knows of "
                 f"a graph; this is {torch.__version__}. Put lowtide.budget "
                 "around the step without torch.compile, or set "
                 "torch._functorch.config.activation_memory_budget."
