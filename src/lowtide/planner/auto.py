@@ -48,7 +48,7 @@ CONSTANT = 100
 MOMENTS = 3
 """Moments whose cuts are starting points, the plain peak besides."""
 NEAREST = 3
-"""Cuts at a moment that are repaired."""
+"""Cuts at a moment that are repaired first."""
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
@@ -59,6 +59,12 @@ HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
 LARGE = 1000
 """Operations above which a search has too few simulations to try everything in turn."""
+FAR = 3.0
+"""A first plan above so many times the bound: replays stand at the peak, anchors are needed."""
+DEAR = 2.0
+"""Of a starting point, what an excess as large as the limit counts as, in forwards."""
+SCREEN = 24
+"""Simulations that a search must have for each starting point that it weighs."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -124,7 +130,8 @@ def solve(
     | always                             | greedy at the peak                                |
     | always                             | minimum cuts at the plain peak, prices around the |
     |                                    | limit, each repaired                              |
-    | replays stand at the peak          | the same cuts with anchors held, few to many      |
+    | no cut is near the bound           | the same with anchors held, few to many, and what |
+    |                                    | one simulation says is most promising first       |
     | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
@@ -206,7 +213,7 @@ def _cuts(search: _Search) -> None:
     if at[0] == "backward":
         search.price = at[1], best_price(room, cuts)
     stop = sim.evaluations + search.allowed // 4
-    for held in _interleave(search, cuts, weight, room, event):
+    for held in _starts(search, cuts, weight, room, event):
         _start(search, held | free)
         if search.done() or (search.fits and sim.evaluations > stop):
             break
@@ -230,16 +237,41 @@ def _start(search: _Search, held: frozenset[int]) -> None:
     search.offer(found, "cut")
 
 
-def _interleave(
+def _starts(
     search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterable[frozenset[int]]:
-    """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
-    near = list(_near(cuts, room))
+    """Starting points: the nearest cut; cuts with and without anchors, as promising as they are.
+
+    A cut knows one moment. Where replays stand at the peak, what is nearest there is far from
+    fitting, and its repair ends far from the best plan; one simulation of each tells.
+    """
+    near = [cut.held for cut in _near(cuts, room)]
+    yield near[0]
+    sim, limit = search.problem.sim, search.limit
+    if search.fits and search.best.result.seconds <= FAR * search.bound:
+        yield from near[1 : NEAREST + 1]
+        tried = []
+    else:
+        tried = near[1 : NEAREST + 1]
+    tried += _anchored(search, cuts, weight, room, event)
+    dear, free = DEAR * sum(sim.cost) / max(limit, 1), free_holds(sim, weight)
+    found = []
+    for held in tried:
+        result = search.problem.run(search.problem.start(held | free))
+        found.append(result.seconds + dear * max(result.peak - limit, 0))
+    for place in sorted(range(len(tried)), key=lambda place: (found[place], place)):
+        yield tried[place]
+    yield from near[NEAREST + 1 :]
+
+
+def _anchored(
+    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
+) -> Iterator[frozenset[int]]:
+    """Cuts with anchors held, few to many."""
     price = min(cuts, key=lambda price: (abs(cuts[price].nbytes - room), price)) / 2
-    yield from (cut.held for cut in near[:4])
     sim = search.problem.sim
     bounds = Boundaries(sim)
-    for segments in SEGMENTS:
+    for segments in SEGMENTS[:: max(SCREEN * len(SEGMENTS) // search.allowed, 1)]:
         anchors = bounds.anchors(bounds.places(segments))
         taken = sum(weight[v] for v in anchors)
         if not anchors or taken > room:
@@ -249,7 +281,6 @@ def _interleave(
         inner = hull(model, sim, room - taken, steps=5, first=price)
         search.stop -= CUT_WORK * len(inner)
         yield next(_near(inner, room - taken)).held | anchors
-    yield from (cut.held for cut in near[4:])
 
 
 def _anchors(search: _Search) -> None:
