@@ -34,9 +34,9 @@ from lowtide.planner.greedy import greedy
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.prove import prove as raised
 from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
-from lowtide.planner.retention import Retention
+from lowtide.planner.retention import HOLD, Retention
 from lowtide.planner.segments import Boundaries
-from lowtide.planner.simulate import Simulator
+from lowtide.planner.simulate import Simulation, Simulator
 from lowtide.planner.solution import Solution
 
 WORK = 250_000
@@ -61,10 +61,14 @@ LARGE = 1000
 """Operations above which a search has too few simulations to try everything in turn."""
 FAR = 3.0
 """A first plan above so many times the bound: replays stand at the peak, anchors are needed."""
+DOUBTFUL = 2.0
+"""The best plan above so many times the bound: anchors of two levels are tried as well."""
 DEAR = 2.0
 """Of a starting point, what an excess as large as the limit counts as, in forwards."""
 SCREEN = 24
 """Simulations that a search must have for each starting point that it weighs."""
+OUTER, INNER = (2, 4, 8, 12, 16), (2, 3, 4, 6)
+"""Segments whose anchors are held, and into how many of them each is divided again."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -132,6 +136,7 @@ def solve(
     |                                    | limit, each repaired                              |
     | no cut is near the bound           | the same with anchors held, few to many, and what |
     |                                    | one simulation says is most promising first       |
+    | that is far above the bound        | anchors of two levels                             |
     | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
@@ -146,6 +151,8 @@ def solve(
         if len(search.problem.sim.cost) > LARGE:
             _anchors(search)
         _cuts(search)
+        if not search.fits or search.best.result.seconds > DOUBTFUL * search.bound:
+            _nested(search)
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
@@ -247,18 +254,17 @@ def _starts(
     """
     near = [cut.held for cut in _near(cuts, room)]
     yield near[0]
-    sim, limit = search.problem.sim, search.limit
+    sim = search.problem.sim
     if search.fits and search.best.result.seconds <= FAR * search.bound:
         yield from near[1 : NEAREST + 1]
         tried = []
     else:
         tried = near[1 : NEAREST + 1]
     tried += _anchored(search, cuts, weight, room, event)
-    dear, free = DEAR * sum(sim.cost) / max(limit, 1), free_holds(sim, weight)
-    found = []
-    for held in tried:
-        result = search.problem.run(search.problem.start(held | free))
-        found.append(result.seconds + dear * max(result.peak - limit, 0))
+    free = free_holds(sim, weight)
+    found = [
+        _promise(search, search.problem.run(search.problem.start(held | free))) for held in tried
+    ]
     for place in sorted(range(len(tried)), key=lambda place: (found[place], place)):
         yield tried[place]
     yield from near[NEAREST + 1 :]
@@ -299,6 +305,35 @@ def _anchors(search: _Search) -> None:
     if best.result.peak <= limit:
         search.offer(grow(problem, best, limit), "anchors")
     search.stop += len(SEGMENTS)
+
+
+def _nested(search: _Search) -> None:
+    """Anchors of two levels: held, and retained when the replay of a segment passes by."""
+    problem, limit = search.problem, search.limit
+    bounds = Boundaries(problem.sim)
+    found: list[tuple[float, int, Candidate]] = []
+    for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:
+        for inner in INNER:
+            places = sorted({*bounds.places(outer), *bounds.places(outer * inner)})
+            retain = problem.start(bounds.anchors(bounds.places(outer)))
+            for value, event in bounds.waiting(places).items():
+                if retain[value] != HOLD:
+                    retain[value] = event
+            candidate = Candidate(retain, problem.run(retain))
+            found.append((_promise(search, candidate.result), len(found), candidate))
+    stop = problem.sim.evaluations + search.allowed // 2
+    for _, _, candidate in sorted(found):
+        repaired = grow(problem, shrink(problem, candidate.retain, limit), limit)
+        if repaired.key(limit) < search.best.key(limit):  # no worse plans to exchange from
+            search.offer(repaired, "anchors")
+        if problem.sim.evaluations > stop:
+            break
+
+
+def _promise(search: _Search, result: Simulation) -> float:
+    """What a starting point may cost once it fits: time, and a price for what it is over."""
+    dear = DEAR * sum(search.problem.sim.cost) / max(search.limit, 1)
+    return result.seconds + dear * max(result.peak - search.limit, 0)
 
 
 def _exchange(search: _Search) -> None:
