@@ -56,6 +56,12 @@ class Branch(Moments):
         for nodes in self.replays:
             for op, node in nodes.items():
                 self.first.setdefault(op, node)
+        # Of each moment and operation, the arc from its node to the sink.
+        self.drain = [
+            {op: self.base[op] if self.first[op] == node and op in self.base else again[op]
+             for op, node in nodes.items()}
+            for nodes, again in zip(self.replays, self.again, strict=True)
+        ]  # fmt: skip
         self.plain = network.snapshot()
 
     def start(self) -> Held:
@@ -113,19 +119,7 @@ class Branch(Moments):
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         network, sim = self.network, self.sim
         self.cuts += 1
-        network.restore(self.undecided)
-        room = network.room
-        for value, arcs in self.arcs.items():
-            held, size = self.held.get(value), sim.nbytes[value]
-            unsaved = sim.release[value] < 0
-            for index, arc, pay in arcs:
-                capacity = int(prices[index] * SCALE * size)
-                if held:
-                    room[pay] = capacity
-                elif (held is False and unsaved) or size > self.rooms[index]:
-                    room[arc] = INFINITE
-                else:
-                    room[arc] = capacity
+        self._load(prices)
         network.maximise()
         side = self.side = network.source_side()
         seconds = self.known + sum(cost for node, cost in self.due if side[node])
@@ -139,6 +133,31 @@ class Branch(Moments):
         dear = sum(p * o for p, o in zip(prices, over, strict=True))
         self.met[dear > 0] = {value for value in self.arcs if self._kept(value)}
         return seconds + dear, over
+
+    def _load(self, prices: list[float]) -> None:
+        """Set the capacities, and the flow that goes from a value straight to its producer."""
+        network, sim = self.network, self.sim
+        network.restore(self.undecided)
+        room = network.room
+        for value, arcs in self.arcs.items():
+            held, size, release = self.held.get(value), sim.nbytes[value], sim.release[value]
+            for index, arc, pay in arcs:
+                asked = release >= self.moments[index]
+                capacity = int(prices[index] * SCALE * size)
+                if held:
+                    # What is still asked for is there whatever a cut says.
+                    room[pay] = 0 if asked else capacity
+                    continue
+                if (held is False and release < 0) or size > self.rooms[index]:
+                    capacity = INFINITE
+                room[arc] = capacity
+                if asked:
+                    drain = self.drain[index][sim.producer[value]]
+                    push = min(capacity, room[drain])
+                    room[arc] -= push
+                    room[arc ^ 1] += push
+                    room[drain] -= push
+                    room[drain ^ 1] += push
 
     def _kept(self, value: int) -> bool:
         """Whether the last cut has a value in memory at its first moment."""
