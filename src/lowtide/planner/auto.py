@@ -136,11 +136,12 @@ def solve(
     |                                    | limit, each repaired                              |
     | no cut is near the bound           | the same with anchors held, few to many, and what |
     |                                    | one simulation says is most promising first       |
-    | that is far above the bound        | anchors of two levels                             |
-    | nothing fits                       | the search of `minimum`, ended when the limit is  |
+    | nothing fits                       | anchors of two levels                             |
+    | nothing fits even so               | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
-    | nothing fits even so               | "infeasible", with the lowest peak met            |
+    | that is twice the bound or more    | anchors of two levels; exchanges where they help  |
+    | nothing fits at all                | "infeasible", with the lowest peak met            |
 
     With `prove`, as much time again goes into raising the bound; the plan stays the same.
     """
@@ -151,12 +152,14 @@ def solve(
         if len(search.problem.sim.cost) > LARGE:
             _anchors(search)
         _cuts(search)
-        if not search.fits or search.best.result.seconds > DOUBTFUL * search.bound:
+        if not search.fits:
             _nested(search)
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
     _exchange(search)
+    if search.fits and search.best.result.seconds > DOUBTFUL * search.bound and _nested(search):
+        _exchange(search)
     if prove and search.price is not None and search.fits and not search.near_bound():
         search.bound = raised(
             search.problem, search.limit, search.plain, search.best, search.price, search.bound
@@ -307,9 +310,12 @@ def _anchors(search: _Search) -> None:
     search.stop += len(SEGMENTS)
 
 
-def _nested(search: _Search) -> None:
-    """Anchors of two levels: held, and retained when the replay of a segment passes by."""
-    problem, limit = search.problem, search.limit
+def _nested(search: _Search) -> bool:
+    """Anchors of two levels: held, and retained when the replay of a segment passes by.
+
+    Whether that is better than the best plan so far.
+    """
+    before, problem, limit = search.best, search.problem, search.limit
     bounds = Boundaries(problem.sim)
     found: list[tuple[float, int, Candidate]] = []
     for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:
@@ -328,6 +334,7 @@ def _nested(search: _Search) -> None:
             search.offer(repaired, "anchors")
         if problem.sim.evaluations > stop:
             break
+    return search.best is not before
 
 
 def _promise(search: _Search, result: Simulation) -> float:

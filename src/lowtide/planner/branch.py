@@ -26,7 +26,7 @@ from lowtide.planner.repair import Problem
 
 Held = dict[int, bool]
 """Of some values, whether they are held from the forward on."""
-FIRST_CLIMBS, CLIMBS = 10, 4
+FIRST_CLIMBS, CLIMBS = 8, 4
 """Cuts with which the prices are moved: before any decision, and after each."""
 WIDE = 3
 """Values of which both decisions are tried before one of them is branched on."""

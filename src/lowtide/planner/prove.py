@@ -12,7 +12,7 @@ from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.repair import Candidate, Problem, trace_of
 
-WORK = 240_000
+WORK = 200_000
 """Nodes of the networks that may be cut."""
 LATER = 4
 """Moments tried besides that of the plain peak."""
