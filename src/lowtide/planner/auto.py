@@ -114,6 +114,9 @@ class _Search:
         seconds = min(self.best.result.seconds, self.pool.seconds)
         return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
 
+    def doubtful(self) -> bool:
+        return not self.fits or self.best.result.seconds > DOUBTFUL * self.bound
+
     def done(self) -> bool:
         if self.near_bound():
             return True
@@ -136,12 +139,11 @@ def solve(
     |                                    | limit, each repaired                              |
     | no cut is near the bound           | the same with anchors held, few to many, and what |
     |                                    | one simulation says is most promising first       |
-    | nothing fits                       | anchors of two levels                             |
-    | nothing fits even so               | the search of `minimum`, ended when the limit is  |
+    | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
-    | that is twice the bound or more    | anchors of two levels; exchanges where they help  |
-    | nothing fits at all                | "infeasible", with the lowest peak met            |
+    | nothing does, or twice the bound   | anchors of two levels; exchanges where they help  |
+    | nothing fits even so               | "infeasible", with the lowest peak met            |
 
     With `prove`, as much time again goes into raising the bound; the plan stays the same.
     """
@@ -152,13 +154,11 @@ def solve(
         if len(search.problem.sim.cost) > LARGE:
             _anchors(search)
         _cuts(search)
-        if not search.fits:
-            _nested(search)
     if not search.fits:
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
     _exchange(search)
-    if search.fits and search.best.result.seconds > DOUBTFUL * search.bound and _nested(search):
+    if search.doubtful() and _nested(search):
         _exchange(search)
     if prove and search.price is not None and search.fits and not search.near_bound():
         search.bound = raised(
