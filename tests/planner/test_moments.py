@@ -10,8 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_solve import tiny
 
-from lowtide.planner import Graph, Simulator, keep_all, simulate, solve
-from lowtide.planner.branch import branched_bound
+from lowtide.planner import (
+    Event,
+    Graph,
+    OpNode,
+    Simulator,
+    ValueNode,
+    keep_all,
+    simulate,
+    solve,
+)
+from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.cut import CutModel, hull, lower_bound, moment_weights, room_at
 from lowtide.planner.heights import BLOCK, Heights
 from lowtide.planner.moments import Moments, raise_bound, worst_moments
@@ -50,10 +59,10 @@ def test_no_prices_prove_more_than_the_best_plan_takes(
     assert raised <= best.result.seconds + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**9), st.integers(3, 6), st.floats(0, 1), st.floats(0, 1))
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(3, 6), st.floats(0, 1), st.data())
 def test_no_branches_prove_more_than_the_best_plan_takes(
-    seed: int, ops: int, share: float, at: float
+    seed: int, ops: int, share: float, data: st.DataObject
 ) -> None:
     graph = tiny(seed, ops)
     assume(graph.events)
@@ -62,14 +71,24 @@ def test_no_branches_prove_more_than_the_best_plan_takes(
     limit = lowest + int((plain - lowest) * share)
     best, _ = brute_force(graph, limit)
     assert best is not None
-    moments = list(range(len(graph.events)))
-    split = moments[int(at * (len(moments) - 1))]
+    events = st.integers(0, len(graph.events) - 1)
+    moments = sorted(data.draw(st.sets(events, min_size=1, max_size=3)))
     prices = [best.result.seconds / plain / len(moments)] * len(moments)
     # Asked for more than there is, it branches to the end.
     target = best.result.seconds * 2 + 1e-3
-    problem = Problem(Simulator(graph))
-    bound = branched_bound(problem, moments, limit, split, prices, target, 400)
-    assert bound <= best.result.seconds + 1e-9
+    tree = Tree(Branch(Problem(Simulator(graph)), moments, limit), [prices], target)
+    assert tree.grow(20_000) > 0
+    assert tree.bound <= best.result.seconds + 1e-9
+
+
+def test_what_is_larger_than_the_room_is_not_there() -> None:
+    # Two inputs of 8 are asked for at the end, with 7 left: the cut at a price holds part of one.
+    values = (ValueNode(1, -1), ValueNode(8, 0), ValueNode(8, 1), ValueNode(1, 2))
+    ops = tuple(OpNode(name, 1.0, (i,), (i + 1,)) for i, name in enumerate("abc"))
+    events = (Event(3, releases=(3,)), Event(2, releases=(2,)), Event(1, releases=(1,)))
+    problem = Problem(Simulator(Graph(values, ops, events)))
+    tree = Tree(Branch(problem, [0], 8), [[0.0]], 10.0)
+    assert tree.bound == pytest.approx(sum(problem.sim.cost[:2]))
 
 
 def test_one_moment_proves_what_its_cut_proves() -> None:

@@ -107,6 +107,8 @@ EXPECTED = [
     # Equal operations: half of the bytes cost half of a forward, a sixth of forward and backward.
     ("chain", 0.5, 0.52, 0.01),
     ("chain", 0.3, 0.72, 0.02),
+    # Room for 20 of 200: checkpoints of two levels, where those of one replay four forwards.
+    ("chain", 0.1, 1.5, 0.5),
 ]
 
 
@@ -120,6 +122,16 @@ def test_networks(name: str, share: float, cost: float, gap: float) -> None:
     assert solution.seconds <= cost * forward(graph)
     assert solution.lower_bound is not None
     assert solution.seconds - solution.lower_bound <= gap * forward(graph)
+
+
+def test_a_lower_limit_is_not_much_cheaper() -> None:
+    # At each of these another start is the right one: cuts, cuts with anchors, nested anchors.
+    graph = transformer(24)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    found = [solve(graph, int(share * plain)).seconds for share in (0.2, 0.15, 0.1, 0.08)]
+    assert found == sorted(found)
+    assert found[2] <= 0.9 * forward(graph)
+    assert found[3] <= 1.2 * forward(graph)
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from lowtide.planner.greedy import greedy
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.prove import prove as raised
 from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
-from lowtide.planner.retention import Retention
+from lowtide.planner.retention import HOLD, Retention
 from lowtide.planner.segments import Boundaries
-from lowtide.planner.simulate import Simulator
+from lowtide.planner.simulate import Simulation, Simulator
 from lowtide.planner.solution import Solution
 
 WORK = 250_000
@@ -48,7 +48,7 @@ CONSTANT = 100
 MOMENTS = 3
 """Moments whose cuts are starting points, the plain peak besides."""
 NEAREST = 3
-"""Cuts at a moment that are repaired."""
+"""Cuts at a moment that are repaired first."""
 CUT_WORK = 2
 """Simulations that take as long as one cut."""
 GOOD_ENOUGH = 1.02
@@ -59,6 +59,16 @@ HOPELESS = 1.5
 """A plan that takes this many times the best one's time will not overtake it by holding again."""
 LARGE = 1000
 """Operations above which a search has too few simulations to try everything in turn."""
+FAR = 3.0
+"""A first plan above so many times the bound: replays stand at the peak, anchors are needed."""
+DOUBTFUL = 2.0
+"""The best plan above so many times the bound: anchors of two levels are tried as well."""
+DEAR = 2.0
+"""Of a starting point, what an excess as large as the limit counts as, in forwards."""
+SCREEN = 24
+"""Simulations that a search must have for each starting point that it weighs."""
+OUTER, INNER = (2, 4, 8, 12, 16), (2, 3, 4, 6)
+"""Segments whose anchors are held, and into how many of them each is divided again."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
@@ -104,6 +114,9 @@ class _Search:
         seconds = min(self.best.result.seconds, self.pool.seconds)
         return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
 
+    def doubtful(self) -> bool:
+        return not self.fits or self.best.result.seconds > DOUBTFUL * self.bound
+
     def done(self) -> bool:
         if self.near_bound():
             return True
@@ -124,10 +137,12 @@ def solve(
     | always                             | greedy at the peak                                |
     | always                             | minimum cuts at the plain peak, prices around the |
     |                                    | limit, each repaired                              |
-    | replays stand at the peak          | the same cuts with anchors held, few to many      |
+    | no cut is near the bound           | the same with anchors held, few to many, and what |
+    |                                    | one simulation says is most promising first       |
     | nothing fits                       | the search of `minimum`, ended when the limit is  |
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
+    | nothing does, or twice the bound   | anchors of two levels; exchanges where they help  |
     | nothing fits even so               | "infeasible", with the lowest peak met            |
 
     With `prove`, as much time again goes into raising the bound; the plan stays the same.
@@ -143,6 +158,8 @@ def solve(
         low = _lowest(search.problem, search.limit, search.deadline)
         search.offer(grow(search.problem, low.best, search.limit), low.method)
     _exchange(search)
+    if search.doubtful() and _nested(search):
+        _exchange(search)
     if prove and search.price is not None and search.fits and not search.near_bound():
         search.bound = raised(
             search.problem, search.limit, search.plain, search.best, search.price, search.bound
@@ -206,7 +223,7 @@ def _cuts(search: _Search) -> None:
     if at[0] == "backward":
         search.price = at[1], best_price(room, cuts)
     stop = sim.evaluations + search.allowed // 4
-    for held in _interleave(search, cuts, weight, room, event):
+    for held in _starts(search, cuts, weight, room, event):
         _start(search, held | free)
         if search.done() or (search.fits and sim.evaluations > stop):
             break
@@ -230,16 +247,40 @@ def _start(search: _Search, held: frozenset[int]) -> None:
     search.offer(found, "cut")
 
 
-def _interleave(
+def _starts(
     search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterable[frozenset[int]]:
-    """Starting points: the nearest cuts, then cuts with anchors, then the remaining cuts."""
-    near = list(_near(cuts, room))
+    """Starting points: the nearest cut; cuts with and without anchors, as promising as they are.
+
+    A cut knows one moment. Where replays stand at the peak, what is nearest there is far from
+    fitting, and its repair ends far from the best plan; one simulation of each tells.
+    """
+    near = [cut.held for cut in _near(cuts, room)]
+    yield near[0]
+    sim = search.problem.sim
+    if search.fits and search.best.result.seconds <= FAR * search.bound:
+        yield from near[1 : NEAREST + 1]
+        tried = []
+    else:
+        tried = near[1 : NEAREST + 1]
+    tried += _anchored(search, cuts, weight, room, event)
+    free = free_holds(sim, weight)
+    found = [
+        _promise(search, search.problem.run(search.problem.start(held | free))) for held in tried
+    ]
+    for place in sorted(range(len(tried)), key=lambda place: (found[place], place)):
+        yield tried[place]
+    yield from near[NEAREST + 1 :]
+
+
+def _anchored(
+    search: _Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
+) -> Iterator[frozenset[int]]:
+    """Cuts with anchors held, few to many."""
     price = min(cuts, key=lambda price: (abs(cuts[price].nbytes - room), price)) / 2
-    yield from (cut.held for cut in near[:4])
     sim = search.problem.sim
     bounds = Boundaries(sim)
-    for segments in SEGMENTS:
+    for segments in SEGMENTS[:: max(SCREEN * len(SEGMENTS) // search.allowed, 1)]:
         anchors = bounds.anchors(bounds.places(segments))
         taken = sum(weight[v] for v in anchors)
         if not anchors or taken > room:
@@ -249,7 +290,6 @@ def _interleave(
         inner = hull(model, sim, room - taken, steps=5, first=price)
         search.stop -= CUT_WORK * len(inner)
         yield next(_near(inner, room - taken)).held | anchors
-    yield from (cut.held for cut in near[4:])
 
 
 def _anchors(search: _Search) -> None:
@@ -268,6 +308,39 @@ def _anchors(search: _Search) -> None:
     if best.result.peak <= limit:
         search.offer(grow(problem, best, limit), "anchors")
     search.stop += len(SEGMENTS)
+
+
+def _nested(search: _Search) -> bool:
+    """Anchors of two levels: held, and retained when the replay of a segment passes by.
+
+    Whether that is better than the best plan so far.
+    """
+    before, problem, limit = search.best, search.problem, search.limit
+    bounds = Boundaries(problem.sim)
+    found: list[tuple[float, int, Candidate]] = []
+    for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:
+        for inner in INNER:
+            places = sorted({*bounds.places(outer), *bounds.places(outer * inner)})
+            retain = problem.start(bounds.anchors(bounds.places(outer)))
+            for value, event in bounds.waiting(places).items():
+                if retain[value] != HOLD:
+                    retain[value] = event
+            candidate = Candidate(retain, problem.run(retain))
+            found.append((_promise(search, candidate.result), len(found), candidate))
+    stop = problem.sim.evaluations + search.allowed // 2
+    for _, _, candidate in sorted(found):
+        repaired = grow(problem, shrink(problem, candidate.retain, limit), limit)
+        if repaired.key(limit) < search.best.key(limit):  # no worse plans to exchange from
+            search.offer(repaired, "anchors")
+        if problem.sim.evaluations > stop:
+            break
+    return search.best is not before
+
+
+def _promise(search: _Search, result: Simulation) -> float:
+    """What a starting point may cost once it fits: time, and a price for what it is over."""
+    dear = DEAR * sum(search.problem.sim.cost) / max(search.limit, 1)
+    return result.seconds + dear * max(result.peak - search.limit, 0)
 
 
 def _exchange(search: _Search) -> None:

@@ -1,12 +1,13 @@
 """A lower bound that counts second replays, by branching on what is held from the forward.
 
-Problem: with one payment for each operation, however often it is replayed, a bound stays points
-below the best plan wherever what is replayed early cannot stay in memory to its later use.
+Problem: with one payment for each operation, however often it is replayed, and with bytes that can
+be held in part, a bound stays points below the best plan: what is replayed early cannot stay in
+memory to its later use, and the last value that would fit does not.
 
-Invariant: valid for every plan. The step is split at one event. A value that is asked for up to
-there is held from the forward, or its producer is replayed by then, paid for, and paid for once
-more if it is replayed later. Each branch decides for one value; the bound is the least of the
-branches that are left.
+Invariant: valid for every plan. A value is held from the forward, and paid in bytes for as long as
+it lives; or not, and then its producer is replayed if backward asks for it, by the moment at which
+that happens, and paid once more if it is replayed after that moment. Each branch decides for one
+value; the bound is the least of the branches that are left.
 
 Imports: `lowtide.planner.moments`, `lowtide.planner.flow`, `lowtide.planner.repair`.
 
@@ -15,6 +16,7 @@ Rejected: an integer program with a solver, which proves the same without prices
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from lowtide.planner.cut import SCALE
@@ -24,159 +26,223 @@ from lowtide.planner.repair import Problem
 
 Held = dict[int, bool]
 """Of some values, whether they are held from the forward on."""
-CLIMBS = 4
-"""Cuts with which the prices of a branch are moved."""
+FIRST_CLIMBS, CLIMBS = 8, 4
+"""Cuts with which the prices are moved: before any decision, and after each."""
+WIDE = 3
+"""Values of which both decisions are tried before one of them is branched on."""
 
 
 class Branch(Moments):
     """Cuts at several moments where it is decided of some values whether they are held."""
 
-    def __init__(self, problem: Problem, moments: list[int], limit: int, split: int) -> None:
+    def __init__(self, problem: Problem, moments: list[int], limit: int) -> None:
         super().__init__(problem.sim, moments, limit)
         self.problem = problem
-        self.split = split
-        network, sim = self.network, problem.sim
-        later = [event >= split for event in moments]
+        self.moments = moments
+        self.cuts = 0
+        network = self.network
+        # Of each moment and operation, the arc that pays for another replay after that moment.
+        self.again = [
+            {op: network.arc(node, Network.SINK, 0) for op, node in nodes.items()}
+            for nodes in self.replays
+        ]
         # Of each value, (moment, arc to its producer, arc to pay without being replayed).
         self.arcs: dict[int, list[tuple[int, int, int]]] = {}
-        self.counted: list[list[tuple[int, int, int, int]]] = []
-        first: dict[int, int] = {}
-        again: dict[int, int] = {}
-        for index, nodes in enumerate(self.replays):
-            for op, node in nodes.items():
-                if later[index] and op not in again:
-                    again[op] = network.arc(node, Network.SINK, 0)
-                first.setdefault(op, node)
         for index, priced in enumerate(self.priced):
             for value, (arc, _, here, _) in zip(self.values[index], priced, strict=True):
                 pay = network.arc(here, Network.SINK, 0)
                 self.arcs.setdefault(value, []).append((index, arc, pay))
-        self.first, self.again = first, again
+        self.first: dict[int, int] = {}
+        for nodes in self.replays:
+            for op, node in nodes.items():
+                self.first.setdefault(op, node)
+        # Of each moment and operation, the arc from its node to the sink.
+        self.drain = [
+            {op: self.base[op] if self.first[op] == node and op in self.base else again[op]
+             for op, node in nodes.items()}
+            for nodes, again in zip(self.replays, self.again, strict=True)
+        ]  # fmt: skip
         self.plain = network.snapshot()
-        self.held: Held = dict.fromkeys(sim.graph.must_hold, True)
-        self.branched: list[int] = []
 
-    def forced(self) -> list[int] | None:
-        """Operations that are replayed by the split, in the order found; None: one cannot be."""
-        sim, first_event = self.problem.sim, self.problem.sim.graph.first_event
-        found = dict.fromkeys(
-            sim.producer[v] for v, held in self.held.items()
-            if not held and 0 <= first_event[v] <= self.split
-        )  # fmt: skip
-        work = list(found)
-        for op in work:
-            if not sim.replayable[op]:
-                return None
-            for x in sim.reads[op]:
-                if self.held.get(x) is False and sim.producer[x] not in found:
-                    found[sim.producer[x]] = None
-                    work.append(sim.producer[x])
-        return work
+    def start(self) -> Held:
+        """What is decided for every plan."""
+        held: Held = dict.fromkeys(sorted(self.sim.graph.must_hold), True)
+        return held | dict.fromkeys(sorted(self.problem.gone), False)
+
+    def replayed(self, held: Held) -> dict[int, int] | None:
+        """Operations that are replayed, with the index of the first moment that this is before.
+
+        That index is the number of moments where it is after the last. None: one cannot be.
+        """
+        sim, first_event = self.sim, self.sim.graph.first_event
+        asked = sorted(
+            (first_event[v], sim.producer[v])
+            for v, h in held.items()
+            if not h and first_event[v] >= 0
+        )
+        found: dict[int, int] = {}
+        for event, asked_op in asked:
+            if asked_op in found:
+                continue
+            by = sum(moment < event for moment in self.moments)
+            found[asked_op] = by
+            work = [asked_op]
+            for op in work:
+                if not sim.replayable[op]:
+                    return None
+                for x in sim.reads[op]:
+                    if held.get(x) is False and sim.producer[x] not in found:
+                        found[sim.producer[x]] = by
+                        work.append(sim.producer[x])
+        return found
 
     def decide(self, held: Held) -> bool:
         """Take these decisions; False when no plan has them."""
-        self.held = held
-        work = self.forced()
+        work = self.replayed(held)
         if work is None:
             return False
-        self.work = work
-        sim = self.problem.sim
+        self.held, self.work = held, work
+        sim = self.sim
         room = self.plain.copy()
-        for op in work:
-            cost = round(sim.cost[op] * SCALE)
-            if op in self.first:
+        self.due = [(node, sim.cost[op]) for op, node in self.first.items() if op not in work]
+        for op, by in work.items():
+            if op in self.base:
                 room[self.base[op]] = 0
-            if op in self.again:
-                room[self.again[op]] = cost
+            if by < len(self.moments) and op in self.again[by]:
+                room[self.again[by][op]] = round(sim.cost[op] * SCALE)
+                self.due.append((self.replays[by][op], sim.cost[op]))
         self.known = sum(sim.cost[op] for op in work)
-        self.empty = room
+        self.undecided = room
+        self.met: dict[bool, set[int]] = {}
         return True
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
-        network, sim = self.network, self.problem.sim
-        network.restore(self.empty)
-        room = network.room
-        for value, arcs in self.arcs.items():
-            held, size = self.held.get(value), sim.nbytes[value]
-            unsaved = sim.release[value] < 0
-            for index, arc, pay in arcs:
-                capacity = int(prices[index] * SCALE * size)
-                if held:
-                    room[pay] = capacity
-                elif held is False and unsaved:
-                    room[arc] = INFINITE
-                else:
-                    room[arc] = capacity
+        network, sim = self.network, self.sim
+        self.cuts += 1
+        self._load(prices)
         network.maximise()
         side = self.side = network.source_side()
-        work = set(self.work)
-        seconds = self.known + sum(
-            sim.cost[op] for op, node in self.first.items() if op not in work and side[node]
-        )
-        for op in self.work:
-            if op in self.again and side[self.again_node(op)]:
-                seconds += sim.cost[op]
+        seconds = self.known + sum(cost for node, cost in self.due if side[node])
         over = [-room for room in self.rooms]
         for value, arcs in self.arcs.items():
-            held = self.held.get(value)
+            held, size = self.held.get(value), sim.nbytes[value]
             for index, arc, _ in arcs:
                 here, maker = network.head[arc ^ 1], network.head[arc]
                 if side[here] and (held or not side[maker]):
-                    over[index] += sim.nbytes[value]
-        return seconds + sum(p * o for p, o in zip(prices, over, strict=True)), over
+                    over[index] += size
+        dear = sum(p * o for p, o in zip(prices, over, strict=True))
+        self.met[dear > 0] = {value for value in self.arcs if self._kept(value)}
+        return seconds + dear, over
 
-    def again_node(self, op: int) -> int:
-        return self.network.head[self.again[op] ^ 1]
+    def _load(self, prices: list[float]) -> None:
+        """Set the capacities, and the flow that goes from a value straight to its producer."""
+        network, sim = self.network, self.sim
+        network.restore(self.undecided)
+        room = network.room
+        for value, arcs in self.arcs.items():
+            held, size, release = self.held.get(value), sim.nbytes[value], sim.release[value]
+            for index, arc, pay in arcs:
+                asked = release >= self.moments[index]
+                capacity = int(prices[index] * SCALE * size)
+                if held:
+                    # What is still asked for is there whatever a cut says.
+                    room[pay] = 0 if asked else capacity
+                    continue
+                if (held is False and release < 0) or size > self.rooms[index]:
+                    capacity = INFINITE
+                room[arc] = capacity
+                if asked:
+                    drain = self.drain[index][sim.producer[value]]
+                    push = min(capacity, room[drain])
+                    room[arc] -= push
+                    room[arc ^ 1] += push
+                    room[drain] -= push
+                    room[drain ^ 1] += push
 
-    def next_value(self) -> int | None:
-        """The value to decide on: what a replay by the split reads, else what is replayed by it."""
-        sim, graph = self.problem.sim, self.problem.sim.graph
-        reads = [
-            x for op in self.work for x in sim.reads[op] if x not in self.held and sim.nbytes[x]
+    def _kept(self, value: int) -> bool:
+        """Whether the last cut has a value in memory at its first moment."""
+        _, arc, _ = self.arcs[value][0]
+        return self.side[self.network.head[arc ^ 1]] and not self.side[self.network.head[arc]]
+
+    def candidates(self) -> list[int]:
+        """Values to decide on: large ones of which the last cuts did not know, or did not pay for.
+
+        What a replay by one of the moments reads; what one cut with these decisions holds and
+        another does not; what is asked for by one of the moments and not held.
+        """
+        sim, first_event, last = self.sim, self.sim.graph.first_event, len(self.moments)
+        reads = (x for op, by in self.work.items() if by < last for x in sim.reads[op])
+        differ = self.met.get(True, set()) ^ self.met.get(False, set())
+        asked = [v for v in self.arcs if 0 <= first_event[v] <= self.moments[-1]]
+        found = [
+            *self._largest(reads)[:WIDE],
+            *(self._largest(differ)[:2] if len(self.met) == 2 else []),
+            *self._largest(v for v in asked if not self._kept(v))[:2],
+            *self._largest(asked)[:2],
         ]
-        if reads:
-            return max(reads, key=lambda x: (sim.nbytes[x], -x))
-        asked = [
-            value
-            for value, arcs in self.arcs.items()
-            if value not in self.held
-            and 0 <= graph.first_event[value] <= self.split
-            and self.side[self.network.head[arcs[0][1]]]
-        ]
-        return max(asked, key=lambda value: (sim.nbytes[value], -value), default=None)
+        return list(dict.fromkeys(found))[:WIDE]
+
+    def _largest(self, values: Iterable[int]) -> list[int]:
+        size, held = self.sim.nbytes, self.held
+        open_ = {value for value in values if value in self.arcs and value not in held}
+        return sorted(open_, key=lambda value: (-size[value], value))
 
 
-def branched_bound(
-    problem: Problem,
-    moments: list[int],
-    limit: int,
-    split: int,
-    prices: list[float],
-    target: float,
-    cuts: int,
-) -> float:
-    """The best bound that so many cuts prove; no more than `target` is asked for."""
-    model = Branch(problem, moments, limit, split)
-    done = 0
-    held: Held = dict.fromkeys(sorted(problem.sim.graph.must_hold), True)
-    held.update(dict.fromkeys(sorted(problem.gone), False))
-    leaves: list[tuple[float, int, Held, list[float], int | None]] = []
+class Tree:
+    """Branches of one model, the one that proves least first."""
 
-    def add(held: Held, prices: list[float], least: float) -> None:
-        nonlocal done
-        if not model.decide(held):
-            return
-        bound, prices = raise_bound(model, prices, 0.0, target, CLIMBS)
-        model.bound(prices)
-        done += CLIMBS + 1
-        heappush(leaves, (max(bound, least), done, held, prices, model.next_value()))
+    def __init__(self, model: Branch, starts: list[list[float]], target: float) -> None:
+        self.model = model
+        self.target = target
+        self.leaves: list[tuple[float, int, Held, list[float], list[int]]] = []
+        self.done = 0  # nodes of the networks that were cut
+        model.decide(model.start())
+        raised = [raise_bound(model, prices, 0.0, target, FIRST_CLIMBS) for prices in starts]
+        best, prices = max(raised)
+        self._add(model.start(), prices, best, CLIMBS)
 
-    add(held, prices, 0.0)
-    while leaves and done < cuts and leaves[0][0] < target:
-        bound, _, held, prices, value = leaves[0]
-        if value is None:
-            break
-        heappop(leaves)
-        for choice in (True, False):
-            add({**held, value: choice}, prices, bound)
-    return leaves[0][0] if leaves else target
+    @property
+    def bound(self) -> float:
+        """What is proved so far; no more than `target` is asked for."""
+        return min(self.leaves[0][0], self.target) if self.leaves else self.target
+
+    def grow(self, work: int) -> int:
+        """Branch for so many nodes of cut networks, or to the end; how many were cut since."""
+        model = self.model
+        nodes = len(model.network.arcs)
+        while model.cuts * nodes < self.done + work:
+            if self.bound >= self.target or not self.leaves[0][-1]:
+                break
+            bound, _, held, prices, candidates = heappop(self.leaves)
+            value = self._choose(held, prices, bound, candidates)
+            for choice in (True, False):
+                self._add({**held, value: choice}, prices, bound, CLIMBS)
+        spent = model.cuts * nodes - self.done
+        self.done += spent
+        return spent
+
+    def _add(self, held: Held, prices: list[float], least: float, climbs: int) -> None:
+        model = self.model
+        if model.decide(held):
+            bound, prices = raise_bound(model, prices, 0.0, self.target, climbs)
+            leaf = max(bound, least), model.cuts, held, prices, model.candidates()
+            heappush(self.leaves, leaf)
+
+    def _choose(self, held: Held, prices: list[float], least: float, candidates: list[int]) -> int:
+        """The largest, and at every other depth the one of which both decisions prove most.
+
+        That takes two cuts each, and alone it follows what one decision proves and the other not.
+        """
+        if len(candidates) == 1 or len(held) % 2:
+            return candidates[0]
+        best, chosen = -1.0, candidates[0]
+        for value in candidates:
+            worth = 1.0
+            for choice in (True, False):
+                proved = self.target
+                if self.model.decide({**held, value: choice}):
+                    proved = min(self.model.bound(prices)[0], self.target)
+                worth *= max(proved - least, 0.0) + 1e-6 * self.target
+            if worth > best * 1.0001:
+                best, chosen = worth, value
+        return chosen

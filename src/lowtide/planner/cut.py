@@ -171,7 +171,7 @@ def hull(
         if over.nbytes <= under.nbytes or lower_bound(room, cuts) >= enough:
             break
         price = (under.seconds - over.seconds) / (over.nbytes - under.nbytes)
-        if price in cuts:
+        if price <= 0 or price in cuts:
             break
         cut = cuts[price] = model.solve(price)
         if cut.seconds + price * cut.nbytes >= (over.seconds + price * over.nbytes) * (1 - 1e-9):

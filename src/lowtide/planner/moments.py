@@ -22,6 +22,8 @@ from lowtide.planner.simulate import Simulator
 
 APART = 2
 """Events between two moments."""
+NEGLIGIBLE = 1000
+"""The smallest values are left out, up to this part of the limit in all: cuts are much faster."""
 
 
 def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
@@ -35,11 +37,24 @@ def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
     return sorted(chosen)
 
 
+def _small(sizes: list[int], total: int) -> int:
+    """The largest size of which all values up to that size have at most so many bytes together."""
+    found = below = 0
+    for size in sorted(sizes):
+        if size > below:
+            found, below = below, size
+        total -= size
+        if total < 0:
+            return found
+    return below
+
+
 class Moments:
     """Cuts of one graph at several moments, for any prices."""
 
     def __init__(self, sim: Simulator, moments: list[int], limit: int) -> None:
         self.sim = sim
+        small = _small(sim.nbytes, limit // NEGLIGIBLE)
         self.rooms = [room_at(sim, ("backward", event), limit) for event in moments]
         self.priced: list[list[tuple[int, int, int, int]]] = []
         nodes = 2
@@ -58,6 +73,7 @@ class Moments:
         self.values: list[list[int]] = []  # of each moment, the values that have a price
         for event in moments:
             weight = moment_weights(sim, ("backward", event))
+            weight = [size if size > small else 0 for size in weight]
             replays: dict[int, int] = {}
             for value, size in enumerate(weight):
                 op = sim.producer[value]
@@ -121,25 +137,17 @@ def raise_bound(
 
     `target` is the time of a plan that fits: the bound cannot rise above it.
     """
-    found = prices
-    pace, ahead = 1.0, [0.0] * len(prices)
-    for turn in range(cuts):
+    found, pace = prices, 1.0
+    for _ in range(cuts):
         seconds, over = model.bound(prices)
         if seconds > best:
             best, found = seconds, prices
         else:
-            pace *= 0.75
-            if turn == cuts // 2:
-                prices = found
+            pace *= 0.85
         uphill = [float(o) if o > 0 or p > 0 else 0.0 for o, p in zip(over, prices, strict=True)]
-        # In the second half, along the mean of the last directions: across a ridge they alternate.
-        share = 0.6 if turn > cuts // 2 else 0.0
-        ahead = [u + share * a for u, a in zip(uphill, ahead, strict=True)]
-        if sum(u * a for u, a in zip(uphill, ahead, strict=True)) <= 0:
-            ahead = uphill
-        steep = sum(a * a for a in ahead)
+        steep = sum(u * u for u in uphill)
         if not steep or best >= target:
             break
         step = pace * (target - seconds) / steep
-        prices = [max(p + step * a, 0.0) for p, a in zip(prices, ahead, strict=True)]
+        prices = [max(p + step * u, 0.0) for p, u in zip(prices, uphill, strict=True)]
     return best, found

@@ -5,7 +5,8 @@ moment cannot see it. Checkpoints spread over the step keep every replay short.
 
 Invariant: a boundary is a place between two operations; its crossing values are those made before
 it and read after it. Holding them means that no replay of a later value reaches back over it.
-Boundaries are spread by saved bytes and moved to the narrowest crossing nearby.
+Boundaries are spread by saved bytes and moved to the narrowest crossing nearby. Anchors can be
+nested: those of a finer level are retained once the replay of their segment makes them.
 
 Imports: `lowtide.planner.simulate`.
 
@@ -66,3 +67,22 @@ class Boundaries:
                 if first < len(places) and places[first] < sim.last_use[value]:
                     found.add(value)
         return frozenset(found)
+
+    def waiting(self, places: list[int]) -> dict[int, int]:
+        """When to retain what does not cross any of these places, if it is not held.
+
+        Not before backward reaches its segment: until then a replay that passes by, on its way to
+        a later segment, leaves nothing behind but what crosses. That is what nests checkpoints.
+        """
+        sim, first_event = self.sim, self.sim.graph.first_event
+        crossing = self.anchors(places)
+        inside: dict[int, list[int]] = {}
+        for value, free in enumerate(sim.free):
+            if not free and first_event[value] >= 0 and value not in crossing:
+                inside.setdefault(bisect_left(places, sim.producer[value]), []).append(value)
+        return {
+            value: event
+            for values in inside.values()
+            for event in [min(first_event[value] for value in values)]
+            for value in values
+        }

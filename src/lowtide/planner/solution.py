@@ -27,7 +27,7 @@ class Solution:
     plain_peak: int
     """Peak of the same step with every saved value held."""
     lower_bound: float | None
-    """No plan under the limit replays for less; None where nothing was proved."""
+    """No plan under the limit, margin taken off, replays for less; None: nothing was proved."""
     evaluations: int
     solve_seconds: float
     method: str = ""
