@@ -221,6 +221,44 @@ def test_a_budget_with_gradients_that_accumulate() -> None:
         assert torch.equal(one.grad, two.grad)
 
 
+class Attention(nn.Module):
+    """Holds names on what an operation may drop: their memory goes when the name does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ x.transpose(1, 2)
+        weights = nn.functional.dropout(scores.softmax(-1), 0.1)
+        out: Tensor = x + weights @ self.value(x)
+        return out
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.usefixtures("one_thread")
+def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: float) -> None:
+    """A fraction is one of that peak (rule 13): the next step is planned for it."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Attention() for _ in range(depth))), torch.randn(4, 256, 16)
+
+    def plain() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    plain()
+    peak = lowtide.measure(plain, device="cpu").peak_bytes
+    model.zero_grad()
+    limit = lowtide.budget(share)
+    with limit:
+        loss = model(x).sum()
+    loss.backward()
+    report = limit.report()
+    assert report.replayed_operations > 0
+    assert report.plain_peak == pytest.approx(peak, rel=0.001)
+
+
 def test_two_forwards_before_their_backwards() -> None:
     batches = torch.randn(2, 128, 32)
     reference, model = tower(), tower()

@@ -81,7 +81,7 @@ class StepDecisions:
         self.tape = tape
         self.live = tape.recorder.live
         if self.observer is not None:
-            tape.recorder.drawn = self.observer.drawn
+            tape.recorder.drawn = self.observer.anew
         if self.prepared is None:
             self._watch_room()
         else:
@@ -283,20 +283,22 @@ class StepDecisions:
         self.release()
         evictor = Evictor(self.live)
         evictor.add(list(observer.alive()))
-        if not evictor.shrink(max(0, limit - need), self._drop):
+        if not self._shrink(evictor, limit - need):
             self.owner.cannot_fit(self, facts.name, self.live[0], need)
 
     def _before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation of an unplanned forward is about to allocate."""
         evictor = self.evictor
         assert evictor is not None
+        if self.observer is not None:  # what was dropped before may have gone just now
+            self.observer.anew()
         live = self.live[0]
         plenty = live + _PLENTY * evictor.largest
         if plenty <= self.owner.target(live, evictor.dropped_bytes) and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
         target = self.owner.target(live + need, evictor.dropped_bytes)
-        if not evictor.shrink(max(0, target - need), self._drop):
+        if not self._shrink(evictor, target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.owner.cannot_fit(self, facts.name, self.live[0], min(need, nearest))
 
@@ -305,8 +307,16 @@ class StepDecisions:
         assert evictor is not None
         live = self.live[0]
         target = self.owner.target(live, evictor.dropped_bytes)
-        if live > target and not evictor.shrink(target, self._drop):
+        if live > target and not self._shrink(evictor, target):
             self.owner.cannot_fit(self, self.seen[-1][0], self.live[0], 0)
+
+    def _shrink(self, evictor: Evictor, target: int) -> bool:
+        """Drop values until at most `target` bytes are live; whether that many can go."""
+        before = self.tally.evictions
+        enough = evictor.shrink(max(0, target), self._drop)
+        if self.observer is not None and self.tally.evictions > before:
+            self.observer.anew()
+        return enough
 
     def _drop(self, value: Value) -> None:
         """Let go of a value that is held, while the forward runs."""

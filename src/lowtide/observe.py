@@ -68,7 +68,7 @@ class Observer:
         self.common = 0
         self.ran: list[int] | None = None  # the plan followed in backward, where one was made then
         self.timeline: Timeline | None = None
-        self._drawn: int | None = None
+        self._begin: int | None = None
         self._end = 0
         self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
@@ -120,7 +120,7 @@ class Observer:
         live: int,
         reads: tuple[int, ...],
     ) -> None:
-        begin, self._drawn = self._drawn, None
+        begin, self._begin = self._begin, None
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
         wanted = [t for t in tensors if t.requires_grad]
@@ -174,10 +174,14 @@ class Observer:
         if leaf.grad is None:
             self.parameters[id(leaf)] = (len(self.ops), nbytes)
 
-    def drawn(self) -> None:
-        """A random state was read for the operation to come: that memory is not the step's."""
+    def anew(self) -> None:
+        """The memory of the operation to come begins here.
+
+        A random state was read for it, which is not the step's memory; or values were dropped or
+        let go, which the peak between two operations would count as the second one's workspace.
+        """
         if self.memory is not None:
-            self._drawn = self.memory.mark()
+            self._begin = self.memory.mark()
 
     def saved(self, value: Value, handle: Handle) -> None:
         """Autograd has a handle on `value`; again if the handle means another one now."""
