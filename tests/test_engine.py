@@ -36,6 +36,7 @@ class Told(RegionDecisions):
 
     __slots__ = ("lines", "saves")
     asks = True
+    events = None
 
     def __init__(self) -> None:
         self.lines: list[Any] = []

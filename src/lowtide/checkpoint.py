@@ -47,6 +47,7 @@ class RegionDecisions:
 
     __slots__ = ()
     asks = False
+    events: list[int] | None = None
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any

@@ -115,6 +115,7 @@ class _Everything:
     """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
 
     asks = True
+    events = None
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -142,8 +143,7 @@ class _Everything:
             if recorder is not None:
                 recorder.pause()
             self.observer.begin_backward()
-        value = handle.ref.value
-        assert value is not None
+        value = handle.value
         self.observer.request(value, handle.sequence)
 
     def retained(self, value: Value, request: Handle) -> bool:

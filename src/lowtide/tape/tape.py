@@ -24,6 +24,11 @@ class Decisions(Protocol):
     asks: bool
     """Whether it wants to be told of operations and saves where no region has a policy."""
 
+    events: list[int] | None
+    """Where nobody needs to be told: the number of backward's requests for recorded values so far,
+    which a compiled hook counts by itself, in place of calling `requested` and `answered`. What it
+    makes and autograd waits for is retained from its `retain_from`-th request on."""
+
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
