@@ -36,7 +36,6 @@ class Told(RegionDecisions):
 
     __slots__ = ("lines", "saves")
     asks = True
-    events = None
 
     def __init__(self) -> None:
         self.lines: list[Any] = []

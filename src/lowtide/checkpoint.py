@@ -47,7 +47,6 @@ class RegionDecisions:
 
     __slots__ = ()
     asks = False
-    events: list[int] | None = None
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any

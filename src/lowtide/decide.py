@@ -66,7 +66,6 @@ class StepDecisions:
         self.observer = observer
         self.owner = owner
         self.tally = Tally()
-        self.events: list[int] | None = None  # what a compiled hook counts, see `Decisions`
         self.live = [0]
         self.tape: Tape | None = None
         self.evictor: Evictor | None = None
@@ -366,7 +365,7 @@ class StepDecisions:
                 recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
             if self.begun and self.observer is None and recorder is None:
-                self.events = self._event
+                handle.tape.events = self._event
         value = handle.value
         if value.number >= 0:
             self._event[0] += 1
@@ -375,7 +374,12 @@ class StepDecisions:
 
     def _not_in_backward(self) -> None:
         self.begun = False
-        self.events = None
+        self._nobody_counts()
+
+    def _nobody_counts(self) -> None:
+        """Every request is to be told from now on."""
+        if self.tape is not None:
+            self.tape.events = None
 
     def backward_ended(self) -> None:
         self._not_in_backward()
@@ -412,7 +416,7 @@ class StepDecisions:
         """The observer; one is made now if the step seemed to be the planned one so far."""
         if self.observer is None:
             assert self.prepared is not None
-            self.events = None
+            self._nobody_counts()
             self.observer = Observer.resumed(
                 self.prepared.seen,
                 self.prepared.graph,

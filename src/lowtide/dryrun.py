@@ -115,7 +115,6 @@ class _Everything:
     """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
 
     asks = True
-    events = None
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer

@@ -253,7 +253,7 @@ void add_types(PyObject* module) {
 }
 
 PyObject* make_module() {
-  find_layout(py::module_::import("lowtide.tape.values"));
+  find_layout(py::module_::import("lowtide.tape.values"), py::module_::import("lowtide.tape.tape"));
   torch_size = forever("torch", "Size");
   facts_of_function = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat.switches", "ambient");

@@ -121,25 +121,28 @@ inline at::Tensor replayed(
   return base;
 }
 
+inline PyObject* as_saved(const Handle* handle, const at::Tensor& base) {
+  if (handle->geometry.fits(base)) return checked(THPVariable_Wrap(base));
+  BelowAutograd below;
+  return checked(THPVariable_Wrap(handle->geometry.of(base)));
+}
+
 inline PyObject* unpack_handle(Handle* handle) {
-  static PyObject *lock_name = interned("lock"), *decisions_name = interned("decisions"),
-                  *asks_name = interned("asks"), *requested = interned("requested"),
-                  *answered = interned("answered"), *events_name = interned("events"),
-                  *recorder_name = interned("recorder"), *adopt = interned("adopt");
+  static PyObject *asks_name = interned("asks"), *requested = interned("requested"),
+                  *answered = interned("answered"), *adopt = interned("adopt");
   PyObject* tape = handle->tape;
-  Owned lock(checked(PyObject_GetAttr(tape, lock_name)));
-  Locked locked(lock.get());
-  Owned decisions(checked(PyObject_GetAttr(tape, decisions_name)));
-  Owned asks(checked(PyObject_GetAttr(decisions.get(), asks_name)));
-  Owned counted(checked(PyObject_GetAttr(decisions.get(), events_name)));
-  bool told = asks.get() == Py_True;
   // A planned backward that nobody observes is only counted.
-  Box* events = Py_IS_TYPE(counted.get(), box_type) ? as<Box>(counted.get()) : nullptr;
+  PyObject* counted = slot(tape, layout.tape_events);
+  Box* events = Py_IS_TYPE(counted, box_type) ? as<Box>(counted) : nullptr;
   if (events != nullptr) {
     events->number += handle->value->number >= 0;
-  } else if (told) {
-    tell(decisions.get(), requested, object_of(handle));
+    if (const at::Tensor* held = in_memory(handle->value)) return as_saved(handle, *held);
   }
+  Locked locked(slot(tape, layout.tape_lock));
+  Owned decisions(Py_NewRef(slot(tape, layout.tape_decisions)));
+  Owned asks(checked(PyObject_GetAttr(decisions.get(), asks_name)));
+  bool told = asks.get() == Py_True;
+  if (told && events == nullptr) tell(decisions.get(), requested, object_of(handle));
   Owned owner(Py_NewRef(object_of(handle->value)));
   auto* value = as<Value>(owner.get());
   const at::Tensor* held = in_memory(value);
@@ -149,7 +152,7 @@ inline PyObject* unpack_handle(Handle* handle) {
   } else {
     if (value->op == nullptr) lost(value, Owned(new_ref(owner.get(), handle->geometry)).get());
     base = replayed(value, object_of(handle), decisions.get(), events, told);
-    Owned recorder(checked(PyObject_GetAttr(tape, recorder_name)));
+    Owned recorder(Py_NewRef(slot(tape, layout.tape_recorder)));
     if (recorder.get() != Py_None) {
       Owned wrapped(checked(THPVariable_Wrap(base)));
       PyObject* arguments[] = {recorder.get(), owner.get(), wrapped.get()};
@@ -157,8 +160,7 @@ inline PyObject* unpack_handle(Handle* handle) {
     }
   }
   if (told && events == nullptr) tell(decisions.get(), answered, owner.get());
-  BelowAutograd below;
-  return checked(THPVariable_Wrap(handle->geometry.of(base)));
+  return as_saved(handle, base);
 }
 
 inline PyObject* unpack(PyObject*, PyObject* packed) {

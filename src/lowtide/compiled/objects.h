@@ -153,10 +153,11 @@ inline void put_new(PyObject* object, Offset offset, PyObject* borrowed) {
 
 // The classes of the tape that stay Python's, and where their slots are.
 struct Layout {
-  PyTypeObject *ref, *operation, *region;
+  PyTypeObject *ref, *operation, *region, *tape;
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
   Offset operation_refs, operation_sequence, operation_facts;
   Offset region_depth, region_policy;
+  Offset tape_lock, tape_decisions, tape_recorder, tape_events;
 };
 
 inline Layout layout;
@@ -174,11 +175,16 @@ inline PyTypeObject* class_in(const py::module_& module, const char* name) {
   return as<PyTypeObject>(found.release().ptr());  // for the life of the process
 }
 
-inline void find_layout(const py::module_& values) {
+inline void find_layout(const py::module_& values, const py::module_& tape) {
   Layout& l = layout;
   l.ref = class_in(values, "Ref");
   l.operation = class_in(values, "Operation");
   l.region = class_in(values, "Region");
+  l.tape = class_in(tape, "Tape");
+  l.tape_lock = offset_of(l.tape, "lock");
+  l.tape_decisions = offset_of(l.tape, "decisions");
+  l.tape_recorder = offset_of(l.tape, "recorder");
+  l.tape_events = offset_of(l.tape, "events");
   l.ref_value = offset_of(l.ref, "value");
   l.ref_dtype = offset_of(l.ref, "dtype");
   l.ref_size = offset_of(l.ref, "size");

@@ -24,11 +24,6 @@ class Decisions(Protocol):
     asks: bool
     """Whether it wants to be told of operations and saves where no region has a policy."""
 
-    events: list[int] | None
-    """Where nobody needs to be told: the number of backward's requests for recorded values so far,
-    which a compiled hook counts by itself, in place of calling `requested` and `answered`. What it
-    makes and autograd waits for is retained from its `retain_from`-th request on."""
-
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
@@ -72,9 +67,13 @@ class Tape:
         timed: measure the seconds of each operation.
         lock: one replay at a time (a backward may use several threads).
         recorder: the recorder while the forward is being recorded, else None.
+        events: where nobody needs to be told, the number of backward's last request for a recorded
+            value. A compiled hook counts it by itself, in place of calling `requested` and
+            `answered`; what a replay makes and autograd waits for is then retained from its
+            `retain_from`-th request on.
     """
 
-    __slots__ = ("decisions", "lock", "recorder", "root", "timed")
+    __slots__ = ("decisions", "events", "lock", "recorder", "root", "timed")
 
     def __init__(self, decisions: Decisions, root: Region, *, timed: bool = False) -> None:
         self.decisions = decisions
@@ -82,3 +81,4 @@ class Tape:
         self.timed = timed
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
+        self.events: list[int] | None = None
