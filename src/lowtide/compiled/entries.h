@@ -64,6 +64,9 @@ inline void put_value(Entry* entry, Value* borrowed) {
 // An entry for a storage, and not yet in a table.
 inline Owned new_entry(const at::Tensor& tensor, PyObject* forget) {
   Owned storage(checked(THPStorage_Wrap(tensor.storage())));
+  // Made for us: hundreds a step that live through a collection or two would have Python go through
+  // all objects of the process now and then.
+  if (Py_REFCNT(storage.get()) <= 2) PyObject_GC_UnTrack(storage.get());
   Owned arguments(checked(PyTuple_Pack(2, storage.get(), forget)));
   Owned made(checked(entry_type->tp_new(entry_type, arguments.get(), nullptr)));
   PyObject_GC_UnTrack(made.get());  // it leads to numbers and to records, which are not collected
