@@ -67,7 +67,8 @@ inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
     entry->counter = new_counter(tensor);
   }
   Owned handle(object_of(
-      new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence)));
+      new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
+                 state->asks)));
   if (following(state)) {
     add_weak(state->handles, handle.get());
   } else if (state->asks) {
@@ -128,21 +129,20 @@ inline PyObject* as_saved(const Handle* handle, const at::Tensor& base) {
 }
 
 inline PyObject* unpack_handle(Handle* handle) {
-  static PyObject *asks_name = interned("asks"), *requested = interned("requested"),
-                  *answered = interned("answered"), *adopt = interned("adopt");
+  static PyObject *requested = interned("requested"), *answered = interned("answered"),
+                  *adopt = interned("adopt");
   PyObject* tape = handle->tape;
   // A planned backward that nobody observes is only counted.
   PyObject* counted = slot(tape, layout.tape_events);
   Box* events = Py_IS_TYPE(counted, box_type) ? as<Box>(counted) : nullptr;
-  if (events != nullptr) {
-    events->number += handle->value->number >= 0;
+  if (events != nullptr) events->number += handle->value->number >= 0;
+  bool told = handle->told && events == nullptr;
+  if (!told) {
     if (const at::Tensor* held = in_memory(handle->value)) return as_saved(handle, *held);
   }
   Locked locked(slot(tape, layout.tape_lock));
   Owned decisions(Py_NewRef(slot(tape, layout.tape_decisions)));
-  Owned asks(checked(PyObject_GetAttr(decisions.get(), asks_name)));
-  bool told = asks.get() == Py_True;
-  if (told && events == nullptr) tell(decisions.get(), requested, object_of(handle));
+  if (told) tell(decisions.get(), requested, object_of(handle));
   Owned owner(Py_NewRef(object_of(handle->value)));
   auto* value = as<Value>(owner.get());
   const at::Tensor* held = in_memory(value);
@@ -151,7 +151,7 @@ inline PyObject* unpack_handle(Handle* handle) {
     base = *held;
   } else {
     if (value->op == nullptr) lost(value, Owned(new_ref(owner.get(), handle->geometry)).get());
-    base = replayed(value, object_of(handle), decisions.get(), events, told);
+    base = replayed(value, object_of(handle), decisions.get(), events, handle->told);
     Owned recorder(Py_NewRef(slot(tape, layout.tape_recorder)));
     if (recorder.get() != Py_None) {
       Owned wrapped(checked(THPVariable_Wrap(base)));
@@ -159,7 +159,7 @@ inline PyObject* unpack_handle(Handle* handle) {
       Owned done(checked(PyObject_VectorcallMethod(adopt, arguments, 3, nullptr)));
     }
   }
-  if (told && events == nullptr) tell(decisions.get(), answered, owner.get());
+  if (told) tell(decisions.get(), answered, owner.get());
   return as_saved(handle, base);
 }
 

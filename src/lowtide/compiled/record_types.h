@@ -123,10 +123,14 @@ inline PyType_Spec value_spec = {
 inline PyObject* handle_new(PyTypeObject*, PyObject* args, PyObject*) {
   PyObject *ref, *region, *tape;
   long long sequence;
-  if (!PyArg_ParseTuple(args, "O!OOL", layout.ref, &ref, &region, &tape, &sequence)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!OO!L", layout.ref, &ref, &region, layout.tape, &tape,
+                        &sequence)) return nullptr;
   return leave_error([&] {
+    static PyObject* name = interned("asks");
     Value* value = value_of(slot(ref, layout.ref_value));
-    return object_of(new_handle(value, geometry_of(ref), region, tape, sequence));
+    Owned asks(checked(PyObject_GetAttr(slot(tape, layout.tape_decisions), name)));
+    bool told = asks.get() == Py_True;
+    return object_of(new_handle(value, geometry_of(ref), region, tape, sequence, told));
   });
 }
 

@@ -151,6 +151,7 @@ struct Handle : Record {
   PyObject* region = nullptr;
   PyObject* tape = nullptr;
   int64_t sequence = 0;
+  bool told = false;  // whether decisions want to know of every request
   Handle *before = nullptr, *after = nullptr;  // others of the same value
 };
 
@@ -173,12 +174,13 @@ inline Value* unlink(Handle* handle) {
 }
 
 inline Handle* new_handle(
-    Value* value, Geometry geometry, PyObject* region, PyObject* tape, int64_t sequence) {
+    Value* value, Geometry geometry, PyObject* region, PyObject* tape, int64_t sequence, bool told) {
   Handle* handle = new_record<Handle>(handle_type);
   handle->geometry = std::move(geometry);
   handle->region = Py_NewRef(region);
   handle->tape = Py_NewRef(tape);
   handle->sequence = sequence;
+  handle->told = told;
   link(handle, value);
   return handle;
 }
