@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import engine
 from lowtide.tape import watch
 from models import arguments, mebibytes, results
 
@@ -112,7 +113,9 @@ class Census:
         tensors = sum(issubclass(type(o), Tensor) for o in found)
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * 4096
-        return Census(tensors, len(found), len(watch._watched), resident)
+        core = engine.core()
+        records = 0 if core is None else core.count_records()  # which the collector does not list
+        return Census(tensors, len(found) + records, len(watch.counts()), resident)
 
     def grown(self, later: Census) -> list[str]:
         """What is more by then than it should be."""

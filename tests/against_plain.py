@@ -8,6 +8,7 @@ Imports torch and lowtide; knows no test. Rejected: the catalogue's harness, mad
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import lowtide
 from lowtide import engine, replay
 from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
+from lowtide.tape.values import Handle, Operation, Value
 
 Way = Callable[..., Any]
 Scenario = Callable[[Way], Iterable[Tensor | None]]
@@ -133,3 +135,11 @@ def gradients(loss: Tensor, *leaves: Tensor) -> list[Tensor | None]:
 
 def leaf(*shape: int, **options: Any) -> Tensor:
     return torch.randn(*shape, **options).requires_grad_()
+
+
+def tape_records() -> int:
+    """Values, operations and handles that are alive, of any tape and either recorder."""
+    core = engine.core()
+    types = (Value, Operation, Handle)
+    listed = sum(issubclass(type(o), types) for o in gc.get_objects())
+    return listed + (0 if core is None else core.count_records())

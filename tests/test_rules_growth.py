@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import tape_records
 from lowtide.tape import watch
 
 
@@ -47,8 +48,9 @@ def census() -> tuple[Counter[str], int, int]:
     watch.sweep()  # what is swept up now and then anyway
     gc.collect()
     types = Counter(type(o).__qualname__ for o in gc.get_objects())
+    types["tape records"] = tape_records()
     tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-    return types, tensors, len(watch._watched)
+    return types, tensors, len(watch.counts())
 
 
 @pytest.mark.parametrize(

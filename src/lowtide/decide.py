@@ -23,7 +23,7 @@ from lowtide.online import Evictor
 from lowtide.prepared import ANCHOR, Prepared, Signature
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
-from lowtide.tape.values import Handle, Operation, Region, Value
+from lowtide.tape.values import Handle, Operation, R, Region, Value, WeakList
 from lowtide.workspace import made_by, room_for, unfolds
 
 if TYPE_CHECKING:
@@ -50,6 +50,12 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
     op: Operation
 
 
+def _moved(links: WeakList[R], to: WeakList[R]) -> WeakList[R]:
+    for record in links.alive():
+        to.append(record)
+    return to
+
+
 class StepDecisions:
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
@@ -60,7 +66,6 @@ class StepDecisions:
         self.observer = observer
         self.owner = owner
         self.tally = Tally()
-        self.event = -1
         self.live = [0]
         self.tape: Tape | None = None
         self.evictor: Evictor | None = None
@@ -68,9 +73,10 @@ class StepDecisions:
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
         self.seen: list[Signature] = []
-        self._made: list[weakref.ref[Value]] = []  # what nobody observes, should it be needed
+        self._event = [-1]  # the last of backward's requests for a recorded value
+        self._made: WeakList[Value] = WeakList()  # what nobody observes, should it be needed
         self._settled: list[int] | None = None  # retention chosen at the start of backward
-        self._handles: list[weakref.ref[Handle]] = []
+        self._handles: WeakList[Handle] = WeakList()
         self._anchors: dict[int, _Anchor] = {}
         self._to_come: list[Value] = []  # anchored ones, until the forward is over
         self._compiled: Any = None  # the recorder, while it follows the plan by itself
@@ -95,6 +101,10 @@ class StepDecisions:
         core = engine.core()
         if core is None or not isinstance(recorder, core.State):
             return
+        if self._compiled is None:
+            self._made = _moved(self._made, core.WeakList())
+            self._handles = _moved(self._handles, core.WeakList())
+            self._event = core.Box(self._event[0])
         self._compiled = recorder
         recorder.script = prepared.script
         recorder.made, recorder.handles = self._made, self._handles
@@ -166,7 +176,8 @@ class StepDecisions:
         if self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
         else:
-            self._made.extend([weakref.ref(value) for value in made])
+            for value in made:
+                self._made.append(value)
         if self.evictor is not None:
             self.evictor.add(made)
             self._make_room()
@@ -334,13 +345,13 @@ class StepDecisions:
         return prepared is None or prepared.choices[value.number] < 0
 
     def packed(self, handle: Handle, value: Value) -> None:
-        self._handles.append(weakref.ref(handle))
+        self._handles.append(handle)
         if self.observer is not None:
             self.observer.saved(value, handle)
 
     def abandoned(self) -> bool:
         """Whether autograd has let go of everything: no backward of this step can come."""
-        return all(weak() is None for weak in self._handles)
+        return not self._handles.any()
 
     # ------------------------------------------------------------------ backward
 
@@ -353,15 +364,25 @@ class StepDecisions:
             if recorder is not None:
                 recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
-        value = handle.ref.value
-        assert value is not None
+            if self.begun and self.observer is None and recorder is None:
+                handle.tape.events = self._event
+        value = handle.value
         if value.number >= 0:
-            self.event += 1
+            self._event[0] += 1
             if self.observer is not None:
                 self.observer.request(value, handle.sequence)
 
-    def backward_ended(self) -> None:
+    def _not_in_backward(self) -> None:
         self.begun = False
+        self._nobody_counts()
+
+    def _nobody_counts(self) -> None:
+        """Every request is to be told from now on."""
+        if self.tape is not None:
+            self.tape.events = None
+
+    def backward_ended(self) -> None:
+        self._not_in_backward()
         self.ended = True
         if self.observer is not None:
             self.observer.mark_end()
@@ -382,6 +403,11 @@ class StepDecisions:
         return self._anchors.keys()
 
     @property
+    def event(self) -> int:
+        """The last of backward's requests for a recorded value, -1 before the first."""
+        return self._event[0]
+
+    @property
     def operations(self) -> int:
         """Operations recorded so far."""
         return len(self.seen)
@@ -390,12 +416,13 @@ class StepDecisions:
         """The observer; one is made now if the step seemed to be the planned one so far."""
         if self.observer is None:
             assert self.prepared is not None
+            self._nobody_counts()
             self.observer = Observer.resumed(
                 self.prepared.seen,
                 self.prepared.graph,
                 count,
-                self._made,
-                [weak() for weak in self._handles],
+                self._made.alive(),
+                self._handles.alive(),
             )
         return self.observer
 
@@ -404,12 +431,15 @@ class StepDecisions:
         if self.observer is not None:
             yield from self.observer.alive()
         else:
-            yield from (value for weak in self._made if (value := weak()) is not None)
+            yield from self._made.alive()
 
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
         self._forget_anchors()
-        for value in self.alive():
+        if self.observer is None:
+            self._made.settle()
+            return
+        for value in self.observer.alive():
             if value.held is not None and value.op is not None:
                 value.settle()
 
@@ -453,6 +483,6 @@ class StepDecisions:
         try:
             _compat.queue_after_backward(callback)
         except RuntimeError:  # unpacked outside a backward: wait for the real one
-            self.begun = False
+            self._not_in_backward()
             if self.tape is not None and self.tape.recorder is not None:
                 self.tape.recorder.paused = False

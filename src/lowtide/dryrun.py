@@ -142,8 +142,7 @@ class _Everything:
             if recorder is not None:
                 recorder.pause()
             self.observer.begin_backward()
-        value = handle.ref.value
-        assert value is not None
+        value = handle.value
         self.observer.request(value, handle.sequence)
 
     def retained(self, value: Value, request: Handle) -> bool:

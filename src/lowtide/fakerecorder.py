@@ -85,8 +85,7 @@ def _given(packed: Any) -> Any:
     """Saved-tensor hook of a dry run, in which everything saved is held."""
     if not isinstance(packed, Handle):
         return packed.tensor
-    value, ref = packed.ref.value, packed.ref
-    assert value is not None
+    value, ref = packed.value, packed.ref
     packed.tape.decisions.requested(packed)
     base = value.held
     if base is None:

@@ -82,8 +82,8 @@ class Observer:
         seen: Seen,
         base: Graph,
         count: int,
-        values: list[weakref.ref[Value]],
-        handles: Iterable[Handle | None],
+        values: Iterable[Value],
+        handles: Iterable[Handle],
     ) -> Observer:
         """An observer for a step that was not watched, and that parted from `seen` at `count`."""
         observer = Observer(None)
@@ -94,10 +94,9 @@ class Observer:
             if reader < count:
                 observer.parameters[key] = (reader, nbytes)
         observer.leaves = dict(seen.leaves)
-        observer._values = list(values)
+        observer._values = list(map(_weak, values))
         for handle in handles:
-            if handle is not None and handle.ref.value is not None:
-                observer.saved(handle.ref.value, handle)
+            observer.saved(handle.value, handle)
         return observer
 
     def seen(self) -> Seen:

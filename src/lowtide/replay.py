@@ -39,8 +39,7 @@ def unpack(packed: Any) -> Any:
     tape = packed.tape
     with tape.lock:
         tape.decisions.requested(packed)
-        value = packed.ref.value
-        assert value is not None
+        value = packed.value
         base = in_memory(value)
         if base is None:
             if value.op is None:

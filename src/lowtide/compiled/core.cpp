@@ -4,9 +4,8 @@
 // bits, only slower; it is built for one version of Python and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
 
+#include "entry_types.h"
 #include "hooks.h"
-
-#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace lowtide {
 namespace {
@@ -53,6 +52,10 @@ void dealloc(PyObject* self) {
 }
 
 PyObject* open(PyObject* self, PyObject*) {
+  if (!Py_IS_TYPE(or_none(as<State>(self)->live), box_type)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a recorder needs a Box of live bytes");
+    return nullptr;
+  }
   auto* state = reinterpret_cast<State*>(self);
   state->outer = current;
   current = state;
@@ -187,71 +190,6 @@ PyType_Slot script_slots[] = {
 PyType_Spec script_spec = {
     "lowtide.compiled.Script", sizeof(Script), 0, Py_TPFLAGS_DEFAULT, script_slots};
 
-// What an entry calls when its storage goes: takes it from the table, and its bytes from those alive.
-struct Forget {
-  PyObject_HEAD
-  PyObject* table;
-  PyObject* live;
-};
-
-PyObject* new_forget(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *table, *live;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &table, &PyList_Type, &live)) return nullptr;
-  PyObject* made = type->tp_alloc(type, 0);
-  if (made == nullptr) return nullptr;
-  reinterpret_cast<Forget*>(made)->table = Py_NewRef(table);
-  reinterpret_cast<Forget*>(made)->live = Py_NewRef(live);
-  return made;
-}
-
-PyObject* call_forget(PyObject* self, PyObject* args, PyObject*) {
-  HANDLE_TH_ERRORS
-  auto* forget = reinterpret_cast<Forget*>(self);
-  Owned entry(Py_NewRef(PyTuple_GET_ITEM(args, 0)));
-  PyObject* key = slot(entry.get(), layout.entry_key);
-  if (key != nullptr && PyDict_GetItemWithError(forget->table, key) != nullptr) {
-    int64_t left = integer(PyList_GET_ITEM(forget->live, 0)) -
-        integer(slot(entry.get(), layout.entry_counted));
-    if (PyList_SetItem(forget->live, 0, PyLong_FromLongLong(left)) < 0) return nullptr;
-    if (PyDict_DelItem(forget->table, key) < 0) return nullptr;
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-int traverse_forget(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(reinterpret_cast<Forget*>(self)->table);
-  Py_VISIT(reinterpret_cast<Forget*>(self)->live);
-  Py_VISIT(Py_TYPE(self));
-  return 0;
-}
-
-int clear_forget(PyObject* self) {
-  Py_CLEAR(reinterpret_cast<Forget*>(self)->table);
-  Py_CLEAR(reinterpret_cast<Forget*>(self)->live);
-  return 0;
-}
-
-void delete_forget(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  clear_forget(self);
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyType_Slot forget_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(new_forget)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(delete_forget)},
-    {Py_tp_call, reinterpret_cast<void*>(call_forget)},
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse_forget)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear_forget)},
-    {0, nullptr}};
-
-PyType_Spec forget_spec = {
-    "lowtide.compiled.Forget", sizeof(Forget), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    forget_slots};
-
 // Call `function(*args)` with this thread's operators unseen.
 PyObject* aside(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -266,7 +204,11 @@ PyObject* current_recorder(PyObject*, PyObject*) {
   return Py_NewRef(current == nullptr ? Py_None : reinterpret_cast<PyObject*>(current));
 }
 
+// How many values, operations and handles are alive: Python's collector does not list them.
+PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(records_alive); }
+
 PyMethodDef functions[] = {
+    {"count_records", count_records, METH_NOARGS, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
@@ -287,31 +229,45 @@ void take_key() {
   (void)registration;
 }
 
+PyTypeObject* type_of(PyType_Spec& spec, PyObject* bases = nullptr) {
+  return as<PyTypeObject>(checked(PyType_FromSpecWithBases(&spec, bases)));
+}
+
+// The types, and what Python may make of them.
+void add_types(PyObject* module) {
+  counter_type = type_of(counter_spec);
+  operation_type = type_of(operation_spec);
+  script_type = type_of(script_spec);
+  value_type = type_of(value_spec);
+  handle_type = type_of(handle_spec);
+  entry_type = type_of(entry_spec, object_of(&_PyWeakref_RefType));
+  box_type = type_of(box_spec);
+  forget_type = type_of(forget_spec);
+  weak_list_type = type_of(weak_list_spec);
+  watched_type = type_of(watched_spec);
+  std::pair<const char*, PyTypeObject*> named[] = {
+      {"State", type_of(state_spec)}, {"Script", script_type}, {"Operation", operation_type},
+      {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
+      {"Forget", forget_type}, {"WeakList", weak_list_type}};
+  for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));
+}
+
 PyObject* make_module() {
-  find_layout(py::module_::import("lowtide.tape.values"), py::module_::import("lowtide.tape.known"));
+  find_layout(py::module_::import("lowtide.tape.values"), py::module_::import("lowtide.tape.tape"));
   torch_size = forever("torch", "Size");
-  facts_of = forever("lowtide.tape.operators", "facts_of");
+  facts_of_function = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat.switches", "ambient");
   compat_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat").ptr()));
   cuda_seen_name = interned("cuda_seen");
-  watch_function = forever("lowtide.tape.watch", "watch");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
-  watched = forever("lowtide.tape.watch", "_watched");
   python_unpack = forever("lowtide.replay", "unpack");
   python_run = forever("lowtide.replay", "run");
   python_lost = forever("lowtide.replay", "_lost");
   listeners = forever("lowtide.replay", "listeners");
-  counter_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&counter_spec)));
-  operation_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&operation_spec)));
-  Owned state(checked(PyType_FromSpec(&state_spec)));
   Owned module(checked(PyModule_Create(&definition)));
-  script_type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&script_spec)));
-  Owned forget(checked(PyType_FromSpec(&forget_spec)));
-  PyModule_AddObjectRef(module.get(), "State", state.get());
-  PyModule_AddObjectRef(module.get(), "Script", reinterpret_cast<PyObject*>(script_type));
-  PyModule_AddObjectRef(module.get(), "Forget", forget.get());
-  PyModule_AddObjectRef(
-      module.get(), "Operation", reinterpret_cast<PyObject*>(operation_type));
+  add_types(module.get());
+  watched = as<Watched>(checked(PyObject_CallNoArgs(object_of(watched_type))));
+  PyModule_AddObjectRef(module.get(), "watched", object_of(watched));
   PyModule_AddIntConstant(module.get(), "KEY", static_cast<long>(KEY));
   take_key();
   return module.release();

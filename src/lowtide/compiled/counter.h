@@ -7,6 +7,9 @@
 
 #include "objects.h"
 
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
 namespace lowtide {
 
 struct Counter {
@@ -20,7 +23,7 @@ inline PyObject* new_counter(const at::Tensor& tensor) {
   auto* made = PyObject_New(Counter, counter_type);
   if (made == nullptr) throw py::error_already_set();
   new (&made->version) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
-  return reinterpret_cast<PyObject*>(made);
+  return object_of(made);
 }
 
 inline void delete_counter(PyObject* self) {

@@ -20,72 +20,60 @@ inline PyObject *python_unpack, *listeners;
 inline PyObject* call_python_pack(State* state, PyObject* tensor) {
   static PyObject* name = interned("pack_slowly");
   c10::impl::ExcludeDispatchKeyGuard guard(KEY);
-  return checked(PyObject_CallMethodOneArg(reinterpret_cast<PyObject*>(state), name, tensor));
+  return checked(PyObject_CallMethodOneArg(object_of(state), name, tensor));
 }
 
+inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
+
 inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
-  const Layout& l = layout;
   const at::Tensor& tensor = THPVariable_Unpack(wrapped);
   if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0) {
     return call_python_pack(state, wrapped);
   }
-  Owned key = key_of(tensor);
-  PyObject* entry = PyDict_GetItemWithError(state->table, key.get());
-  Owned owner;
+  Owned key = key_of(tensor), owner;
+  Entry* entry = find_entry(state->table, key.get());
   if (entry == nullptr) {
-    owner = external(state, tensor, std::move(key), false);
-  } else if (integer(slot(entry, l.entry_version)) != tensor._version()) {
+    owner = external(state, tensor, key, false);
+    entry = find_entry(state->table, key.get());
+  } else if (entry->version != tensor._version()) {
     return call_python_pack(state, wrapped);
-  } else if (!is_none(slot(entry, l.entry_value))) {
-    owner = Owned(Py_NewRef(slot(entry, l.entry_value)));
-  } else if (!is_none(slot(entry, l.entry_weak))) {
-    owner = Owned(target_of(slot(entry, l.entry_weak)));
+  } else if (Value* found = value_in(entry); found != nullptr) {
+    owner = Owned(Py_NewRef(object_of(found)));
+  } else {
+    return call_python_pack(state, wrapped);
   }
-  PyObject* value = owner.get();
-  if (value == nullptr) return call_python_pack(state, wrapped);
-  PyObject* op = slot(value, l.value_op);
-  bool external = is_none(op);
+  auto* value = as<Value>(owner.get());
+  bool external = value->op == nullptr;
   if (!external) {
-    if (is_constant(op)) {  // a foreign kernel may have filled it
-      return call_python_pack(state, wrapped);
-    }
-    PyObject* scope = slot(value, l.value_scope);
-    if (is_none(scope) ||
-        integer(slot(state->region, l.region_depth)) < integer(slot(scope, l.region_depth))) {
-      put_new(value, l.value_scope, state->region);
+    if (is_constant(value->op)) return call_python_pack(state, wrapped);  // foreign kernels may fill it
+    if (value->scope == nullptr || depth_of(state->region) < depth_of(value->scope)) {
+      Py_XDECREF(std::exchange(value->scope, Py_NewRef(state->region)));
     }
   }
-  if (!holds(value)) {
-    bool keep = external || slot(value, l.value_keep) == Py_True;
+  if (!value->held.defined()) {
+    bool keep = external || value->keep;
     if (!keep && following(state)) {
       keep = plan_holds(state, value);
     } else if (!keep && state->asks) {
       static PyObject* name = interned("saved");
-      PyObject* arguments[] = {state->decisions, value, state->region};
+      PyObject* arguments[] = {state->decisions, owner.get(), state->region};
       Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
       keep = answer.get() == Py_True;
     }
     if (keep) hold(entry, value, tensor);
   }
   // Where it is held for good, an alias tells; an external always is.
-  if (!external && (state->asks || !holds(value)) && is_none(slot(entry, l.entry_counter))) {
-    put(entry, l.entry_counter, new_counter(tensor));
+  if (!external && (state->asks || !value->held.defined()) && entry->counter == nullptr) {
+    entry->counter = new_counter(tensor);
   }
-  Owned handle(allocate(l.handle));
-  slot(handle.get(), l.handle_ref) = new_ref(value, Geometry(tensor));
-  slot(handle.get(), l.handle_region) = Py_NewRef(state->region);
-  slot(handle.get(), l.handle_tape) = Py_NewRef(state->tape);
-  slot(handle.get(), l.handle_sequence) = PyLong_FromLongLong(state->sequence);
-  Owned weak(weak_to(handle.get()));
-  if (is_none(slot(value, l.value_saves))) {
-    put(value, l.value_saves, leaf(PyList_New(0)));
-  }
-  if (PyList_Append(slot(value, l.value_saves), weak.get()) < 0) throw py::error_already_set();
+  Owned handle(object_of(
+      new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
+                 state->asks)));
   if (following(state)) {
-    if (PyList_Append(state->handles, weak.get()) < 0) throw py::error_already_set();
+    add_weak(state->handles, handle.get());
   } else if (state->asks) {
     static PyObject* name = interned("packed");
-    PyObject* arguments[] = {state->decisions, handle.get(), value};
+    PyObject* arguments[] = {state->decisions, handle.get(), owner.get()};
     Owned done(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
   }
   return handle.release();
@@ -113,59 +101,72 @@ inline void tell(PyObject* decisions, PyObject* name, PyObject* what) {
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 
-inline PyObject* unpack_handle(PyObject* handle) {
-  static PyObject *lock_name = interned("lock"), *decisions_name = interned("decisions"),
-                  *asks_name = interned("asks"), *requested = interned("requested"),
-                  *replayed = interned("replayed"), *answered = interned("answered"),
-                  *recorder_name = interned("recorder"), *adopt = interned("adopt");
-  const Layout& l = layout;
-  PyObject* tape = slot(handle, l.handle_tape);
-  Owned lock(checked(PyObject_GetAttr(tape, lock_name)));
-  Locked locked(lock.get());
-  Owned decisions(checked(PyObject_GetAttr(tape, decisions_name)));
-  Owned asks(checked(PyObject_GetAttr(decisions.get(), asks_name)));
-  bool told = asks.get() == Py_True;
-  if (told) tell(decisions.get(), requested, handle);
-  PyObject* ref = slot(handle, l.handle_ref);
-  Owned value(Py_NewRef(slot(ref, l.ref_value)));
-  const at::Tensor* held = in_memory(value.get());
+// Run again what makes a value, and tell those who want to know.
+inline at::Tensor replayed(
+    Value* value, PyObject* handle, PyObject* decisions, const Box* events, bool told) {
+  static PyObject* name = interned("replayed");
+  auto began = std::chrono::steady_clock::now();
+  Replay replay(value, handle, decisions, events);
+  at::Tensor base = replay.run();
+  std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
+  if (!told && PyList_GET_SIZE(listeners) == 0) return base;
+  Owned operations = replay.operations();
+  if (told) {
+    Owned spent(PyFloat_FromDouble(seconds.count()));
+    PyObject* arguments[] = {decisions, operations.get(), spent.get()};
+    Owned done(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(listeners); ++i) {
+    Owned done(checked(PyObject_CallOneArg(PyList_GET_ITEM(listeners, i), operations.get())));
+  }
+  return base;
+}
+
+inline PyObject* as_saved(const Handle* handle, const at::Tensor& base) {
+  if (handle->geometry.fits(base)) return checked(THPVariable_Wrap(base));
+  BelowAutograd below;
+  return checked(THPVariable_Wrap(handle->geometry.of(base)));
+}
+
+inline PyObject* unpack_handle(Handle* handle) {
+  static PyObject *requested = interned("requested"), *answered = interned("answered"),
+                  *adopt = interned("adopt");
+  PyObject* tape = handle->tape;
+  // A planned backward that nobody observes is only counted.
+  PyObject* counted = slot(tape, layout.tape_events);
+  Box* events = Py_IS_TYPE(counted, box_type) ? as<Box>(counted) : nullptr;
+  if (events != nullptr) events->number += handle->value->number >= 0;
+  bool told = handle->told && events == nullptr;
+  if (!told) {
+    if (const at::Tensor* held = in_memory(handle->value)) return as_saved(handle, *held);
+  }
+  Locked locked(slot(tape, layout.tape_lock));
+  Owned decisions(Py_NewRef(slot(tape, layout.tape_decisions)));
+  if (told) tell(decisions.get(), requested, object_of(handle));
+  Owned owner(Py_NewRef(object_of(handle->value)));
+  auto* value = as<Value>(owner.get());
+  const at::Tensor* held = in_memory(value);
   at::Tensor base;
   if (held != nullptr) {
     base = *held;
   } else {
-    if (is_none(slot(value.get(), l.value_op))) lost(value.get(), ref);
-    auto began = std::chrono::steady_clock::now();
-    Replay replay(value.get(), handle, decisions.get());
-    base = replay.run();
-    std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
-    bool listened = PyList_GET_SIZE(listeners) > 0;
-    if (told || listened) {
-      Owned operations = replay.operations();
-      if (told) {
-        Owned spent(PyFloat_FromDouble(seconds.count()));
-        PyObject* arguments[] = {decisions.get(), operations.get(), spent.get()};
-        Owned done(checked(PyObject_VectorcallMethod(replayed, arguments, 3, nullptr)));
-      }
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(listeners); ++i) {
-        Owned done(checked(PyObject_CallOneArg(PyList_GET_ITEM(listeners, i), operations.get())));
-      }
-    }
-    Owned recorder(checked(PyObject_GetAttr(tape, recorder_name)));
+    if (value->op == nullptr) lost(value, Owned(new_ref(owner.get(), handle->geometry)).get());
+    base = replayed(value, object_of(handle), decisions.get(), events, handle->told);
+    Owned recorder(Py_NewRef(slot(tape, layout.tape_recorder)));
     if (recorder.get() != Py_None) {
       Owned wrapped(checked(THPVariable_Wrap(base)));
-      PyObject* arguments[] = {recorder.get(), value.get(), wrapped.get()};
+      PyObject* arguments[] = {recorder.get(), owner.get(), wrapped.get()};
       Owned done(checked(PyObject_VectorcallMethod(adopt, arguments, 3, nullptr)));
     }
   }
-  if (told) tell(decisions.get(), answered, value.get());
-  BelowAutograd below;
-  return checked(THPVariable_Wrap(geometry_of(ref).of(base)));
+  if (told) tell(decisions.get(), answered, owner.get());
+  return as_saved(handle, base);
 }
 
 inline PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
-  if (!Py_IS_TYPE(packed, layout.handle)) return PyObject_CallOneArg(python_unpack, packed);
-  return unpack_handle(packed);
+  if (!Py_IS_TYPE(packed, handle_type)) return PyObject_CallOneArg(python_unpack, packed);
+  return unpack_handle(as<Handle>(packed));
   END_HANDLE_TH_ERRORS
 }
 

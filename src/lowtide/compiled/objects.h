@@ -1,26 +1,18 @@
-// Access to the records of the tape from C++.
+// Python objects in C++: references that are given up, slots of Python classes, plain attributes.
 //
-// Problem: both engines must write the same records, so that either can go on where the other
-// stopped and one set of tests holds for both. Invariant: values, refs, handles and entries are
-// instances of the Python classes in `lowtide/tape`; their `__slots__` are read and written here by
-// offset, which Python keeps in the member descriptors. Rejected: types of our own, which every
-// rule would have to be written for a second time.
+// Problem: every file here handles them. Invariant: an exception of Python's is thrown as one of C++
+// and leaves as one of Python's. Rejected: pybind11 objects on the hot path, whose checks cost more
+// than the work behind them.
 #pragma once
 
 #include <Python.h>
 #include <structmember.h>
 
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Storage.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/ops/as_strided.h>
-#include <c10/util/SmallVector.h>
-
-#include <typeinfo>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace lowtide {
 
@@ -47,99 +39,9 @@ inline PyObject* checked(PyObject* result) {
   return result;
 }
 
-using Offset = Py_ssize_t;
-
-inline PyObject*& slot(PyObject* object, Offset offset) {
-  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-}
-
-// Takes over a reference to `stolen`.
-inline void put(PyObject* object, Offset offset, PyObject* stolen) {
-  PyObject* old = std::exchange(slot(object, offset), stolen);
-  Py_XDECREF(old);
-}
-
-inline void put_new(PyObject* object, Offset offset, PyObject* borrowed) {
-  put(object, offset, Py_NewRef(borrowed));
-}
-
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
 
-// The Python classes and where their slots are.
-struct Layout {
-  PyTypeObject *value, *ref, *handle, *operation, *entry, *region;
-  Offset value_op, value_nbytes, value_held, value_keep, value_read, value_saves, value_region,
-      value_scope, value_number, value_retain_from, value_version;
-  Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
-  Offset handle_ref, handle_region, handle_tape, handle_sequence;
-  Offset operation_refs, operation_sequence, operation_facts, operation_outputs;
-  Offset entry_key, entry_value, entry_weak, entry_version, entry_loose, entry_nbytes,
-      entry_counted, entry_counter;
-  Offset region_depth, region_policy, region_parent;
-};
-
-inline Layout layout;
-
-inline Offset offset_of(PyTypeObject* type, const char* name) {
-  Owned found(checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name)));
-  if (!Py_IS_TYPE(found.get(), &PyMemberDescr_Type)) {
-    throw py::type_error(std::string(type->tp_name) + "." + name + " is not a slot");
-  }
-  return reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member->offset;
-}
-
-inline PyTypeObject* class_in(const py::module_& module, const char* name) {
-  py::object found = module.attr(name);
-  return reinterpret_cast<PyTypeObject*>(found.release().ptr());  // for the life of the process
-}
-
-inline void find_layout(const py::module_& values, const py::module_& known) {
-  Layout& l = layout;
-  l.value = class_in(values, "Value");
-  l.ref = class_in(values, "Ref");
-  l.handle = class_in(values, "Handle");
-  l.operation = class_in(values, "Operation");
-  l.region = class_in(values, "Region");
-  l.entry = class_in(known, "Entry");
-  l.value_op = offset_of(l.value, "op");
-  l.value_nbytes = offset_of(l.value, "nbytes");
-  l.value_held = offset_of(l.value, "held");
-  l.value_keep = offset_of(l.value, "keep");
-  l.value_read = offset_of(l.value, "read");
-  l.value_saves = offset_of(l.value, "saves");
-  l.value_region = offset_of(l.value, "region");
-  l.value_scope = offset_of(l.value, "scope");
-  l.value_number = offset_of(l.value, "number");
-  l.value_retain_from = offset_of(l.value, "retain_from");
-  l.value_version = offset_of(l.value, "version");
-  l.ref_value = offset_of(l.ref, "value");
-  l.ref_dtype = offset_of(l.ref, "dtype");
-  l.ref_size = offset_of(l.ref, "size");
-  l.ref_stride = offset_of(l.ref, "stride");
-  l.ref_offset = offset_of(l.ref, "offset");
-  l.ref_blank = offset_of(l.ref, "blank");
-  l.handle_ref = offset_of(l.handle, "ref");
-  l.handle_region = offset_of(l.handle, "region");
-  l.handle_tape = offset_of(l.handle, "tape");
-  l.handle_sequence = offset_of(l.handle, "sequence");
-  l.operation_refs = offset_of(l.operation, "refs");
-  l.operation_sequence = offset_of(l.operation, "sequence");
-  l.operation_facts = offset_of(l.operation, "facts");
-  l.operation_outputs = offset_of(l.operation, "outputs");
-  l.entry_key = offset_of(l.entry, "key");
-  l.entry_value = offset_of(l.entry, "value");
-  l.entry_weak = offset_of(l.entry, "weak");
-  l.entry_version = offset_of(l.entry, "version");
-  l.entry_loose = offset_of(l.entry, "loose");
-  l.entry_nbytes = offset_of(l.entry, "nbytes");
-  l.entry_counted = offset_of(l.entry, "counted");
-  l.entry_counter = offset_of(l.entry, "counter");
-  l.region_depth = offset_of(l.region, "depth");
-  l.region_policy = offset_of(l.region, "policy");
-  l.region_parent = offset_of(l.region, "parent");
-}
-
-inline PyObject* allocate(PyTypeObject* type) { return checked(type->tp_alloc(type, 0)); }
+inline PyObject* or_none(PyObject* object) { return object == nullptr ? Py_None : object; }
 
 inline int64_t integer(PyObject* object) {
   int64_t found = PyLong_AsLongLong(object);
@@ -147,148 +49,153 @@ inline int64_t integer(PyObject* object) {
   return found;
 }
 
-// An object that holds nothing that could lead back to it, taken off the collector's list: a step
-// makes several for each operation, and each full collection would go through all of them.
-inline PyObject* leaf(PyObject* made) {
-  PyObject_GC_UnTrack(checked(made));
-  return made;
+inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
+
+template <class T>
+T* as(PyObject* object) {
+  return reinterpret_cast<T*>(object);
 }
 
-inline PyObject* weak_to(PyObject* object) { return leaf(PyWeakref_NewRef(object, nullptr)); }
-
-// What a weak reference leads to, as a new reference; null if it is gone.
-inline PyObject* target_of(PyObject* weak) {
-#if PY_VERSION_HEX >= 0x030D0000
-  PyObject* found = nullptr;
-  if (PyWeakref_GetRef(weak, &found) < 0) throw py::error_already_set();
-  return found;
-#else
-  PyObject* found = PyWeakref_GetObject(weak);
-  return found == Py_None ? nullptr : Py_XNewRef(found);
-#endif
+template <class T>
+PyObject* object_of(T* record) {
+  return reinterpret_cast<PyObject*>(record);
 }
 
-// How a tensor lies in its storage.
-struct Geometry {
-  c10::SmallVector<int64_t, 5> size, stride;
-  int64_t offset = 0;
-  caffe2::TypeMeta dtype;
-
-  Geometry() = default;
-  explicit Geometry(const at::Tensor& tensor)
-      : size(tensor.sizes().begin(), tensor.sizes().end()),
-        stride(tensor.strides().begin(), tensor.strides().end()),
-        offset(tensor.storage_offset()),
-        dtype(tensor.dtype()) {}
-
-  bool fits(const at::Tensor& base) const {
-    return base.dtype() == dtype && base.storage_offset() == offset && base.sizes() == size &&
-        base.strides() == stride;
+// Run what makes a Python object, and leave its exception to Python.
+template <class Make>
+PyObject* leave_error(Make make) {
+  try {
+    return make();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
   }
-
-  // This view of a tensor over the same storage. Runs below autograd.
-  at::Tensor of(const at::Tensor& base) const {
-    if (fits(base)) return base;
-    if (typeid(*base.unsafeGetTensorImpl()) != typeid(c10::TensorImpl) && base.dtype() == dtype) {
-      return at::as_strided(base, size, stride, offset);  // a kind of its own
-    }
-    size_t need = at::detail::computeStorageNbytes(size, stride, dtype.itemsize(), offset);
-    TORCH_CHECK(need <= base.storage().nbytes(), "lowtide: a replayed tensor has ",
-                base.storage().nbytes(), " bytes where ", need, " were recorded; please report this");
-    auto made = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), dtype);
-    made.unsafeGetTensorImpl()->set_storage_offset(offset);
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
-    return made;
-  }
-};
-
-inline PyObject* tuple_of(c10::IntArrayRef numbers) {
-  PyObject* made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    PyTuple_SET_ITEM(made, i, PyLong_FromLongLong(numbers[i]));
-  }
-  return leaf(made);
-}
-
-inline PyObject* torch_size;  // the class torch.Size
-
-// A Python `Ref`.
-inline PyObject* new_ref(PyObject* value, const Geometry& geometry) {
-  PyObject* ref = allocate(layout.ref);
-  Owned sizes(tuple_of(geometry.size));
-  slot(ref, layout.ref_value) = Py_NewRef(value);
-  slot(ref, layout.ref_dtype) = Py_NewRef(reinterpret_cast<PyObject*>(
-      torch::getTHPDtype(c10::typeMetaToScalarType(geometry.dtype))));
-  slot(ref, layout.ref_size) = leaf(PyObject_CallOneArg(torch_size, sizes.get()));
-  slot(ref, layout.ref_stride) = tuple_of(geometry.stride);
-  slot(ref, layout.ref_offset) = PyLong_FromLongLong(geometry.offset);
-  slot(ref, layout.ref_blank) = Py_NewRef(Py_None);
-  return ref;
-}
-
-inline void numbers_of(PyObject* tuple, c10::SmallVector<int64_t, 5>& into) {
-  Py_ssize_t count = PyTuple_GET_SIZE(tuple);
-  for (Py_ssize_t i = 0; i < count; ++i) into.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
-}
-
-inline Geometry geometry_of(PyObject* ref) {
-  Geometry found;
-  numbers_of(slot(ref, layout.ref_size), found.size);
-  numbers_of(slot(ref, layout.ref_stride), found.stride);
-  found.offset = integer(slot(ref, layout.ref_offset));
-  found.dtype = c10::scalarTypeToTypeMeta(
-      reinterpret_cast<THPDtype*>(slot(ref, layout.ref_dtype))->scalar_type);
-  return found;
-}
-
-// ---------------------------------------------------------------------- values
-
-inline bool holds(PyObject* value) { return !is_none(slot(value, layout.value_held)); }
-
-inline const at::Tensor& held_by(PyObject* value) {
-  return THPVariable_Unpack(slot(value, layout.value_held));
-}
-
-// As `Value.intact`.
-inline bool intact(PyObject* value) {
-  const at::Tensor& held = held_by(value);
-  return held._version() == integer(slot(value, layout.value_version)) &&
-      static_cast<int64_t>(held.storage().nbytes()) >= integer(slot(value, layout.value_nbytes));
-}
-
-// As `in_memory`: null if it is not.
-inline const at::Tensor* in_memory(PyObject* value) {
-  if (!holds(value)) return nullptr;
-  if (intact(value)) return &held_by(value);
-  if (!is_none(slot(value, layout.value_op))) put_new(value, layout.value_held, Py_None);
   return nullptr;
 }
 
-// As `Value.pending`.
-inline bool pending(PyObject* value) {
-  PyObject* saves = slot(value, layout.value_saves);
-  if (is_none(saves)) return false;
-  for (Py_ssize_t i = PyList_GET_SIZE(saves); i-- > 0;) {
-    if (Owned(target_of(PyList_GET_ITEM(saves, i))).get() != nullptr) return true;
-  }
-  return false;
+template <class Do>
+int leave_error_to(Do act) {
+  Owned done(leave_error([&] {
+    act();
+    return Py_NewRef(Py_None);
+  }));
+  return done.get() == nullptr ? -1 : 0;
 }
 
-inline PyObject* new_value(PyObject* op, int64_t nbytes, PyObject* region, int64_t number) {
-  const Layout& l = layout;
-  PyObject* value = allocate(l.value);
-  slot(value, l.value_op) = Py_NewRef(op);
-  slot(value, l.value_nbytes) = PyLong_FromLongLong(nbytes);
-  slot(value, l.value_held) = Py_NewRef(Py_None);
-  slot(value, l.value_keep) = Py_NewRef(Py_False);
-  slot(value, l.value_read) = Py_NewRef(Py_False);
-  slot(value, l.value_saves) = Py_NewRef(Py_None);
-  slot(value, l.value_region) = Py_NewRef(region);
-  slot(value, l.value_scope) = Py_NewRef(Py_None);
-  slot(value, l.value_number) = PyLong_FromLongLong(number);
-  slot(value, l.value_retain_from) = PyLong_FromLong(0);
-  return value;
+// Records hold one another in chains as long as the step: what goes with one that goes waits for its
+// turn, so that no chain runs through the stack.
+inline void give_up(PyObject* object) {
+  static thread_local std::vector<PyObject*> waiting;
+  static thread_local bool emptying = false;
+  if (object == nullptr) return;
+  if (Py_REFCNT(object) > 1) return Py_DECREF(object);
+  waiting.push_back(object);
+  if (emptying) return;
+  emptying = true;
+  while (!waiting.empty()) {
+    PyObject* next = waiting.back();
+    waiting.pop_back();
+    Py_DECREF(next);
+  }
+  emptying = false;
+}
+
+// ---------------------------------------------------------------------- attributes of our types
+
+template <class T, PyObject* T::*member>
+PyObject* get_object(PyObject* self, void*) {
+  return Py_NewRef(or_none(as<T>(self)->*member));
+}
+
+// None is written as null.
+template <class T, PyObject* T::*member>
+int set_object(PyObject* self, PyObject* to, void*) {
+  give_up(std::exchange(as<T>(self)->*member, is_none(to) ? nullptr : Py_NewRef(to)));
+  return 0;
+}
+
+template <class T, int64_t T::*member>
+PyObject* get_number(PyObject* self, void*) {
+  return PyLong_FromLongLong(as<T>(self)->*member);
+}
+
+template <class T, int64_t T::*member>
+int set_number(PyObject* self, PyObject* to, void*) {
+  return leave_error_to([&] { as<T>(self)->*member = integer(to); });
+}
+
+template <class T, bool T::*member>
+PyObject* get_flag(PyObject* self, void*) {
+  return PyBool_FromLong(as<T>(self)->*member);
+}
+
+template <class T, bool T::*member>
+int set_flag(PyObject* self, PyObject* to, void*) {
+  int truth = to == nullptr ? 0 : PyObject_IsTrue(to);
+  if (truth < 0) return -1;
+  as<T>(self)->*member = truth != 0;
+  return 0;
+}
+
+// ---------------------------------------------------------------------- slots of Python classes
+
+using Offset = Py_ssize_t;
+
+inline PyObject*& slot(PyObject* object, Offset offset) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+}
+
+inline void put_new(PyObject* object, Offset offset, PyObject* borrowed) {
+  PyObject* old = std::exchange(slot(object, offset), Py_NewRef(borrowed));
+  Py_XDECREF(old);
+}
+
+// The classes of the tape that stay Python's, and where their slots are.
+struct Layout {
+  PyTypeObject *ref, *operation, *region, *tape;
+  Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
+  Offset operation_refs, operation_sequence, operation_facts;
+  Offset region_depth, region_policy;
+  Offset tape_lock, tape_decisions, tape_recorder, tape_events;
+};
+
+inline Layout layout;
+
+inline Offset offset_of(PyTypeObject* type, const char* name) {
+  Owned found(checked(PyObject_GetAttrString(object_of(type), name)));
+  if (!Py_IS_TYPE(found.get(), &PyMemberDescr_Type)) {
+    throw py::type_error(std::string(type->tp_name) + "." + name + " is not a slot");
+  }
+  return as<PyMemberDescrObject>(found.get())->d_member->offset;
+}
+
+inline PyTypeObject* class_in(const py::module_& module, const char* name) {
+  py::object found = module.attr(name);
+  return as<PyTypeObject>(found.release().ptr());  // for the life of the process
+}
+
+inline void find_layout(const py::module_& values, const py::module_& tape) {
+  Layout& l = layout;
+  l.ref = class_in(values, "Ref");
+  l.operation = class_in(values, "Operation");
+  l.region = class_in(values, "Region");
+  l.tape = class_in(tape, "Tape");
+  l.tape_lock = offset_of(l.tape, "lock");
+  l.tape_decisions = offset_of(l.tape, "decisions");
+  l.tape_recorder = offset_of(l.tape, "recorder");
+  l.tape_events = offset_of(l.tape, "events");
+  l.ref_value = offset_of(l.ref, "value");
+  l.ref_dtype = offset_of(l.ref, "dtype");
+  l.ref_size = offset_of(l.ref, "size");
+  l.ref_stride = offset_of(l.ref, "stride");
+  l.ref_offset = offset_of(l.ref, "offset");
+  l.ref_blank = offset_of(l.ref, "blank");
+  l.operation_refs = offset_of(l.operation, "refs");
+  l.operation_sequence = offset_of(l.operation, "sequence");
+  l.operation_facts = offset_of(l.operation, "facts");
+  l.region_depth = offset_of(l.region, "depth");
+  l.region_policy = offset_of(l.region, "policy");
 }
 
 }  // namespace lowtide

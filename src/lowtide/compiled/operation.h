@@ -7,13 +7,14 @@
 // themselves, which would keep all activations in memory.
 #pragma once
 
-#include "objects.h"
+#include "facts.h"
+#include "record_types.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <memory>
 #include <optional>
 
 namespace lowtide {
@@ -22,19 +23,25 @@ using Stack = torch::jit::Stack;
 
 // A tensor among the arguments.
 struct Input {
-  PyObject* value;  // owned; null: memory that the operation overwrites entirely
-  int32_t argument;
-  int32_t item;  // place in a list of tensors, or -1
+  Value* value;  // owned; null: memory that the operation overwrites entirely
   Geometry geometry;
-  bool scratch = false;  // stands in for running statistics, which a replay must not move
-  int64_t blank = 0;     // bytes of the fresh memory in place of a value
+  int32_t argument;
+  int32_t item;       // place in a list of tensors, or -1
+  int64_t blank = 0;  // bytes of the fresh memory in place of a value
   c10::Device device = c10::Device(c10::kCPU);
+  bool scratch = false;  // stands in for running statistics, which a replay must not move
 };
 
-// An argument that the operation writes, by its place among the inputs.
+// A value that the operation makes: its place in the flattened result.
+struct Output {
+  int32_t place;
+  Weak value;
+};
+
+// An argument that the operation writes, by its place among the inputs, and what it becomes.
 struct Write {
   size_t input;
-  PyObject* value;  // a weak reference to what it becomes, owned
+  Weak value;
 };
 
 // A list of tensors among the arguments.
@@ -44,67 +51,42 @@ struct TensorList {
   bool optional;  // its items may be missing
 };
 
-struct Operation {
-  PyObject_HEAD
-  PyObject* weak_list;
-  PyObject* facts;
-  PyObject* ambient;  // null: does not matter
-  PyObject* refs;     // a list, once Python has asked for it
-  PyObject* outputs;  // a list of (place, weak reference to a value)
-  int64_t sequence;
-  bool grad_mode;
-  // What follows is constructed in place.
-  c10::OperatorHandle op;
-  c10::SmallVector<c10::IValue, 8> arguments;
-  c10::SmallVector<Input, 3> inputs;
+// What most operations do without.
+struct Rare {
   std::vector<TensorList> lists;
   std::vector<Write> writes;
-  c10::SmallVector<int32_t, 2> numbers;  // arguments that were Python numbers in place of a tensor
+  std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
   at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
   std::optional<c10::Stream> stream;  // of a device that has streams
+};
+
+struct Operation : Record {
+  Operation(const c10::OperatorHandle& called, const Fact* known) : fact(known), op(called) {}
+
+  const Fact* fact;
+  PyObject* ambient = nullptr;  // null: does not matter
+  PyObject* refs = nullptr;     // a list, once Python has asked for it
+  int64_t sequence = 0;
+  bool grad_mode = false;
+  c10::OperatorHandle op;
+  c10::SmallVector<c10::IValue, 4> arguments;
+  c10::SmallVector<Input, 3> inputs;
+  c10::SmallVector<Output, 1> outputs;
+  std::unique_ptr<Rare> more;
+
+  const Rare& rare() const {
+    static const Rare none;
+    return more == nullptr ? none : *more;
+  }
+  Rare& own_rare() {
+    if (more == nullptr) more = std::make_unique<Rare>();
+    return *more;
+  }
 };
 
 inline PyTypeObject* operation_type;
 
 inline bool is_compiled_operation(PyObject* object) { return Py_IS_TYPE(object, operation_type); }
-
-inline Operation* new_operation(const c10::OperatorHandle& op) {
-  auto* made = PyObject_New(Operation, operation_type);
-  if (made == nullptr) throw py::error_already_set();
-  made->weak_list = made->facts = made->ambient = made->refs = made->outputs = nullptr;
-  new (&made->op) c10::OperatorHandle(op);
-  new (&made->arguments) c10::SmallVector<c10::IValue, 8>();
-  new (&made->inputs) c10::SmallVector<Input, 3>();
-  new (&made->lists) std::vector<TensorList>();
-  new (&made->writes) std::vector<Write>();
-  new (&made->numbers) c10::SmallVector<int32_t, 2>();
-  new (&made->drawn) at::Generator();
-  new (&made->stream) std::optional<c10::Stream>();
-  return made;
-}
-
-// Chains of values and operations are long; the values' own deallocator bounds the recursion.
-inline void delete_operation(PyObject* self) {
-  auto* op = reinterpret_cast<Operation*>(self);
-  if (op->weak_list != nullptr) PyObject_ClearWeakRefs(self);
-  Py_XDECREF(op->facts);
-  Py_XDECREF(op->ambient);
-  Py_XDECREF(op->refs);
-  Py_XDECREF(op->outputs);
-  for (Input& input : op->inputs) Py_XDECREF(input.value);
-  for (Write& write : op->writes) Py_XDECREF(write.value);
-  op->drawn.~Generator();
-  op->numbers.~SmallVector();
-  op->writes.~vector();
-  op->lists.~vector();
-  op->inputs.~SmallVector();
-  op->arguments.~SmallVector();
-  op->stream.~optional();
-  op->op.~OperatorHandle();
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_Free(self);
-  Py_DECREF(type);
-}
 
 // ---------------------------------------------------------------------- as Python sees it
 
@@ -161,31 +143,17 @@ inline PyObject* refs_of(Operation* op) {
   if (op->refs != nullptr) return op->refs;
   Owned list(checked(PyList_New(0)));
   for (const Input& input : op->inputs) {
-    Owned ref(new_ref(input.value == nullptr ? Py_None : input.value, input.geometry));
+    Owned ref(new_ref(object_of(input.value), input.geometry));
     if (input.value == nullptr) {
-      py::tuple blank = py::make_tuple(input.blank, input.device);
-      put(ref.get(), layout.ref_blank, blank.release().ptr());
+      put_new(ref.get(), layout.ref_blank, py::make_tuple(input.blank, input.device).ptr());
     }
     if (PyList_Append(list.get(), ref.get()) < 0) throw py::error_already_set();
   }
   return op->refs = list.release();
 }
 
-// Run what makes a Python object, and leave its exception to Python.
-template <class Make>
-PyObject* leave_error(Make make) {
-  try {
-    return make();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
 inline PyObject* operation_refs(PyObject* self, void*) {
-  auto* op = reinterpret_cast<Operation*>(self);
+  auto* op = as<Operation>(self);
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
     for (size_t i = 0; i < op->inputs.size(); ++i) {
@@ -197,14 +165,43 @@ inline PyObject* operation_refs(PyObject* self, void*) {
   });
 }
 
-// [(ref, weak reference to the value it becomes)]
-inline PyObject* operation_writes(PyObject* self, void*) {
-  auto* op = reinterpret_cast<Operation*>(self);
+// Python's weak reference to a value, or to nothing.
+inline Owned python_weak(const Weak& value) {
+  if (value.get() != nullptr) return Owned(checked(PyWeakref_NewRef(value.get(), nullptr)));
+  static PyObject* to_nothing = [] {
+    Owned gone(object_of(new_value(nullptr, 0, Py_None, -1)));
+    return checked(PyWeakref_NewRef(gone.get(), nullptr));
+  }();
+  return Owned(Py_NewRef(to_nothing));
+}
+
+// Add (of, weak reference to the value) to a list.
+inline void append_link(PyObject* list, PyObject* of, const Weak& value) {
+  Owned weak = python_weak(value);
+  Owned pair(checked(PyTuple_Pack(2, of, weak.get())));
+  if (PyList_Append(list, pair.get()) < 0) throw py::error_already_set();
+}
+
+// [(place in the flattened result, weak reference to the value made)]
+inline PyObject* operation_outputs(PyObject* self, void*) {
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
-    for (const Write& write : op->writes) {
-      Owned pair(checked(PyTuple_Pack(2, PyList_GET_ITEM(refs_of(op), write.input), write.value)));
-      if (PyList_Append(list.get(), pair.get()) < 0) throw py::error_already_set();
+    for (const Output& output : as<Operation>(self)->outputs) {
+      Owned place(PyLong_FromLong(output.place));
+      append_link(list.get(), place.get(), output.value);
+    }
+    return list.release();
+  });
+}
+
+// [(ref, weak reference to the value it becomes)]
+inline PyObject* operation_writes(PyObject* self, void*) {
+  auto* op = as<Operation>(self);
+  return leave_error([&] {
+    Owned list(checked(PyList_New(0)));
+    for (const Write& write : op->rare().writes) {
+      PyObject* ref = PyList_GET_ITEM(refs_of(op), static_cast<Py_ssize_t>(write.input));
+      append_link(list.get(), ref, write.value);
     }
     return list.release();
   });
@@ -212,12 +209,12 @@ inline PyObject* operation_writes(PyObject* self, void*) {
 
 // [(generator, its state before)]
 inline PyObject* operation_draws(PyObject* self, void*) {
-  auto* op = reinterpret_cast<Operation*>(self);
+  auto* op = as<Operation>(self);
   return leave_error([&] {
     py::list draws;
-    if (op->drawn.defined()) {
+    if (op->rare().drawn.defined()) {
       py::object generator = py::module_::import("torch").attr("default_generator");
-      draws.append(py::make_tuple(generator, py::cast(op->drawn.get_state())));
+      draws.append(py::make_tuple(generator, py::cast(op->rare().drawn.get_state())));
     }
     return draws.release().ptr();
   });
@@ -229,7 +226,7 @@ inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
   for (const Input& input : op->inputs) {
     at_least = std::max(at_least, static_cast<size_t>(input.argument) + 1);
   }
-  for (const TensorList& list : op->lists) {
+  for (const TensorList& list : op->rare().lists) {
     at_least = std::max(at_least, static_cast<size_t>(list.argument) + 1);
   }
   auto [args, kwargs] = python_arguments(op->op.schema(), op->arguments.data(), at_least);
@@ -242,7 +239,7 @@ inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
     }
   };
   std::vector<py::list> lists;
-  for (const TensorList& list : op->lists) {
+  for (const TensorList& list : op->rare().lists) {
     lists.emplace_back(list.count);
     for (int item = 0; item < list.count; ++item) lists.back()[item] = py::none();
     set(list.argument, lists.back());
@@ -257,7 +254,7 @@ inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
       continue;
     }
     for (size_t i = 0; i < lists.size(); ++i) {
-      if (op->lists[i].argument == input.argument) lists[i][input.item] = ref;
+      if (op->rare().lists[i].argument == input.argument) lists[i][input.item] = ref;
     }
   }
   return {std::move(args), std::move(kwargs)};
@@ -265,29 +262,29 @@ inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
 
 inline PyObject* operation_args(PyObject* self, void*) {
   return leave_error([&] {
-    return operation_arguments(reinterpret_cast<Operation*>(self)).first.release().ptr();
+    return operation_arguments(as<Operation>(self)).first.release().ptr();
   });
 }
 
 inline PyObject* operation_kwargs(PyObject* self, void*) {
   return leave_error([&] {
-    return operation_arguments(reinterpret_cast<Operation*>(self)).second.release().ptr();
+    return operation_arguments(as<Operation>(self)).second.release().ptr();
   });
 }
 
 inline PyObject* operation_ambient(PyObject* self, void*) {
-  PyObject* found = reinterpret_cast<Operation*>(self)->ambient;
-  return Py_NewRef(found == nullptr ? Py_None : found);
+  return Py_NewRef(or_none(as<Operation>(self)->ambient));
 }
 
 inline PyObject* operation_stream(PyObject* self, void*) {
-  auto* op = reinterpret_cast<Operation*>(self);
-  if (!op->stream) Py_RETURN_NONE;
+  auto* op = as<Operation>(self);
+  const auto& stream = op->rare().stream;
+  if (!stream) Py_RETURN_NONE;
   return leave_error([&] {
     return py::object(py::module_::import("torch.cuda").attr("Stream")(
-                          py::arg("stream_id") = op->stream->id(),
-                          py::arg("device_index") = op->stream->device_index(),
-                          py::arg("device_type") = static_cast<int64_t>(op->stream->device_type())))
+                          py::arg("stream_id") = stream->id(),
+                          py::arg("device_index") = stream->device_index(),
+                          py::arg("device_type") = static_cast<int64_t>(stream->device_type())))
         .release()
         .ptr();
   });
@@ -295,59 +292,76 @@ inline PyObject* operation_stream(PyObject* self, void*) {
 
 inline PyObject* operation_seconds(PyObject*, void*) { return PyFloat_FromDouble(0.0); }
 
+inline PyObject* operation_facts(PyObject* self, void*) {
+  return Py_NewRef(as<Operation>(self)->fact->facts);
+}
+
 // `Operation.values`: what a replay reads.
 inline PyObject* operation_values(PyObject* self, PyObject*) {
-  PyObject* list = PyList_New(0);
-  for (const Input& input : reinterpret_cast<Operation*>(self)->inputs) {
-    if (input.value != nullptr) PyList_Append(list, input.value);
+  Owned list(PyList_New(0));
+  for (const Input& input : as<Operation>(self)->inputs) {
+    if (input.value == nullptr) continue;
+    if (list.get() == nullptr || PyList_Append(list.get(), object_of(input.value)) < 0) {
+      return nullptr;
+    }
   }
-  return list;
+  return list.release();
 }
 
 // `Operation.made`: the values still in use that a replay makes.
 inline PyObject* operation_made(PyObject* self, PyObject*) {
-  PyObject* list = PyList_New(0);
-  PyObject* outputs = reinterpret_cast<Operation*>(self)->outputs;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
-    Owned value(target_of(PyTuple_GET_ITEM(PyList_GET_ITEM(outputs, i), 1)));
-    if (value.get() != nullptr) PyList_Append(list, value.get());
+  Owned list(PyList_New(0));
+  auto add = [&](const Weak& value) {
+    return value.get() == nullptr ||
+        (list.get() != nullptr && PyList_Append(list.get(), value.get()) == 0);
+  };
+  auto* op = as<Operation>(self);
+  for (const Output& output : op->outputs) {
+    if (!add(output.value)) return nullptr;
   }
-  for (const Write& write : reinterpret_cast<Operation*>(self)->writes) {
-    Owned value(target_of(write.value));
-    if (value.get() != nullptr) PyList_Append(list, value.get());
+  for (const Write& write : op->rare().writes) {
+    if (!add(write.value)) return nullptr;
   }
-  return list;
+  return list.release();
+}
+
+inline void operation_delete(PyObject* self) {
+  leave(self);
+  auto* op = as<Operation>(self);
+  PyObject *ambient = op->ambient, *refs = op->refs;
+  c10::SmallVector<Value*, 4> read;
+  for (const Input& input : op->inputs) read.push_back(input.value);
+  free_record<Operation>(self);
+  for (Value* value : read) give_up(object_of(value));
+  Py_XDECREF(refs);
+  Py_XDECREF(ambient);
 }
 
 inline PyGetSetDef operation_getset[] = {
-    {"refs", operation_refs, nullptr, nullptr, nullptr},
-    {"args", operation_args, nullptr, nullptr, nullptr},
-    {"kwargs", operation_kwargs, nullptr, nullptr, nullptr},
-    {"ambient", operation_ambient, nullptr, nullptr, nullptr},
-    {"stream", operation_stream, nullptr, nullptr, nullptr},
-    {"writes", operation_writes, nullptr, nullptr, nullptr},
-    {"draws", operation_draws, nullptr, nullptr, nullptr},
-    {"seconds", operation_seconds, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    {"facts", operation_facts, nullptr},
+    {"refs", operation_refs, nullptr},
+    {"args", operation_args, nullptr},
+    {"kwargs", operation_kwargs, nullptr},
+    {"ambient", operation_ambient, nullptr},
+    {"stream", operation_stream, nullptr},
+    {"outputs", operation_outputs, nullptr},
+    {"writes", operation_writes, nullptr},
+    {"draws", operation_draws, nullptr},
+    {"seconds", operation_seconds, nullptr},
+    {"sequence", get_number<Operation, &Operation::sequence>, nullptr},
+    {"grad_mode", get_flag<Operation, &Operation::grad_mode>, nullptr},
+    {}};
 
 inline PyMethodDef operation_methods[] = {
     {"values", operation_values, METH_NOARGS, nullptr},
     {"made", operation_made, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
-inline PyMemberDef operation_members[] = {
-    {"facts", T_OBJECT, offsetof(Operation, facts), READONLY, nullptr},
-    {"outputs", T_OBJECT, offsetof(Operation, outputs), READONLY, nullptr},
-    {"sequence", T_LONGLONG, offsetof(Operation, sequence), READONLY, nullptr},
-    {"grad_mode", T_BOOL, offsetof(Operation, grad_mode), READONLY, nullptr},
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(Operation, weak_list), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr}};
-
 inline PyType_Slot operation_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(delete_operation)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(operation_delete)},
     {Py_tp_getset, operation_getset},
     {Py_tp_methods, operation_methods},
-    {Py_tp_members, operation_members},
+    {Py_tp_members, record_members},
     {0, nullptr}};
 
 inline PyType_Spec operation_spec = {

@@ -26,6 +26,26 @@ inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
   return {};
 }
 
+// A copy of the CPU generator as it is: the last one, while nothing has been drawn since. Most of what
+// may draw does not, such as attention without dropout, and a copy is larger than all other records.
+inline at::Generator generator_now() {
+  static thread_local at::Generator last;
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  auto* now = generator.get<at::CPUGeneratorImpl>();
+  if (last.defined()) {
+    auto* then = last.get<at::CPUGeneratorImpl>();
+    auto drawn = now->engine().data(), before = then->engine().data();
+    if (drawn.seed_ == before.seed_ && drawn.left_ == before.left_ && drawn.next_ == before.next_ &&
+        drawn.seeded_ == before.seeded_ && drawn.state_ == before.state_ &&
+        now->next_float_normal_sample() == then->next_float_normal_sample() &&
+        now->next_double_normal_sample() == then->next_double_normal_sample()) {
+      return last;
+    }
+  }
+  return last = generator.clone();
+}
+
 // The CPU generator as it is; false if the call draws from another one.
 inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
@@ -36,9 +56,7 @@ inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
     }
   }
   if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory: its device may be another
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  into = generator.clone();
+  into = generator_now();
   return true;
 }
 
@@ -51,8 +69,8 @@ inline bool run_recorded(
   bool statistics = trains(fact, values);
   if (fact.mean >= 0 && !statistics && values[fact.mean].isTensor()) return false;  // frozen
   std::vector<Written> written;
-  Owned owner(reinterpret_cast<PyObject*>(new_operation(op)));
-  auto* made = reinterpret_cast<Operation*>(owner.get());
+  auto* made = new_record<Operation>(operation_type, op, &fact);
+  Owned owner(object_of(made));
   if (!find_written(state, op.schema(), fact.writes, values, written, true)) return false;
   bool again = statistics || may_be_made(fact, written);
   if (again) {
@@ -68,13 +86,13 @@ inline bool run_recorded(
     if (!find_written(state, op.schema(), places, values, written, false)) return false;
     for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
-  if (fact.random && again && !snapshot(*stack, count, made->drawn)) return false;
+  if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
   size_t digest = 0;
   if (following(state) && written.empty() && again && !has_room(state, fact, made, digest)) {
     static PyObject* name = interned("before");
     auto [args, kwargs] = python_arguments(op.schema(), values);
     Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
-    Owned look(checked(PyObject_GetAttr(reinterpret_cast<PyObject*>(state), name)));
+    Owned look(checked(PyObject_GetAttr(object_of(state), name)));
     py::tuple positional(args);
     PyObject* arguments[] = {fact.facts, func.get(), positional.ptr(), kwargs.ptr()};
     Owned done(checked(PyObject_Vectorcall(look.get(), arguments, 4, nullptr)));
@@ -82,18 +100,17 @@ inline bool run_recorded(
       reinterpret_cast<Script*>(state->script)->looked_at[state->sequence] = digest;
     }
   }
-  made->facts = Py_NewRef(fact.facts);
-  made->outputs = leaf(PyList_New(0));
   if (again) {
     made->sequence = state->sequence++;
     made->grad_mode = c10::GradMode::is_enabled();
     if (fact.ambient) made->ambient = Py_NewRef(ambient_now());
-    made->stream = stream_of(*stack, count);
+    if (auto stream = stream_of(*stack, count)) made->own_rare().stream = stream;
   }
   for (const Written& each : written) {
-    PyObject* key = slot(each.entry.get(), layout.entry_key);
-    if (PyDict_GetItemWithError(watched, key) == nullptr) continue;
-    PyObject* arguments[] = {key, each.hidden ? Py_True : Py_False};
+    int64_t key = each.entry()->key;
+    if (watched->storages.find(key) == watched->storages.end()) continue;
+    Owned number(checked(PyLong_FromLongLong(key)));
+    PyObject* arguments[] = {number.get(), each.hidden ? Py_True : Py_False};
     Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
   }
   Stack before;  // for a decision that looks at the arguments, should the plan not hold
@@ -104,16 +121,20 @@ inline bool run_recorded(
   }
   PyObject* policy = slot(state->region, layout.region_policy);
   bool told = again && (state->asks || !is_none(policy));
-  Owned results(told ? checked(PyList_New(0)) : nullptr);
+  Made results;
   Operation* maker = again ? made : nullptr;
-  for (Written& each : written) rewritten(state, maker, each, results.get());
-  add_outputs(state, maker, *stack, op.schema().returns().size(), results.get());
-  if (!told || (following(state) && follow(state, fact, made, results.get()))) return true;
+  for (Written& each : written) rewritten(state, maker, each, results);
+  add_outputs(state, maker, *stack, op.schema().returns().size(), results);
+  if (!told || (following(state) && follow(state, fact, made, results))) return true;
   static PyObject* name = interned("produced");
   py::tuple args;
   py::dict kwargs;
   if (state->asks) std::tie(args, kwargs) = python_arguments(op.schema(), before.data());
-  PyObject* arguments[] = {state->decisions, owner.get(), results.get(), state->region,
+  Owned list(checked(PyList_New(0)));
+  for (Value* value : results) {
+    if (PyList_Append(list.get(), object_of(value)) < 0) throw py::error_already_set();
+  }
+  PyObject* arguments[] = {state->decisions, owner.get(), list.get(), state->region,
                            args.ptr(),       kwargs.ptr()};
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 6, nullptr)));
   return true;
@@ -131,7 +152,7 @@ inline void run_python(State* state, const c10::OperatorHandle& op, Stack* stack
     torch::jit::drop(*stack, count);
     py::tuple positional(args);
     PyObject* arguments[] = {
-        reinterpret_cast<PyObject*>(state), func.ptr(), positional.ptr(), kwargs.ptr()};
+        object_of(state), func.ptr(), positional.ptr(), kwargs.ptr()};
     result = py::reinterpret_steal<py::object>(
         checked(PyObject_VectorcallMethod(name, arguments, 4, nullptr)));
   }
@@ -168,12 +189,13 @@ inline void run_unrecorded(
     WithoutGil released;
     run_below(op, keys, stack);
   }
-  add_outputs(state, nullptr, *stack, op.schema().returns().size(), nullptr);
+  Made none;
+  add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
 }
 
 inline void look_for_freed(State* state) {
   static PyObject* name = interned("_look_for_freed");
-  PyObject* arguments[] = {reinterpret_cast<PyObject*>(state), state->read};
+  PyObject* arguments[] = {object_of(state), state->read};
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.tape import watch
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.values import tensors_in
 
@@ -24,6 +25,12 @@ def recorder_class(core: Any) -> type[Recorder]:
         """Sees operators through a boxed fallback in place of a dispatch mode."""
 
         unpack = staticmethod(core.unpack)
+        new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
+
+        @staticmethod
+        def new_count(table: dict[int, Any]) -> tuple[Any, Any]:
+            live = core.Box(0)
+            return live, core.Forget(table, live)
 
         def __enter__(self) -> CompiledRecorder:
             self.open()
@@ -43,6 +50,7 @@ def recorder_class(core: Any) -> type[Recorder]:
         def name(self, tensor: torch.Tensor, label: str) -> None:
             core.aside(Recorder.name, self, tensor, label)
 
+    watch.use(core.watched)
     # Higher-order operators are Python's own and look for a kernel under our key.
     _compat.each_higher_order_operator(
         lambda operator: _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))

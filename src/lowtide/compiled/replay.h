@@ -72,14 +72,14 @@ class RestoredGenerator {
 };
 
 inline int64_t sequence_of(PyObject* op) {
-  if (is_compiled_operation(op)) return reinterpret_cast<Operation*>(op)->sequence;
+  if (is_compiled_operation(op)) return as<Operation>(op)->sequence;
   return integer(slot(op, layout.operation_sequence));
 }
 
 template <class Visit>
 void each_input(PyObject* op, Visit visit) {
   if (is_compiled_operation(op)) {
-    for (const Input& input : reinterpret_cast<Operation*>(op)->inputs) {
+    for (const Input& input : as<Operation>(op)->inputs) {
       if (input.value != nullptr) visit(input.value);
     }
     return;
@@ -87,39 +87,40 @@ void each_input(PyObject* op, Visit visit) {
   PyObject* refs = slot(op, layout.operation_refs);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(refs); ++i) {
     PyObject* value = slot(PyList_GET_ITEM(refs, i), layout.ref_value);
-    if (!is_none(value)) visit(value);
+    if (!is_none(value)) visit(value_of(value));
   }
 }
 
 // The ref through which an operation reads one of its inputs.
-inline Owned ref_read_by(PyObject* op, PyObject* value) {
+inline Owned ref_read_by(PyObject* op, Value* value) {
   if (op == nullptr) return Owned(Py_NewRef(Py_None));
   if (is_compiled_operation(op)) {
-    for (const Input& input : reinterpret_cast<Operation*>(op)->inputs) {
-      if (input.value == value) return Owned(new_ref(value, input.geometry));
+    for (const Input& input : as<Operation>(op)->inputs) {
+      if (input.value == value) return Owned(new_ref(object_of(value), input.geometry));
     }
   } else {
     PyObject* refs = slot(op, layout.operation_refs);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(refs); ++i) {
       PyObject* ref = PyList_GET_ITEM(refs, i);
-      if (slot(ref, layout.ref_value) == value) return Owned(Py_NewRef(ref));
+      if (slot(ref, layout.ref_value) == object_of(value)) return Owned(Py_NewRef(ref));
     }
   }
   return Owned(Py_NewRef(Py_None));
 }
 
-[[noreturn]] inline void lost(PyObject* value, PyObject* ref) {
-  PyObject* arguments[] = {value, ref};
+[[noreturn]] inline void lost(Value* value, PyObject* ref) {
+  PyObject* arguments[] = {object_of(value), ref};
   Owned error(checked(PyObject_Vectorcall(python_lost, arguments, 2, nullptr)));
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+  PyErr_SetObject(object_of(Py_TYPE(error.get())), error.get());
   throw py::error_already_set();
 }
 
 // One replay, from a request to the tensor.
 class Replay {
  public:
-  Replay(PyObject* value, PyObject* request, PyObject* decisions)
-      : value_(value), request_(request), decisions_(decisions) {}
+  // `events`: how often backward has asked, where that and the plan decide what is retained.
+  Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events)
+      : value_(value), request_(request), decisions_(decisions), events_(events) {}
 
   at::Tensor run() {
     find_closure();
@@ -129,7 +130,7 @@ class Replay {
     RestoredGradMode mode;
     for (const Owned& op : operations_) {
       if (is_compiled_operation(op.get())) {
-        run_compiled(reinterpret_cast<Operation*>(op.get()), switches);
+        run_compiled(as<Operation>(op.get()), switches);
       } else {
         run_rare(op.get(), switches);
       }
@@ -148,17 +149,19 @@ class Replay {
   }
 
  private:
+  using Results = std::vector<std::pair<Owned, at::Tensor>>;  // values made, and what they are
+
   void find_closure() {
     std::unordered_set<PyObject*> found;
-    std::vector<std::pair<PyObject*, PyObject*>> stack{{value_, nullptr}};
+    std::vector<std::pair<Value*, PyObject*>> stack{{value_, nullptr}};
     while (!stack.empty()) {
       auto [wanted, reader] = stack.back();
       stack.pop_back();
-      PyObject* op = slot(wanted, layout.value_op);
-      if (is_none(op)) lost(wanted, ref_read_by(reader, wanted).get());
+      PyObject* op = wanted->op;
+      if (op == nullptr) lost(wanted, ref_read_by(reader, wanted).get());
       if (!found.insert(op).second) continue;
       operations_.emplace_back(Py_NewRef(op));
-      each_input(op, [&](PyObject* value) {
+      each_input(op, [&](Value* value) {
         if (in_memory(value) == nullptr) stack.emplace_back(value, op);
       });
     }
@@ -170,17 +173,16 @@ class Replay {
   void count_readers() {
     readers_[value_] = 1;
     for (const Owned& op : operations_) {
-      each_input(op.get(), [&](PyObject* value) { ++readers_[value]; });
+      each_input(op.get(), [&](Value* value) { ++readers_[value]; });
     }
   }
 
-  const at::Tensor& base_of(PyObject* value, const Operation* op) {
+  const at::Tensor& base_of(Value* value, const Operation* op) {
     auto found = live_.find(value);
     if (found != live_.end()) return found->second;
     const at::Tensor* held = in_memory(value);
     if (held == nullptr) {
-      auto* reader = reinterpret_cast<PyObject*>(const_cast<Operation*>(op));
-      lost(value, ref_read_by(reader, value).get());
+      lost(value, ref_read_by(object_of(const_cast<Operation*>(op)), value).get());
     }
     return *held;
   }
@@ -190,45 +192,45 @@ class Replay {
         PyObject_RichCompareBool(op->ambient, switches, Py_EQ) != 1) {
       return false;
     }
-    return !op->stream ||
-        c10::impl::VirtualGuardImpl(op->stream->device_type()).getStream(op->stream->device()) ==
-        *op->stream;
+    const auto& stream = op->rare().stream;
+    return !stream ||
+        c10::impl::VirtualGuardImpl(stream->device_type()).getStream(stream->device()) == *stream;
   }
 
   void run_compiled(Operation* op, PyObject* switches) {
-    if (!as_recorded(op, switches)) return run_rare(reinterpret_cast<PyObject*>(op), switches);
+    if (!as_recorded(op, switches)) return run_rare(object_of(op), switches);
     std::vector<at::Tensor> written;
     Stack stack = arguments_of(op, written);
     c10::GradMode::set_enabled(op->grad_mode);
     {
-      RestoredGenerator generator(op->drawn);
+      RestoredGenerator generator(op->rare().drawn);
       WithoutGil released;
       op->op.callBoxed(&stack);
     }
-    std::vector<std::pair<Owned, at::Tensor>> made;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(op->outputs); ++i) {
-      PyObject* pair = PyList_GET_ITEM(op->outputs, i);
-      Owned value(target_of(PyTuple_GET_ITEM(pair, 1)));
-      if (value.get() == nullptr) continue;
-      made.emplace_back(std::move(value), result_at(stack, integer(PyTuple_GET_ITEM(pair, 0))));
+    Results made;
+    for (const Output& output : op->outputs) {
+      if (output.value.get() == nullptr) continue;
+      made.emplace_back(Py_NewRef(output.value.get()), result_at(stack, output.place));
     }
-    for (size_t i = 0; i < op->writes.size(); ++i) {
-      Owned value(target_of(op->writes[i].value));
-      if (value.get() != nullptr) made.emplace_back(std::move(value), written[i]);
+    const auto& writes = op->rare().writes;
+    for (size_t i = 0; i < writes.size(); ++i) {
+      PyObject* value = writes[i].value.get();
+      if (value != nullptr) made.emplace_back(Py_NewRef(value), written[i]);
     }
     stack.clear();
     written.clear();
-    done(reinterpret_cast<PyObject*>(op), made);
+    done(object_of(op), made);
   }
 
   // The arguments; `written` gets what the operation is about to write, in the order of its writes.
   Stack arguments_of(const Operation* op, std::vector<at::Tensor>& written) {
     Stack stack(op->arguments.begin(), op->arguments.end());
-    for (const Write& write : op->writes) written.push_back(private_base(op, op->inputs[write.input]));
+    const Rare& rare = op->rare();
+    for (const Write& write : rare.writes) written.push_back(private_base(op, op->inputs[write.input]));
     auto input = op->inputs.begin();
     auto base = [&]() -> at::Tensor {
-      for (size_t i = 0; i < op->writes.size(); ++i) {
-        const Input& other = op->inputs[op->writes[i].input];
+      for (size_t i = 0; i < rare.writes.size(); ++i) {
+        const Input& other = op->inputs[rare.writes[i].input];
         bool same = input->value == nullptr ? &other == &*input : other.value == input->value;
         if (same) return written[i];
       }
@@ -240,12 +242,12 @@ class Replay {
       ++input;
       return tensor;
     };
-    for (int32_t place : op->numbers) {
+    for (int32_t place : rare.numbers) {
       stack[place] = at::native::wrapped_scalar_tensor(stack[place].toScalar());
     }
-    auto list = op->lists.begin();
+    auto list = rare.lists.begin();
     for (int place = 0; place < static_cast<int>(stack.size()); ++place) {
-      if (list == op->lists.end() || list->argument != place) {
+      if (list == rare.lists.end() || list->argument != place) {
         if (auto tensor = next(place, -1)) stack[place] = std::move(*tensor);
         continue;
       }
@@ -273,14 +275,12 @@ class Replay {
     if (input.value == nullptr) return fresh(input);
     auto found = live_.find(input.value);
     if (found != live_.end() && readers_[input.value] == 1 &&
-        !(holds(input.value) && held_by(input.value).is_same(found->second))) {
+        !input.value->held.is_same(found->second)) {
       return found->second;  // a temporary of this replay, and nobody reads it after us
     }
     const at::Tensor& base = base_of(input.value, op);
-    Geometry whole;
-    whole.size.push_back(static_cast<int64_t>(base.storage().nbytes()));
-    whole.stride.push_back(1);
-    whole.dtype = caffe2::TypeMeta::Make<uint8_t>();
+    Geometry whole({static_cast<int64_t>(base.storage().nbytes())}, {1}, 0,
+                   caffe2::TypeMeta::Make<uint8_t>());
     at::Tensor copied = whole.of(base).clone();
     return Geometry(base).of(copied);
   }
@@ -301,57 +301,61 @@ class Replay {
   // By `replay.run`, which is given what of this replay the operation touches.
   void run_rare(PyObject* op, PyObject* switches) {
     Owned live(checked(PyDict_New())), readers(checked(PyDict_New()));
-    each_input(op, [&](PyObject* value) {
+    each_input(op, [&](Value* value) {
       auto found = live_.find(value);
       if (found != live_.end()) {
         Owned tensor(checked(THPVariable_Wrap(found->second)));
-        PyDict_SetItem(live.get(), value, tensor.get());
+        PyDict_SetItem(live.get(), object_of(value), tensor.get());
       }
       Owned count(PyLong_FromLong(readers_[value]));
-      PyDict_SetItem(readers.get(), value, count.get());
+      PyDict_SetItem(readers.get(), object_of(value), count.get());
     });
     Owned mode(checked(PyObject_GetAttrString(op, "grad_mode")));
     c10::GradMode::set_enabled(mode.get() == Py_True);
     PyObject* arguments[] = {op, live.get(), readers.get(), switches};
     Owned results(checked(PyObject_Vectorcall(python_run, arguments, 4, nullptr)));
-    std::vector<std::pair<Owned, at::Tensor>> made;
+    Results made;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results.get()); ++i) {
       PyObject* pair = PyList_GET_ITEM(results.get(), i);
       made.emplace_back(
-          Owned(Py_NewRef(PyTuple_GET_ITEM(pair, 0))), THPVariable_Unpack(PyTuple_GET_ITEM(pair, 1)));
+          Py_NewRef(PyTuple_GET_ITEM(pair, 0)), THPVariable_Unpack(PyTuple_GET_ITEM(pair, 1)));
     }
     done(op, made);
   }
 
   // What was read is let go after its last reader; what was made is kept where it is wanted.
-  void done(PyObject* op, std::vector<std::pair<Owned, at::Tensor>>& made) {
-    each_input(op, [&](PyObject* value) {
+  void done(PyObject* op, Results& made) {
+    each_input(op, [&](Value* value) {
       if (--readers_[value] == 0) live_.erase(value);
     });
-    for (auto& [value, tensor] : made) {
-      PyObject* v = value.get();
-      auto left = readers_.find(v);
-      if (left != readers_.end() && left->second > 0) {
-        live_[v] = tensor;
-      }
-      if (!holds(v) && retained(v)) {
-        put(v, layout.value_version, PyLong_FromLongLong(tensor._version()));
-        put(v, layout.value_held, checked(THPVariable_Wrap(tensor)));
+    for (auto& [owner, tensor] : made) {
+      Value* value = value_of(owner.get());
+      auto left = readers_.find(value);
+      if (left != readers_.end() && left->second > 0) live_[value] = tensor;
+      if (!value->held.defined() && retained(value)) {
+        value->version = tensor._version();
+        value->held = tensor;
       }
     }
   }
 
-  bool retained(PyObject* value) {
+  // As `Decisions.retained`.
+  bool retained(Value* value) {
+    if (events_ != nullptr) {
+      return value->handles != nullptr && events_->number >= value->retain_from;
+    }
     static PyObject* name = interned("retained");
-    PyObject* arguments[] = {decisions_, value, request_};
+    PyObject* arguments[] = {decisions_, object_of(value), request_};
     Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
     return answer.get() == Py_True;
   }
 
-  PyObject *value_, *request_, *decisions_;
+  Value* value_;
+  PyObject *request_, *decisions_;
+  const Box* events_;
   std::vector<Owned> operations_;
-  std::unordered_map<PyObject*, int> readers_;
-  std::unordered_map<PyObject*, at::Tensor> live_;
+  std::unordered_map<Value*, int> readers_;
+  std::unordered_map<Value*, at::Tensor> live_;
 };
 
 }  // namespace lowtide

@@ -31,8 +31,8 @@ inline size_t digest_of(const Operation* op) {
   size_t digest = 1;
   auto add = [&](size_t part) { digest = c10::hash_combine(digest, part); };
   for (const Input& input : op->inputs) {
-    for (int64_t size : input.geometry.size) add(static_cast<size_t>(size));
-    add(static_cast<size_t>(input.argument) + (input.geometry.dtype.itemsize() << 8));
+    for (int64_t size : input.geometry.size()) add(static_cast<size_t>(size));
+    add(static_cast<size_t>(input.argument) + (input.geometry.dtype().itemsize() << 8));
   }
   for (const c10::IValue& value : op->arguments) {
     if (value.isInt()) {
@@ -60,51 +60,43 @@ inline bool has_room(State* state, const Fact& fact, const Operation* op, size_t
   if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, state->sequence)) {
     return false;
   }
-  int64_t room = state->limit - integer(PyList_GET_ITEM(state->live, 0));
+  int64_t room = state->limit - as<Box>(state->live)->number;
   if (2 * script->needs[index] <= room) return true;
   digest = digest_of(op);
   return script->looked_at[index] == digest && script->needs[index] <= room;
 }
 
 // `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
-inline bool follow(State* state, const Fact& fact, Operation* op, PyObject* made) {
-  const Layout& l = layout;
+inline bool follow(State* state, const Fact& fact, const Operation* op, const Made& made) {
   auto* script = reinterpret_cast<Script*>(state->script);
   auto index = static_cast<size_t>(op->sequence);
   if (index >= script->sizes.size() || fact.name != PyTuple_GET_ITEM(script->names, op->sequence)) {
     return false;
   }
   const auto &sizes = script->sizes[index], &reads = script->reads[index];
-  auto count = static_cast<size_t>(PyList_GET_SIZE(made));
-  if (count != sizes.size()) return false;
+  if (made.size() != sizes.size()) return false;
   size_t read = 0;
   for (const Input& input : op->inputs) {
     if (input.scratch) continue;
-    int64_t number = input.value == nullptr ? -1 : integer(slot(input.value, l.value_number));
+    int64_t number = input.value == nullptr ? -1 : input.value->number;
     if (read >= reads.size() || reads[read++] != number) return false;
   }
   if (read != reads.size()) return false;
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* value = PyList_GET_ITEM(made, i);
-    if (integer(slot(value, l.value_nbytes)) != sizes[i] ||
-        script->choices.at(integer(slot(value, l.value_number))) < -1) {
-      return false;
-    }
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (made[i]->nbytes != sizes[i] || script->choices.at(made[i]->number) < -1) return false;
   }
-  for (size_t i = 0; i < count; ++i) {
-    PyObject* value = PyList_GET_ITEM(made, i);
-    int64_t choice = script->choices[integer(slot(value, l.value_number))];
-    if (choice > 0) put(value, l.value_retain_from, PyLong_FromLongLong(choice));
-    Owned weak(weak_to(value));
-    if (PyList_Append(state->made, weak.get()) < 0) throw py::error_already_set();
+  for (Value* value : made) {
+    int64_t choice = script->choices[value->number];
+    if (choice > 0) value->retain_from = choice;
+    add_weak(state->made, object_of(value));
   }
   return true;
 }
 
 // Whether the plan holds a value that autograd is saving.
-inline bool plan_holds(State* state, PyObject* value) {
+inline bool plan_holds(State* state, const Value* value) {
   auto* script = reinterpret_cast<Script*>(state->script);
-  return script->choices.at(integer(slot(value, layout.value_number))) < 0;
+  return script->choices.at(value->number) < 0;
 }
 
 }  // namespace lowtide

@@ -6,19 +6,16 @@
 // become Python's tuple only when they change. Rejected: a second copy of any of it.
 #pragma once
 
+#include "entries.h"
 #include "operation.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/PyInterpreter.h>
 
 #include <array>
-#include <unordered_map>
 
 namespace lowtide {
-
-inline PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 
 // No kernel is registered to this key on any operator, no tensor has it; it stands below autograd
 // and Python modes and above the kernels. It is on while a thread records.
@@ -29,14 +26,14 @@ struct State {
   PyObject_HEAD
   PyObject* region;
   PyObject* table;
-  PyObject* live;
+  PyObject* live;  // a `Box`
   PyObject* forget;
   PyObject* read;
   PyObject* before;
   PyObject* tape;
   PyObject* decisions;
   PyObject* script;   // the plan to follow, or none
-  PyObject* made;     // where to note what was made while it is followed: weak references
+  PyObject* made;     // where to note what was made while it is followed: a `WeakList`
   PyObject* handles;  // and what autograd got
   long long sequence, numbers, group;
   long long limit;  // bytes that may be alive while the script is followed, -1: any
@@ -45,17 +42,6 @@ struct State {
 };
 
 inline thread_local State* current = nullptr;
-
-// What has to be known of an operator here, from `Facts`.
-struct Fact {
-  PyObject* facts;
-  PyObject* name;
-  bool casts_inside;
-  bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
-  bool always_trains = false;
-  int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
-  std::vector<int> writes, fills;               // places of arguments
-};
 
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
@@ -66,49 +52,6 @@ struct WithoutGil {
   PyThreadState* state = PyEval_SaveThread();
   ~WithoutGil() { PyEval_RestoreThread(state); }
 };
-
-inline PyObject* facts_of;  // the Python function
-
-inline std::unordered_map<const c10::FunctionSchema*, Fact>& known_facts() {
-  static thread_local std::unordered_map<const c10::FunctionSchema*, Fact> found;
-  return found;
-}
-
-inline const Fact* fact_of(const c10::OperatorHandle& op) {
-  auto& found = known_facts();
-  auto at = found.find(&op.schema());
-  return at == found.end() ? nullptr : &at->second;
-}
-
-// Operators of torch itself are never taken back, so that the address of a schema tells them.
-inline const Fact* learn(const c10::OperatorHandle& op) {
-  const std::string& name = op.schema().name();
-  if (name.compare(0, 6, "aten::") != 0 && name.compare(0, 7, "prims::") != 0) return nullptr;
-  py::handle func = torch::detail::getTorchApiFunction(op);
-  py::object facts =
-      py::reinterpret_steal<py::object>(checked(PyObject_CallOneArg(facts_of, func.ptr())));
-  auto flag = [&](const char* field) { return facts.attr(field).cast<bool>(); };
-  Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
-  PyObject* interned_name = text.release();
-  PyUnicode_InternInPlace(&interned_name);
-  Fact fact{facts.ptr(),    interned_name,  flag("casts_inside"), flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
-            flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
-            !facts.attr("fills_saved").is_none()};
-  if (!facts.attr("statistics").is_none()) {
-    std::tie(fact.mean, fact.variance, fact.training) =
-        facts.attr("statistics").cast<std::tuple<int, int, int>>();
-    fact.always_trains = name.size() > 11 && name.compare(name.size() - 11, 11, "with_update") == 0;
-  }
-  auto place = [&](py::handle where) {
-    if (py::isinstance<py::int_>(where)) return where.cast<int>();
-    auto found = op.schema().argumentIndexWithName(where.cast<std::string>());
-    return found ? static_cast<int>(*found) : -1;
-  };
-  for (py::handle where : facts.attr("writes")) fact.writes.push_back(place(where));
-  for (py::handle where : facts.attr("fills")) fact.fills.push_back(place(where));
-  facts.release();
-  return &(known_facts()[&op.schema()] = std::move(fact));
-}
 
 inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, KEY), stack);

@@ -12,20 +12,21 @@ namespace lowtide {
 
 // Whether an operation is a factory of constant memory.
 inline bool is_constant(PyObject* op) {
+  if (is_compiled_operation(op)) return as<Operation>(op)->fact->constant;
   static PyObject* name = interned("constant");
-  PyObject* facts = is_compiled_operation(op) ? reinterpret_cast<Operation*>(op)->facts
-                                              : slot(op, layout.operation_facts);
-  Owned constant(checked(PyObject_GetAttr(facts, name)));
+  Owned constant(checked(PyObject_GetAttr(slot(op, layout.operation_facts), name)));
   return constant.get() == Py_True;
 }
 
 // A storage that a call is about to write, and through which argument.
 struct Written {
-  Owned entry;
+  Owned owner;
   int place;
   at::Tensor tensor;
   int input = -1;       // its place among the inputs, where what it becomes can be made again
   bool hidden = false;  // running statistics, of which autograd is not told
+
+  Entry* entry() const { return as<Entry>(owner.get()); }
 };
 
 inline PyObject* overwriting_function;  // `watch.overwriting`
@@ -41,15 +42,9 @@ inline bool trains(const Fact& fact, const c10::IValue* values) {
 
 // Whether autograd has saved what is in a storage, and may or may not see that it is written; of
 // statistics, which it does not see, only what is not held: an alias is left to it anyway.
-inline bool is_saved(PyObject* entry, bool held) {
-  PyObject* value = slot(entry, layout.entry_value);
-  Owned found;
-  if (is_none(value) && !is_none(slot(entry, layout.entry_weak))) {
-    found = Owned(target_of(slot(entry, layout.entry_weak)));
-    value = found.get();
-  }
-  return value != nullptr && !is_none(value) && !is_none(slot(value, layout.value_saves)) &&
-      (held || !holds(value));
+inline bool is_saved(const Entry* entry, bool held) {
+  const Value* value = value_in(entry);
+  return value != nullptr && value->saved && (held || !value->held.defined());
 }
 
 // As `Recorder._written`; false where Python has to look closer. `check`: at all that autograd has
@@ -64,14 +59,13 @@ inline bool find_written(
     const at::Tensor& tensor = values[place].toTensor();
     if (!tensor.defined()) continue;
     if (!is_ordinary(tensor)) return false;
-    Owned key = key_of(tensor);
-    if (!enter_external(state, tensor)) return false;
-    PyObject* entry = PyDict_GetItemWithError(state->table, key.get());
+    Entry* entry = enter_written(state, tensor);
+    if (entry == nullptr) return false;
     for (const Written& other : written) {
-      if (other.entry.get() == entry) return false;
+      if (other.entry() == entry) return false;
     }
     if (is_saved(entry, check)) return false;
-    written.push_back({Owned(Py_NewRef(entry)), place, tensor});
+    written.push_back({Owned(Py_NewRef(object_of(entry))), place, tensor});
   }
   return true;
 }
@@ -79,8 +73,8 @@ inline bool find_written(
 // Whether a view is the whole of a storage, each element once; as `covers`.
 inline bool covers(const Geometry& geometry, int64_t nbytes) {
   c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
-  for (size_t i = 0; i < geometry.size.size(); ++i) {
-    if (geometry.size[i] != 1) dims.emplace_back(geometry.stride[i], geometry.size[i]);
+  for (size_t i = 0; i < geometry.size().size(); ++i) {
+    if (geometry.size()[i] != 1) dims.emplace_back(geometry.stride()[i], geometry.size()[i]);
   }
   std::sort(dims.begin(), dims.end());
   int64_t count = 1;
@@ -88,12 +82,12 @@ inline bool covers(const Geometry& geometry, int64_t nbytes) {
     if (stride != count) return false;
     count *= size;
   }
-  return geometry.offset == 0 && count * static_cast<int64_t>(geometry.dtype.itemsize()) == nbytes;
+  return geometry.offset() == 0 &&
+      count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
 }
 
 inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
-  PyObject* value = std::exchange(input.value, nullptr);
-  Py_XDECREF(value);
+  give_up(object_of(std::exchange(input.value, nullptr)));
   input.blank = nbytes;
   input.device = device;
 }
@@ -103,13 +97,8 @@ inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
   if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
   for (const Written& each : written) {
     if (contains(fact.fills, each.place)) continue;
-    PyObject* value = slot(each.entry.get(), layout.entry_value);
-    Owned held;
-    if (is_none(value) && !is_none(slot(each.entry.get(), layout.entry_weak))) {
-      held = Owned(target_of(slot(each.entry.get(), layout.entry_weak)));
-      value = held.get();
-    }
-    if (is_none(value) || is_none(slot(value, layout.value_op))) return false;
+    const Value* value = value_in(each.entry());
+    if (value == nullptr || value->op == nullptr) return false;
   }
   return true;
 }
@@ -124,14 +113,14 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
       }
     }
     if (found < 0) return false;
-    PyObject* value = op->inputs[found].value;
+    const Value* value = op->inputs[found].value;
     for (const Input& input : op->inputs) count += input.value == value;
-    int64_t nbytes = integer(slot(each.entry.get(), layout.entry_nbytes));
-    PyObject* made_by = slot(value, layout.value_op);
+    int64_t nbytes = each.entry()->nbytes;
+    PyObject* made_by = value->op;
     if (contains(fact.fills, each.place) && count == 1 &&
         covers(op->inputs[found].geometry, nbytes)) {
       make_blank(op->inputs[found], nbytes, each.tensor.device());
-    } else if (is_none(made_by)) {
+    } else if (made_by == nullptr) {
       return false;
     } else if (!fact.placing && is_constant(made_by)) {
       return false;
@@ -142,23 +131,21 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
 }
 
 // As `Known._rewritten`: a storage has new content.
-inline void rewritten(State* state, Operation* op, Written& each, PyObject* made) {
-  const Layout& l = layout;
-  PyObject* entry = each.entry.get();
+inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
+  Entry* entry = each.entry();
   bool made_again = op != nullptr && each.input >= 0;
-  PyObject* maker = made_again ? reinterpret_cast<PyObject*>(op) : Py_None;
-  Owned value(new_value(maker, integer(slot(entry, l.entry_nbytes)), state->region,
-                        made_again ? state->numbers++ : -1));
+  Value* value = new_value(made_again ? object_of(op) : nullptr, entry->nbytes, state->region,
+                           made_again ? state->numbers++ : -1);
+  Owned owner(object_of(value));
   if (made_again) {
-    op->writes.push_back(
-        {static_cast<size_t>(each.input), weak_to(value.get())});
-    if (made != nullptr && PyList_Append(made, value.get()) < 0) throw py::error_already_set();
+    op->own_rare().writes.push_back({static_cast<size_t>(each.input), weak_to(owner.get())});
+    made.push_back(value);
   }
   if (!each.hidden) {  // no counter moves
-    put(entry, l.entry_version, PyLong_FromLongLong(integer(slot(entry, l.entry_version)) + 1));
-    put_new(entry, l.entry_loose, Py_True);
+    ++entry->version;
+    entry->loose = true;
   }
-  put(entry, l.entry_value, value.release());
+  put_value(entry, value);
 }
 
 }  // namespace lowtide

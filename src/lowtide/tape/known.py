@@ -49,6 +49,10 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
 class Known:
     """The table of one recording: every live storage, and the value that is in it now."""
 
+    # The compiled recorder has its own.
+    new_value: Callable[..., Value] = Value
+    new_entry: Callable[..., Entry] = Entry
+
     def __init__(self, tape: Tape) -> None:
         self.region = tape.root
         self.sequence = 0  # operations recorded so far
@@ -57,14 +61,19 @@ class Known:
         self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
         self._group = 0  # the operation at which it did
         self.table: dict[int, Entry] = {}
-        self.live = [0]  # bytes of the storages made in this recording that are still there
-        table, live = self.table, self.live
+        self.live, self._forget = self.new_count(self.table)
+
+    @staticmethod
+    def new_count(table: dict[int, Entry]) -> tuple[list[int], Callable[[Any], None]]:
+        """The bytes of the storages made in this recording that are still there, as a list of one;
+        and what an entry calls when its storage has gone."""
+        live = [0]
 
         def forget(entry: Any) -> None:
             if table.pop(entry.key, None) is not None:
                 live[0] -= entry.counted
 
-        self._forget = forget
+        return live, forget
 
     def entry_of(self, tensor: Tensor) -> Entry | None:
         """What is in the tensor's storage now; None for tensors without one."""
@@ -86,7 +95,7 @@ class Known:
         elif entry.version != version and not self._other_counter(entry, tensor):
             if not (entry.loose and version == entry.version - 1):
                 # Written by something the dispatcher did not see: nobody can make it again.
-                entry.value = Value(None, entry.nbytes, self.region)
+                entry.value = self.new_value(None, entry.nbytes, self.region)
             entry.version = version
             entry.loose = False
         return entry
@@ -97,18 +106,18 @@ class Known:
         if value is None:
             value = entry.weak() if entry.weak is not None else None
             if value is None:
-                value = entry.value = Value(None, entry.nbytes, self.region)
+                value = entry.value = self.new_value(None, entry.nbytes, self.region)
         return value
 
     def _enter(self, storage: Any, op: Operation | None, version: int) -> Entry:
-        entry = Entry(storage, self._forget)
+        entry = self.new_entry(storage, self._forget)
         entry.key = storage._cdata
         entry.version = version
         entry.loose = False
         entry.weak = entry.counter = None
         entry.nbytes = entry.counted = storage.nbytes()
         self.live[0] += entry.counted
-        value = Value(op, entry.nbytes, self.region)
+        value = self.new_value(op, entry.nbytes, self.region)
         if op is not None:
             value.number = self.numbers
             self.numbers += 1
@@ -152,7 +161,8 @@ class Known:
             if entry.counted:
                 self.live[0] += entry.nbytes - entry.counted
                 entry.counted = entry.nbytes
-        value = Value(op if through is not None else None, entry.nbytes, self.region)
+        maker = op if through is not None else None
+        value = self.new_value(maker, entry.nbytes, self.region)
         entry.value = value
         entry.version += 1
         entry.loose = True

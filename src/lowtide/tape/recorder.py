@@ -10,7 +10,6 @@ call may be many operations and its saved tensors are made by others.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 _STRIDED = torch.strided
-_weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
 class Recorder(Writes, _compat.Mode):
@@ -51,6 +49,7 @@ class Recorder(Writes, _compat.Mode):
     """
 
     unpack: Callable[[Any], Any]
+    new_handle: Callable[..., Handle] = Handle
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
@@ -269,7 +268,7 @@ class Recorder(Writes, _compat.Mode):
         for place in places:
             if isinstance(into[place], Tensor) and self.entry_of(into[place]) is not None:
                 copied = into[place].clone()
-                value = Value(None, copied.untyped_storage().nbytes(), self.region)
+                value = self.new_value(None, copied.untyped_storage().nbytes(), self.region)
                 value.held, value.version = copied, _compat.version_of(copied)
                 into[place] = Ref(value, copied)
                 refs.append(into[place])
@@ -336,7 +335,7 @@ class Recorder(Writes, _compat.Mode):
         if isinstance(policy, Policy) and value.op is not None and not value.keep:
             facts = value.op.facts
             value.keep = policy(OperationInfo(facts.name, facts.func, value.nbytes, label))
-            if value.keep and value.held is None and value.saves:
+            if value.keep and value.held is None and value.saved:
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
 
@@ -379,11 +378,7 @@ class Recorder(Writes, _compat.Mode):
         # Where it is held for good, an alias tells; decisions may let it go later on.
         if value.op is not None and entry.counter is None and (value.held is None or self._asks):
             entry.counter = _compat.Counter(tensor)
-        handle = Handle(Ref(value, tensor), region, self.tape, self.sequence)
-        if value.saves is None:
-            value.saves = [_weak_handle(handle)]
-        else:
-            value.saves.append(_weak_handle(handle))
+        handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
         if self._asks:
             self.decisions.packed(handle, value)
         return handle

@@ -67,9 +67,13 @@ class Tape:
         timed: measure the seconds of each operation.
         lock: one replay at a time (a backward may use several threads).
         recorder: the recorder while the forward is being recorded, else None.
+        events: where nobody needs to be told, the number of backward's last request for a recorded
+            value. A compiled hook counts it by itself, in place of calling `requested` and
+            `answered`; what a replay makes and autograd waits for is then retained from its
+            `retain_from`-th request on.
     """
 
-    __slots__ = ("decisions", "lock", "recorder", "root", "timed")
+    __slots__ = ("decisions", "events", "lock", "recorder", "root", "timed")
 
     def __init__(self, decisions: Decisions, root: Region, *, timed: bool = False) -> None:
         self.decisions = decisions
@@ -77,3 +81,4 @@ class Tape:
         self.timed = timed
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
+        self.events: list[int] | None = None

@@ -11,9 +11,12 @@ ends and leaks when a backward never comes.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
+
+R = TypeVar("R", "Value", "Handle")
 
 
 class Region:
@@ -60,7 +63,7 @@ class Value:
         keep: hold it as soon as something needs it (decided when it was made).
         version: the version counter of `held` when its content was this value; set with `held`.
         read: an external that a recorded operation reads, so that a replay may need it.
-        saves: weak references to handles, once autograd has saved it.
+        saved: whether autograd has saved it.
         region: where it was made; scope: the outermost region that needs it.
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
@@ -70,6 +73,7 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "_handles",
         "held",
         "keep",
         "nbytes",
@@ -78,7 +82,6 @@ class Value:
         "read",
         "region",
         "retain_from",
-        "saves",
         "scope",
         "version",
     )
@@ -89,7 +92,7 @@ class Value:
         self.held: torch.Tensor | None = None
         self.keep = False
         self.read = False
-        self.saves: list[weakref.ref[Handle]] | None = None
+        self._handles: list[weakref.ref[Handle]] | None = None
         self.region = region
         self.scope: Region | None = None
         self.number = -1
@@ -110,14 +113,37 @@ class Value:
         version: int = held._version
         return version == self.version and held.untyped_storage().nbytes() >= self.nbytes
 
+    @property
+    def saved(self) -> bool:
+        return self._handles is not None
+
+    def handles(self) -> list[Handle]:
+        """What autograd still holds of it."""
+        return [handle for weak in self._handles or () if (handle := weak()) is not None]
+
     def pending(self) -> bool:
         """Whether autograd still holds a handle on this value."""
-        saves = self.saves
-        if saves is None:
+        handles = self._handles
+        if handles is None:
             return False
-        if len(saves) == 1:
-            return saves[0]() is not None
-        return any(ref() is not None for ref in saves)
+        if len(handles) == 1:
+            return handles[0]() is not None
+        return any(weak() is not None for weak in handles)
+
+    def hand_over(self, to: Value) -> None:
+        """From now on what autograd holds of this value means another one."""
+        handles = self.handles()
+        self._handles = None  # nobody asks for it any more
+        to._handles = to._handles or []
+        for handle in handles:
+            handle.ref.value = to
+            to._handles.append(_weak_handle(handle))
+
+    def add_handle(self, handle: Handle) -> None:
+        if self._handles is None:
+            self._handles = [_weak_handle(handle)]
+        else:
+            self._handles.append(_weak_handle(handle))
 
 
 class Ref:
@@ -252,10 +278,51 @@ class Handle:
     __slots__ = ("__weakref__", "ref", "region", "sequence", "tape")
 
     def __init__(self, ref: Ref, region: Region, tape: Any, sequence: int) -> None:
+        assert ref.value is not None
         self.ref = ref
         self.sequence = sequence
         self.region = region
         self.tape = tape
+        ref.value.add_handle(self)
+
+    @property
+    def value(self) -> Value:
+        value = self.ref.value
+        assert value is not None
+        return value
+
+
+# mypy cannot see that calling `weakref.ref` on a slotted class is typed
+_weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
+
+
+class WeakList(Generic[R]):
+    """Links to values, or to handles, in the order in which they were added."""
+
+    __slots__ = ("_links",)
+
+    def __init__(self) -> None:
+        self._links: list[weakref.ref[R]] = []
+
+    def append(self, record: R) -> None:
+        self._links.append(weakref.ref(record))
+
+    def alive(self) -> list[R]:
+        return [record for link in self._links if (record := link()) is not None]
+
+    def any(self) -> bool:
+        """Whether one of them is alive."""
+        return any(link() is not None for link in self._links)
+
+    def settle(self) -> None:
+        """Those values that are held stay held for good."""
+        for value in self.alive():
+            assert isinstance(value, Value)
+            if value.held is not None and value.op is not None:
+                value.settle()
+
+    def clear(self) -> None:
+        self._links.clear()
 
 
 class Kept:

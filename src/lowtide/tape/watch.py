@@ -19,34 +19,80 @@ from lowtide import _compat
 from lowtide.tape.values import Value
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Storage key -> values that hold an alias of it. The alias keeps the storage, so that a key means
-# another storage only when these values are gone; what they leave behind is swept up now and then,
-# as a callback for each of them costs more than all the rest.
-_watched: dict[int, list[weakref.ref[Value]]] = {}
-_swept = [0]  # lists that were left by the last sweep
 _weak: Callable[[Value], weakref.ref[Value]] = weakref.ref
 
 
-def watch(key: int, value: Value) -> None:
-    """From now on `value` is told before a recorder lets a write into storage `key`."""
-    found = _watched.get(key)
-    if found is None:
-        _watched[key] = [_weak(value)]
-        if len(_watched) > 2 * _swept[0] + 1000:
-            sweep()
-    elif found[-1]() is not value:
+class Watched:
+    """Storage key -> values that hold an alias of it.
+
+    The alias keeps the storage, so that a key means another storage only when these values are
+    gone; what they leave behind is swept up now and then, as a callback for each of them costs more
+    than all the rest.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, list[weakref.ref[Value]]] = {}
+        self._swept = 0  # storages that were left by the last sweep
+
+    def add(self, key: int, value: Value) -> None:
+        found = self._storages.get(key)
+        if found is None:
+            self._storages[key] = [_weak(value)]
+            if len(self._storages) > 2 * self._swept + 1000:
+                self.sweep()
+            return
         found.append(_weak(value))
         if len(found) > 8 and not len(found) & (len(found) - 1):  # now and then
             found[:] = [weak for weak in found if weak() is not None]
 
+    def pop(self, key: int) -> list[Value]:
+        """The values that hold a storage; it is no longer watched."""
+        found = self._storages.pop(key, ())
+        return [value for weak in found if (value := weak()) is not None]
+
+    def sweep(self) -> None:
+        for key, found in tuple(self._storages.items()):
+            found[:] = [weak for weak in found if weak() is not None]
+            if not found:
+                del self._storages[key]
+        self._swept = len(self._storages)
+
+    def counts(self) -> list[int]:
+        """How many are known for each storage, those not yet swept up included."""
+        return [len(found) for found in self._storages.values()]
+
+    def everything(self) -> list[tuple[int, Value]]:
+        return [
+            (key, value)
+            for key, found in self._storages.items()
+            for weak in found
+            if (value := weak()) is not None
+        ]
+
+
+_table = [Watched()]
+
+
+def use(table: Watched) -> None:
+    """The compiled recorder's table in place of Python's: one, for the values of both."""
+    for key, value in _table[0].everything():
+        table.add(key, value)
+    _table[0] = table
+
+
+def watch(key: int, value: Value) -> None:
+    """From now on `value` is told before a recorder lets a write into storage `key`."""
+    _table[0].add(key, value)
+
 
 def sweep() -> None:
     """Forget the values that are gone, and the storages that nobody holds any more."""
-    for key, found in tuple(_watched.items()):
-        found[:] = [weak for weak in found if weak() is not None]
-        if not found:
-            del _watched[key]
-    _swept[0] = len(_watched)
+    _table[0].sweep()
+
+
+def counts() -> list[int]:
+    """How many values are known for each storage that is watched."""
+    return _table[0].counts()
 
 
 def overwriting(key: int, hidden: bool = False) -> None:
@@ -55,11 +101,10 @@ def overwriting(key: int, hidden: bool = False) -> None:
     `hidden`: by a kernel that moves running statistics without telling autograd, which then reads
     the new content of what it has saved of them.
     """
-    for reference in _watched.pop(key, ()):
-        value = reference()
-        if value is None or value.held is None:
+    for value in _table[0].pop(key):
+        if value.held is None:
             continue
-        if hidden and value.saves is not None and (value.op is not None or value.read):
+        if hidden and value.saved and (value.op is not None or value.read):
             _leave_to_autograd(value)
         if value.op is not None:
             value.held = None  # it can be replayed
@@ -70,13 +115,9 @@ def overwriting(key: int, hidden: bool = False) -> None:
 
 def _leave_to_autograd(value: Value) -> None:
     """What autograd has saved of this value stays the live memory, as in the plain step."""
-    live = Value(None, value.nbytes, value.region)
+    live = type(value)(None, value.nbytes, value.region)
     live.held, live.version = value.held, value.version
-    live.saves, value.saves = value.saves, None
-    for weak in live.saves or ():
-        handle = weak()
-        if handle is not None:
-            handle.ref.value = live
+    value.hand_over(live)
 
 
 def hold(value: Value, tensor: torch.Tensor) -> None:

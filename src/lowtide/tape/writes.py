@@ -84,10 +84,10 @@ class Writes(Known):
 
     def _follow_live(self, old: Value | None, tensor: Tensor, entry: Entry) -> None:
         """What autograd saved of `old` is the content that a write behind its back left."""
-        if old is None or old.saves is None or old.held is not None:
+        if old is None or not old.saved or old.held is not None:
             return  # nothing, or an alias shows what is there
         new = self.value_in(entry)
-        handles = [handle for weak in old.saves if (handle := weak()) is not None]
+        handles = old.handles()
         self._rebind(old, new)
         keep = new.op is None or new.keep or (
             self._asks and self.decisions.saved(new, self.region)
@@ -159,13 +159,7 @@ class Writes(Known):
     @staticmethod
     def _rebind(old: Value, new: Value) -> None:
         """Handles that autograd made before the call mean the content after it."""
-        new.saves = new.saves or []
-        for weak in old.saves or ():
-            handle = weak()
-            if handle is not None:
-                handle.ref.value = new
-                new.saves.append(weak)
-        old.saves = None  # nobody asks for it any more
+        old.hand_over(new)
         new.scope = old.scope or new.region
         if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version

@@ -1,0 +1,150 @@
+// What is in each live storage: `Entry` of `lowtide/tape/known.py`, and the table's bookkeeping.
+//
+// Problem: every result of an operator gets an entry, and leaves it when its storage goes. Invariant: an
+// entry is a weak reference of Python's to the storage, as there, since torch tells nobody else when a
+// storage goes; the bytes that are alive are one number that both sides read. Rejected: a table of
+// weak storages of torch's, which has to be searched for what has gone.
+#pragma once
+
+#include "records.h"
+
+#include <torch/csrc/Storage.h>
+
+#include <unordered_map>
+
+namespace lowtide {
+
+// A number that Python reads and writes as the first item of a list.
+struct Box {
+  PyObject_HEAD
+  int64_t number;
+};
+
+inline PyTypeObject *box_type, *entry_type, *forget_type, *weak_list_type, *watched_type;
+
+struct Entry {
+  PyWeakReference base;  // to the storage
+  int64_t key, version, nbytes, counted;
+  Value* value;  // owned, or null
+  Weak weak;
+  PyObject* counter;
+  bool loose;
+};
+
+// Called by an entry whose storage has gone.
+struct Forget {
+  PyObject_HEAD
+  PyObject* table;
+  Box* live;
+};
+
+inline Entry* entry_of(PyObject* object) {
+  if (!Py_IS_TYPE(object, entry_type)) {
+    throw py::type_error("lowtide: an entry of the other recorder; please report this");
+  }
+  return as<Entry>(object);
+}
+
+// A tensor's entry as a borrowed reference, or null.
+inline Entry* find_entry(PyObject* table, PyObject* key) {
+  PyObject* found = PyDict_GetItemWithError(table, key);
+  return found == nullptr ? nullptr : entry_of(found);
+}
+
+// The value in a storage, borrowed; null where the old record has gone.
+inline Value* value_in(const Entry* entry) {
+  return entry->value != nullptr ? entry->value : as<Value>(entry->weak.get());
+}
+
+inline void put_value(Entry* entry, Value* borrowed) {
+  if (borrowed != nullptr) Py_INCREF(object_of(borrowed));
+  give_up(object_of(std::exchange(entry->value, borrowed)));
+}
+
+// An entry for a storage, and not yet in a table.
+inline Owned new_entry(const at::Tensor& tensor, PyObject* forget) {
+  Owned storage(checked(THPStorage_Wrap(tensor.storage())));
+  // Made for us: hundreds a step that live through a collection or two would have Python go through
+  // all objects of the process now and then.
+  if (Py_REFCNT(storage.get()) <= 2) PyObject_GC_UnTrack(storage.get());
+  Owned arguments(checked(PyTuple_Pack(2, storage.get(), forget)));
+  Owned made(checked(entry_type->tp_new(entry_type, arguments.get(), nullptr)));
+  PyObject_GC_UnTrack(made.get());  // it leads to numbers and to records, which are not collected
+  return made;
+}
+
+// ---------------------------------------------------------------------- links to many records
+
+// Links to records in the order in which they were added; `WeakList` of `lowtide/tape/values.py`.
+struct WeakList {
+  PyObject_HEAD
+  std::vector<Weak> links;
+};
+
+inline void add_weak(PyObject* list, PyObject* record) {
+  as<WeakList>(list)->links.push_back(weak_to(record));
+}
+
+// ---------------------------------------------------------------------- who holds which storage
+
+// Storages and the values that hold an alias of them; `Watched` of `lowtide/tape/watch.py`. Values of
+// either recorder: those of Python's by its weak references.
+struct Watched {
+  PyObject_HEAD
+  struct Holder {
+    Weak record;
+    PyObject* reference;  // owned; null: `record`
+  };
+  std::unordered_map<int64_t, c10::SmallVector<Holder, 1>> storages;
+  size_t swept;
+};
+
+inline PyObject* target_of(PyObject* reference) {  // a new reference, or null
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  if (PyWeakref_GetRef(reference, &found) < 0) throw py::error_already_set();
+  return found;
+#else
+  PyObject* found = PyWeakref_GetObject(reference);
+  return found == Py_None ? nullptr : Py_XNewRef(found);
+#endif
+}
+
+inline Owned held_through(const Watched::Holder& holder) {
+  if (holder.reference != nullptr) return Owned(target_of(holder.reference));
+  PyObject* found = holder.record.get();
+  return Owned(found == nullptr ? nullptr : Py_NewRef(found));
+}
+
+inline void forget_gone(c10::SmallVector<Watched::Holder, 1>& holders) {
+  auto gone = [](const Watched::Holder& holder) {
+    if (held_through(holder).get() != nullptr) return false;
+    Py_XDECREF(holder.reference);
+    return true;
+  };
+  holders.erase(std::remove_if(holders.begin(), holders.end(), gone), holders.end());
+}
+
+inline void sweep(Watched* watched) {
+  for (auto at = watched->storages.begin(); at != watched->storages.end();) {
+    forget_gone(at->second);
+    at = at->second.empty() ? watched->storages.erase(at) : std::next(at);
+  }
+  watched->swept = watched->storages.size();
+}
+
+inline void watch(Watched* watched, int64_t key, PyObject* value) {
+  bool ours = Py_IS_TYPE(value, value_type);
+  Watched::Holder holder{
+      ours ? weak_to(value) : Weak(), ours ? nullptr : checked(PyWeakref_NewRef(value, nullptr))};
+  auto& holders = watched->storages[key];
+  if (holders.empty()) {
+    holders.push_back(std::move(holder));
+    if (watched->storages.size() > 2 * watched->swept + 1000) sweep(watched);
+    return;
+  }
+  holders.push_back(std::move(holder));
+  if (holders.size() > 8 && (holders.size() & (holders.size() - 1)) == 0) forget_gone(holders);
+}
+
+}  // namespace lowtide

@@ -1,0 +1,77 @@
+// What has to be known of an operator: `Facts` of `lowtide/tape/operators.py`, once an operator.
+//
+// Problem: they are asked for at every call, without Python's lock. Invariant: a fact lives as long as
+// the process, so that records may point to it. Rejected: attributes of the Python object, each of
+// which costs more than a small kernel's dispatch.
+#pragma once
+
+#include "objects.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/PyInterpreter.h>
+
+#include <memory>
+#include <unordered_map>
+
+namespace lowtide {
+
+// What has to be known of an operator here, from `Facts`.
+struct Fact {
+  PyObject* facts;
+  PyObject* name;
+  bool casts_inside;
+  bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
+  bool always_trains = false;
+  int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
+  std::vector<int> writes, fills;               // places of arguments
+};
+
+inline PyObject* facts_of_function;  // `facts_of` of Python's
+
+// One a thread, so that looking needs no lock.
+inline std::unordered_map<const c10::FunctionSchema*, const Fact*>& known_facts() {
+  static thread_local std::unordered_map<const c10::FunctionSchema*, const Fact*> found;
+  return found;
+}
+
+inline const Fact* fact_of(const c10::OperatorHandle& op) {
+  auto& found = known_facts();
+  auto at = found.find(&op.schema());
+  return at == found.end() ? nullptr : at->second;
+}
+
+// Operators of torch itself are never taken back, so that the address of a schema tells them.
+inline const Fact* learn(const c10::OperatorHandle& op) {
+  const std::string& name = op.schema().name();
+  if (name.compare(0, 6, "aten::") != 0 && name.compare(0, 7, "prims::") != 0) return nullptr;
+  static auto* all = new std::unordered_map<const c10::FunctionSchema*, std::unique_ptr<Fact>>();
+  std::unique_ptr<Fact>& made = (*all)[&op.schema()];
+  if (made != nullptr) return known_facts()[&op.schema()] = made.get();
+  py::handle func = torch::detail::getTorchApiFunction(op);
+  py::object facts =
+      py::reinterpret_steal<py::object>(checked(PyObject_CallOneArg(facts_of_function, func.ptr())));
+  auto flag = [&](const char* field) { return facts.attr(field).cast<bool>(); };
+  Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
+  PyObject* interned_name = text.release();
+  PyUnicode_InternInPlace(&interned_name);
+  Fact fact{facts.ptr(),    interned_name,  flag("casts_inside"), flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
+            flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
+            !facts.attr("fills_saved").is_none()};
+  if (!facts.attr("statistics").is_none()) {
+    std::tie(fact.mean, fact.variance, fact.training) =
+        facts.attr("statistics").cast<std::tuple<int, int, int>>();
+    fact.always_trains = name.size() > 11 && name.compare(name.size() - 11, 11, "with_update") == 0;
+  }
+  auto place = [&](py::handle where) {
+    if (py::isinstance<py::int_>(where)) return where.cast<int>();
+    auto found = op.schema().argumentIndexWithName(where.cast<std::string>());
+    return found ? static_cast<int>(*found) : -1;
+  };
+  for (py::handle where : facts.attr("writes")) fact.writes.push_back(place(where));
+  for (py::handle where : facts.attr("fills")) fact.fills.push_back(place(where));
+  facts.release();
+  if (made == nullptr) made = std::make_unique<Fact>(std::move(fact));  // no other thread was faster
+  return known_facts()[&op.schema()] = made.get();
+}
+
+}  // namespace lowtide

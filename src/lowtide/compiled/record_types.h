@@ -1,0 +1,175 @@
+// Values and handles as Python sees them.
+//
+// Problem: rare paths, decisions and tests are Python's, and know one interface. Invariant: every
+// attribute and method of `Value` and `Handle` in `lowtide/tape/values.py` is here under its name.
+// Rejected: attributes only where somebody needs one today.
+#pragma once
+
+#include "records.h"
+
+namespace lowtide {
+
+inline PyObject* value_new(PyTypeObject*, PyObject* args, PyObject*) {
+  PyObject *op, *region;
+  long long nbytes;
+  if (!PyArg_ParseTuple(args, "OLO", &op, &nbytes, &region)) return nullptr;
+  return leave_error([&] { return object_of(new_value(op, nbytes, region, -1)); });
+}
+
+inline void value_delete(PyObject* self) {
+  leave(self);
+  auto* value = as<Value>(self);
+  PyObject *op = value->op, *region = value->region, *scope = value->scope;
+  free_record<Value>(self);
+  give_up(op);
+  Py_XDECREF(region);
+  Py_XDECREF(scope);
+}
+
+inline PyObject* value_held(PyObject* self, void*) {
+  const at::Tensor& held = as<Value>(self)->held;
+  return held.defined() ? THPVariable_Wrap(held) : Py_NewRef(Py_None);
+}
+
+inline int value_set_held(PyObject* self, PyObject* to, void*) {
+  at::Tensor old = is_none(to) ? at::Tensor() : THPVariable_Unpack(to);
+  std::swap(old, as<Value>(self)->held);
+  return 0;
+}
+
+inline PyObject* value_settle(PyObject* self, PyObject*) {
+  settle(as<Value>(self));
+  Py_RETURN_NONE;
+}
+
+inline PyObject* value_intact(PyObject* self, PyObject*) {
+  return leave_error([&] { return PyBool_FromLong(intact(as<Value>(self))); });
+}
+
+inline PyObject* value_pending(PyObject* self, PyObject*) {
+  return PyBool_FromLong(as<Value>(self)->handles != nullptr);
+}
+
+inline PyObject* value_handles(PyObject* self, PyObject*) {
+  Owned list(PyList_New(0));
+  for (Handle* handle = as<Value>(self)->handles; handle != nullptr; handle = handle->after) {
+    if (list.get() == nullptr || PyList_Append(list.get(), object_of(handle)) < 0) return nullptr;
+  }
+  if (PyList_Reverse(list.get()) < 0) return nullptr;  // in the order in which they were made
+  return list.release();
+}
+
+inline PyObject* value_hand_over(PyObject* self, PyObject* to) {
+  return leave_error([&] {
+    Value *from = as<Value>(self), *next = value_of(to);
+    Py_INCREF(self);
+    c10::SmallVector<Handle*, 4> moved;
+    for (Handle* handle = from->handles; handle != nullptr; handle = handle->after) {
+      moved.push_back(handle);
+    }
+    while (!moved.empty()) {  // the oldest first, which keeps their order
+      Py_DECREF(object_of(unlink(moved.back())));
+      link(moved.back(), next);
+      moved.pop_back();
+    }
+    from->saved = false;
+    next->saved = true;
+    Py_DECREF(self);
+    return Py_NewRef(Py_None);
+  });
+}
+
+inline PyGetSetDef value_getset[] = {
+    {"op", get_object<Value, &Value::op>, set_object<Value, &Value::op>},
+    {"region", get_object<Value, &Value::region>, set_object<Value, &Value::region>},
+    {"scope", get_object<Value, &Value::scope>, set_object<Value, &Value::scope>},
+    {"held", value_held, value_set_held},
+    {"nbytes", get_number<Value, &Value::nbytes>, set_number<Value, &Value::nbytes>},
+    {"number", get_number<Value, &Value::number>, set_number<Value, &Value::number>},
+    {"retain_from", get_number<Value, &Value::retain_from>, set_number<Value, &Value::retain_from>},
+    {"version", get_number<Value, &Value::version>, set_number<Value, &Value::version>},
+    {"keep", get_flag<Value, &Value::keep>, set_flag<Value, &Value::keep>},
+    {"read", get_flag<Value, &Value::read>, set_flag<Value, &Value::read>},
+    {"saved", get_flag<Value, &Value::saved>, nullptr},
+    {}};
+
+inline PyMethodDef value_methods[] = {
+    {"settle", value_settle, METH_NOARGS, nullptr},
+    {"intact", value_intact, METH_NOARGS, nullptr},
+    {"pending", value_pending, METH_NOARGS, nullptr},
+    {"handles", value_handles, METH_NOARGS, nullptr},
+    {"hand_over", value_hand_over, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+// For all records: Python may hold weak references.
+inline PyMemberDef record_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(Record, weak_list), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+inline PyType_Slot value_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(value_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(value_delete)},
+    {Py_tp_getset, value_getset},
+    {Py_tp_methods, value_methods},
+    {Py_tp_members, record_members},
+    {0, nullptr}};
+
+inline PyType_Spec value_spec = {
+    "lowtide.compiled.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT, value_slots};
+
+// ---------------------------------------------------------------------- handles
+
+// Handle(ref, region, tape, sequence)
+inline PyObject* handle_new(PyTypeObject*, PyObject* args, PyObject*) {
+  PyObject *ref, *region, *tape;
+  long long sequence;
+  if (!PyArg_ParseTuple(args, "O!OO!L", layout.ref, &ref, &region, layout.tape, &tape,
+                        &sequence)) return nullptr;
+  return leave_error([&] {
+    static PyObject* name = interned("asks");
+    Value* value = value_of(slot(ref, layout.ref_value));
+    Owned asks(checked(PyObject_GetAttr(slot(tape, layout.tape_decisions), name)));
+    bool told = asks.get() == Py_True;
+    return object_of(new_handle(value, geometry_of(ref), region, tape, sequence, told));
+  });
+}
+
+inline void handle_delete(PyObject* self) {
+  leave(self);
+  auto* handle = as<Handle>(self);
+  Value* value = unlink(handle);
+  PyObject *region = handle->region, *tape = handle->tape;
+  free_record<Handle>(self);
+  give_up(object_of(value));
+  Py_XDECREF(region);
+  Py_XDECREF(tape);
+}
+
+inline PyObject* handle_ref(PyObject* self, void*) {
+  auto* handle = as<Handle>(self);
+  return leave_error([&] { return new_ref(object_of(handle->value), handle->geometry); });
+}
+
+inline PyObject* handle_value(PyObject* self, void*) {
+  return Py_NewRef(object_of(as<Handle>(self)->value));
+}
+
+inline PyGetSetDef handle_getset[] = {
+    {"ref", handle_ref, nullptr},
+    {"value", handle_value, nullptr},
+    {"region", get_object<Handle, &Handle::region>, nullptr},
+    {"tape", get_object<Handle, &Handle::tape>, nullptr},
+    {"sequence", get_number<Handle, &Handle::sequence>, nullptr},
+    {}};
+
+inline PyType_Slot handle_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(handle_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(handle_delete)},
+    {Py_tp_getset, handle_getset},
+    {Py_tp_members, record_members},
+    {0, nullptr}};
+
+inline PyType_Spec handle_spec = {
+    "lowtide.compiled.Handle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT, handle_slots};
+
+}  // namespace lowtide

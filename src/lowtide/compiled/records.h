@@ -1,0 +1,194 @@
+// Values and handles: what `Value` and `Handle` of `lowtide/tape/values.py` are to the Python recorder.
+//
+// Problem: a step makes several records for each operation, and as Python objects they cost more to
+// make, to look at and to collect than small kernels take. Invariant: the attributes and methods are
+// those of the Python classes, so that the rules are written once, in Python, for both; Python's
+// collector need not know them, since it cannot see what holds them: autograd and one another.
+// Rejected: the Python classes with their slots read by offset, which take 4 KiB an operation.
+#pragma once
+
+#include "geometry.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace lowtide {
+
+// ---------------------------------------------------------------------- weak links
+
+// A link to a record that may be gone: one cell a record, which outlives it while somebody may ask.
+class Weak {
+ public:
+  Weak() = default;
+  Weak(const Weak& other) : cell_(other.cell_) {
+    if (cell_ != nullptr) ++cell_->users;
+  }
+  Weak(Weak&& other) noexcept : cell_(std::exchange(other.cell_, nullptr)) {}
+  Weak& operator=(Weak other) noexcept {
+    std::swap(cell_, other.cell_);
+    return *this;
+  }
+  ~Weak() {
+    if (cell_ != nullptr && --cell_->users == 0) delete cell_;
+  }
+  static Weak to(PyObject* target) {
+    Weak made;
+    made.cell_ = new Cell{target, 1};
+    return made;
+  }
+  bool defined() const { return cell_ != nullptr; }
+  PyObject* get() const { return cell_ == nullptr ? nullptr : cell_->target; }  // borrowed
+  void cut() {
+    if (cell_ != nullptr) cell_->target = nullptr;
+  }
+
+ private:
+  struct Cell {
+    PyObject* target;
+    int64_t users;
+  };
+  Cell* cell_ = nullptr;
+};
+
+// What every record begins with.
+struct Record {
+  PyObject_HEAD
+  PyObject* weak_list = nullptr;  // of Python's weak references
+  Weak self;
+};
+
+inline const Weak& weak_to(PyObject* object) {
+  Weak& self = as<Record>(object)->self;
+  if (!self.defined()) self = Weak::to(object);
+  return self;
+}
+
+inline int64_t records_alive = 0;  // which the collector does not know of
+
+template <class T, class... Arguments>
+T* new_record(PyTypeObject* type, Arguments&&... arguments) {
+  T* made = PyObject_New(T, type);
+  if (made == nullptr) throw py::error_already_set();
+  PyObject head = made->ob_base;
+  new (made) T(std::forward<Arguments>(arguments)...);
+  made->ob_base = head;
+  ++records_alive;
+  return made;
+}
+
+// The first thing that happens to a record that goes.
+inline void leave(PyObject* object) {
+  as<Record>(object)->self.cut();
+  if (as<Record>(object)->weak_list != nullptr) PyObject_ClearWeakRefs(object);
+}
+
+template <class T>
+void free_record(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  as<T>(object)->~T();
+  --records_alive;
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+// ---------------------------------------------------------------------- values
+
+struct Handle;
+
+struct Value : Record {
+  PyObject* op = nullptr;
+  PyObject* region = nullptr;
+  PyObject* scope = nullptr;
+  at::Tensor held;
+  Geometry whole;  // of the tensor that was there when it was recorded: most refs are that one
+  Handle* handles = nullptr;  // that autograd still has: a list through them
+  int64_t nbytes = 0, number = -1, retain_from = 0, version = 0;
+  bool keep = false, read = false, saved = false;
+};
+
+inline PyTypeObject *value_type, *handle_type;
+
+inline Value* value_of(PyObject* object) {
+  if (!Py_IS_TYPE(object, value_type)) {
+    throw py::type_error("lowtide: a record of the other recorder; please report this");
+  }
+  return as<Value>(object);
+}
+
+inline Value* new_value(PyObject* op, int64_t nbytes, PyObject* region, int64_t number) {
+  Value* value = new_record<Value>(value_type);
+  value->op = is_none(op) ? nullptr : Py_NewRef(op);
+  value->nbytes = nbytes;
+  value->region = Py_NewRef(region);
+  value->number = number;
+  return value;
+}
+
+// As `Value.settle`.
+inline void settle(Value* value) {
+  value->read = true;
+  give_up(std::exchange(value->op, nullptr));
+}
+
+// As `Value.intact`.
+inline bool intact(const Value* value) {
+  return value->held._version() == value->version &&
+      static_cast<int64_t>(value->held.storage().nbytes()) >= value->nbytes;
+}
+
+// As `in_memory` of `lowtide/replay.py`: null if it is not.
+inline const at::Tensor* in_memory(Value* value) {
+  if (!value->held.defined()) return nullptr;
+  if (intact(value)) return &value->held;
+  if (value->op != nullptr) value->held.reset();
+  return nullptr;
+}
+
+// ---------------------------------------------------------------------- handles
+
+struct Handle : Record {
+  Value* value = nullptr;  // owned
+  Geometry geometry;
+  PyObject* region = nullptr;
+  PyObject* tape = nullptr;
+  int64_t sequence = 0;
+  bool told = false;  // whether decisions want to know of every request
+  Handle *before = nullptr, *after = nullptr;  // others of the same value
+};
+
+inline void link(Handle* handle, Value* value) {
+  Py_INCREF(object_of(value));
+  handle->value = value;
+  handle->before = nullptr;
+  handle->after = value->handles;
+  if (handle->after != nullptr) handle->after->before = handle;
+  value->handles = handle;
+  value->saved = true;
+}
+
+// Its value, which the caller has to give up.
+inline Value* unlink(Handle* handle) {
+  Value* value = std::exchange(handle->value, nullptr);
+  (handle->before != nullptr ? handle->before->after : value->handles) = handle->after;
+  if (handle->after != nullptr) handle->after->before = handle->before;
+  return value;
+}
+
+inline Handle* new_handle(
+    Value* value, Geometry geometry, PyObject* region, PyObject* tape, int64_t sequence, bool told) {
+  Handle* handle = new_record<Handle>(handle_type);
+  handle->geometry = std::move(geometry);
+  handle->region = Py_NewRef(region);
+  handle->tape = Py_NewRef(tape);
+  handle->sequence = sequence;
+  handle->told = told;
+  link(handle, value);
+  return handle;
+}
+
+// The geometry of a tensor that means a value: the value's own, where it is that.
+inline Geometry geometry_in(Value* value, const at::Tensor& tensor) {
+  if (!value->whole.defined()) value->whole = Geometry(tensor);
+  return value->whole.fits(tensor) ? value->whole : Geometry(tensor);
+}
+
+}  // namespace lowtide
