@@ -146,9 +146,10 @@ class Budget:
     def _observer(self) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         known = bool(self._prepared) and self._prepared[0].measured
+        earlier = self._prepared[0].seen.ops if self._prepared else ()
         if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
-            return Observer(None) if self._alike < _LEARNING_STEPS else None
-        return Observer(start_marks(self.device))
+            return Observer(None, earlier) if self._alike < _LEARNING_STEPS else None
+        return Observer(start_marks(self.device), earlier)
 
     def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already.

@@ -29,6 +29,7 @@ from lowtide.workspace import made_by, room_for, unfolds
 if TYPE_CHECKING:
     from lowtide.budget import Budget
 
+_SPARE = 200  # one part in so many of the limit, for the bytes that no tape counts
 _PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
 
 
@@ -108,7 +109,14 @@ class StepDecisions:
         self._compiled = recorder
         recorder.script = prepared.script
         recorder.made, recorder.handles = self._made, self._handles
-        recorder.limit = -1 if self.owner.limit_now is None else self.owner.limit_now
+        ceiling = self._ceiling(prepared)
+        recorder.limit = -1 if ceiling is None else ceiling
+
+    def _ceiling(self, prepared: Prepared) -> int | None:
+        """Bytes that a planned forward may have live: as many as its plan has at most. More is
+        not as planned, and leaves room for what the tape does not count."""
+        limit = self.owner.limit_now
+        return None if limit is None else min(limit, max(prepared.peak, limit - limit // _SPARE))
 
     def _caught_up(self, count: int) -> None:
         """Operations that the compiled recorder found to be as planned, up to the `count`-th."""
@@ -273,7 +281,8 @@ class StepDecisions:
         """
         if self._compiled is not None:
             self._caught_up(self._compiled.sequence)
-        prepared, index, limit = self.prepared, len(self.seen), self.owner.limit_now
+        prepared, index = self.prepared, len(self.seen)
+        limit = None if prepared is None else self._ceiling(prepared)
         if prepared is None or limit is None:
             return
         room = limit - self.live[0]

@@ -88,6 +88,7 @@ class _Watching(Observer):
         super().operation(op, made, args, kwargs, live, reads)
         if fake is not None:
             self.ops[-1].seconds = fake.last
+            self.ops[-1].kind = None  # a modelled time is none to share with measured ones
         self.modules.append(self._inside[-1] if self._inside else "")
         if self.witness is not None:
             self.witness.operation(op.facts.name, made)

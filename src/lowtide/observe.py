@@ -52,8 +52,9 @@ class Seen:
 class Observer:
     """Collects one step. Fed by the decisions of a budget."""
 
-    def __init__(self, memory: Marks | None) -> None:
+    def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
         self.memory = memory
+        self.earlier = earlier  # operations of the step before, whose times count as well
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
@@ -86,7 +87,7 @@ class Observer:
         handles: Iterable[Handle],
     ) -> Observer:
         """An observer for a step that was not watched, and that parted from `seen` at `count`."""
-        observer = Observer(None)
+        observer = Observer(None, seen.ops)
         observer.ops = list(seen.ops[:count])
         observer.carries_grad = set(seen.carries_grad)
         observer.base, observer.common = base, count
@@ -149,14 +150,15 @@ class Observer:
                 ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
             ),
         )
+        call = describe(op.facts, args, kwargs, tensors[0].device.type if tensors else "cpu")
+        log.kind = None if call is None else self._calls.setdefault(call, call)
         if not wanted and torch.is_grad_enabled():
             log.temporaries = log.left = 0  # it has no backward
         if wanted:
             self.carries_grad.update(inputs)
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 _look_at_reads(log, op.refs, tensors, op.facts.chunks)
-            call = describe(op.facts, args, kwargs, wanted[0].device.type)
-            log.call = None if call is None else self._calls.setdefault(call, call)
+            log.call = log.kind
         self.ops.append(log)
         self._values.extend(map(_weak, made))
 
