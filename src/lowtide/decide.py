@@ -409,6 +409,8 @@ class StepDecisions:
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
         self._forget_anchors()
+        if self.observer is not None and self.prepared is not None:
+            self.observer.ran = list(self.prepared.plan.retain)
         for value in self.alive():
             if value.held is not None and value.op is not None:
                 value.settle()
