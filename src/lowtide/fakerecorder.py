@@ -13,8 +13,9 @@ import weakref
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide._compat import fakes
 from lowtide.provenance import UnansweredError, evaluate
 from lowtide.standins import StandIns
@@ -28,10 +29,34 @@ from lowtide.tape.values import Handle, Value
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
 
+class Attending(TorchFunctionMode):
+    """Knows when attention runs.
+
+    Under a dispatch mode, and on fake tensors, torch adds the mask to the scores out of place. The
+    compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.now = engine.name() == "compiled"
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.now = False
+
+
 class FakeRecorder(Recorder):
     """Records fake tensors: held through aliases that the modes have seen, never copied."""
 
     stand: StandIns
+    attending: Attending
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -44,6 +69,8 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         if func._schema.name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
+        if func is torch.ops.aten.add.Tensor and self.attending.now:
+            func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
