@@ -278,7 +278,8 @@ class Budget:
 
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if peak > limit and measured:
-            self._refusal = refusal(graph, limit, plan.retain, measured=True)
+            followed = self._last.followed_unmeasured if self._last is not None else None
+            self._refusal = refusal(graph, limit, plan.retain, measured=True, predicted=followed)
             return
         self._remember(Prepared.of(plan, graph, peak, learned.seen, measured))
 

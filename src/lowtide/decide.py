@@ -406,6 +406,12 @@ class StepDecisions:
         else:
             yield from (value for weak in self._made if (value := weak()) is not None)
 
+    @property
+    def followed_unmeasured(self) -> int | None:
+        """The predicted peak of the plan that was followed, where that was made from sizes."""
+        prepared = self.prepared
+        return None if prepared is None or prepared.measured or self.switched else prepared.peak
+
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
         self._forget_anchors()

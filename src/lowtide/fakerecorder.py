@@ -29,12 +29,14 @@ from lowtide.tape.values import Handle, Value
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
 
-class Attending(TorchFunctionMode):
-    """Knows when attention runs.
+# What they add last, a mask to scores and a bias to what is not contiguous, they add in place, but
+# under a dispatch mode and on fake tensors.
+_ADDING = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.linear)
 
-    Under a dispatch mode, and on fake tensors, torch adds the mask to the scores out of place. The
-    compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
-    """
+
+class Adding(TorchFunctionMode):
+    """Knows when such a function runs. The compiled recorder is no mode: a step that it records
+    adds in place, and so must the dry run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class Attending(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not torch.nn.functional.scaled_dot_product_attention:
+        if func not in _ADDING:
             return func(*args, **(kwargs or {}))
         self.now = engine.name() == "compiled"
         try:
@@ -56,7 +58,7 @@ class FakeRecorder(Recorder):
     """Records fake tensors: held through aliases that the modes have seen, never copied."""
 
     stand: StandIns
-    attending: Attending
+    adding: Adding
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -69,7 +71,7 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         if func._schema.name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
-        if func is torch.ops.aten.add.Tensor and self.attending.now:
+        if func is torch.ops.aten.add.Tensor and self.adding.now:
             func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
