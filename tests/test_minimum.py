@@ -102,11 +102,25 @@ class Masked(nn.Module):
         return x.square().mean()
 
 
+class Encoder(nn.Module):
+    """torch's own attention, whose products are those of a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 4, 128, 0.1, batch_first=True) for _ in range(3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "patches": (Patches, (2, 3, 160, 160)),
     "residuals": (Residuals, (8, 16, 64, 64)),
     "dense": (Dense, (4, 16, 48, 48)),
     "masked": (Masked, (8, 128, 64)),
+    "encoder": (Encoder, (8, 128, 64)),
 }
 
 

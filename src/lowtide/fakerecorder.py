@@ -9,11 +9,13 @@ provenance. Rejected: a recorder with a flag, whose hot path would ask it at eve
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 
 from lowtide import _compat, engine
 from lowtide._compat import fakes
@@ -30,28 +32,54 @@ _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::mio
 
 
 # What they add last, a mask to scores and a bias to what is not contiguous, they add in place, but
-# under a dispatch mode and on fake tensors.
-_ADDING = (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.linear)
+# out of place under a dispatch mode and on fake tensors.
+_ADDING = ("scaled_dot_product_attention", "linear")
 
 
-class Adding(TorchFunctionMode):
-    """Knows when such a function runs. The compiled recorder is no mode: a step that it records
-    adds in place, and so must the dry run."""
+class Adding:
+    """Context manager: knows, on each thread, when one of these runs.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = False
+    The compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
+    Not a `TorchFunctionMode`, inside of which torch's own multi-head attention is not seen.
+    """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func not in _ADDING:
-            return func(*args, **(kwargs or {}))
-        self.now = engine.name() == "compiled"
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.now = False
+    _lock = threading.Lock()
+    _usual: ClassVar[dict[str, Any]] = {}
+    _open = 0
+    _inside = threading.local()
+
+    def __enter__(self) -> Adding:
+        with Adding._lock:
+            if not Adding._open:
+                for name in _ADDING:
+                    usual = Adding._usual[name] = getattr(functional, name)
+                    setattr(functional, name, Adding._told(usual))
+            Adding._open += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with Adding._lock:
+            Adding._open -= 1
+            if not Adding._open:
+                for name, usual in Adding._usual.items():
+                    setattr(functional, name, usual)
+
+    @staticmethod
+    def _told(usual: Any) -> Any:
+        @functools.wraps(usual)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            Adding._inside.now = True
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                Adding._inside.now = False
+
+        return call
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an addition that is seen now is one in place, where the step will be recorded."""
+        return getattr(Adding._inside, "now", False) and engine.name() == "compiled"
 
 
 class FakeRecorder(Recorder):
@@ -71,7 +99,7 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         if func._schema.name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
-        if func is torch.ops.aten.add.Tensor and self.adding.now:
+        if func is torch.ops.aten.add.Tensor and self.adding.in_place:
             func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
