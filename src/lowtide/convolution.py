@@ -171,7 +171,9 @@ def _transposed(
         blocked = _narrowly(into, source.shape[1])
         return max(blocked + (0 if few else _narrowly(out, weight.shape[1])), parameter)
     if stride == 1:
-        return max(into + parameter + (out if biased else 0), out)
+        blocked = padded(out, weight.shape[1])
+        copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
+        return max(copies + (out if biased else 0), out) + blocked - out
     reached = into // source.shape[0]  # of one image, with the edge that the kernel overlaps
     for size, width in zip(source.shape[2:], weight.shape[2:], strict=True):
         reached += reached * max(0, width - stride) // size
