@@ -30,6 +30,7 @@ from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
+_HAIR = 0.001  # of it, where more cannot be left free: steps differ by some bytes
 _MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
 _DEAR = 3.0  # times the forward that a first backward may replay without a second thought
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
@@ -360,7 +361,7 @@ class Budget:
 def _nearest(
     graph: Graph, limit: int, closest: Solution, ran: list[int] | None
 ) -> tuple[Retention, int]:
-    """Where nothing leaves the margin free: the cheapest plan known that keeps the limit, else the
+    """Where nothing leaves the margin free: the cheapest plan known that leaves a hair, else the
     one of the lowest peak. Known are what a search came closest with and the plan that ran: what
     was measured to keep the limit is never refused."""
     found = [(closest.peak, closest.seconds, closest.plan)]
@@ -370,7 +371,8 @@ def _nearest(
     if all(peak > limit for peak, _, _ in found):
         least = minimum(graph)
         found.append((least.peak, least.seconds, least.plan))
-    peak, _, plan = min(found, key=lambda known: (max(known[0], limit), known[1]))
+    least = int(limit * (1 - _HAIR))
+    peak, _, plan = min(found, key=lambda known: (max(known[0], least), known[1]))
     return plan, peak
 
 
