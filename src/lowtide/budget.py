@@ -371,8 +371,8 @@ def _nearest(
     if all(peak > limit for peak, _, _ in found):
         least = minimum(graph)
         found.append((least.peak, least.seconds, least.plan))
-    least = int(limit * (1 - _HAIR))
-    peak, _, plan = min(found, key=lambda known: (max(known[0], least), known[1]))
+    room = int(limit * (1 - _HAIR))
+    peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
     return plan, peak
 
 
