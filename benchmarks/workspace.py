@@ -65,10 +65,13 @@ CASES = [
     *(Convolution(2, pair, 1, 1, 32) for pair in ((128, 128), (24, 3))),
     *(Convolution(2, (3, 64), 7, 2, 128, first=first) for first in (True, False)),
     Convolution(2, (3, 192), 16, 16, 112, first=True),
+    Convolution(8, (512, 1024), 1, 2, 12),
+    Convolution(2, (96, 96), 5, 1, 3, dims=3),
     *(Convolution(n, (16, 16), 3, 1, 32, dims=3) for n in (1, 2)),
     *(Convolution(n, (24, 24), 3, 1, 32, dims=3) for n in (1, 2)),
     *(Convolution(2, (96, 96), 3, 1, size, dims=3) for size in (2, 4)),
     *(Convolution(2, pair, 2, 2, 16, transposed=True) for pair in ((64, 32), (24, 24), (16, 2))),
+    *(Convolution(2, pair, 3, 1, 32, transposed=True) for pair in ((64, 32), (32, 8))),
     Convolution(2, (64, 64), 3, 1, 32, last=True),
     Convolution(2, (32, 32), 3, 1, 16, dims=3, last=True),
 ]

@@ -134,7 +134,7 @@ def test_levels_and_peaks_between_marks() -> None:
         del y
 
     assert recorded(step) == Timeline(
-        levels=[0, 400, 600, 200, 200], peaks=[400, 4600, 600, 200, 200], final=0
+        levels=[0, 400, 600, 200, 200], rises=[400, 4600, 200, 200, 0], final=0
     )
 
 
@@ -147,7 +147,7 @@ def test_blocks_as_large_as_the_marker_are_not_marks() -> None:
         events.mark()
         del blocks
 
-    assert recorded(step) == Timeline(levels=[0, 0, 128], peaks=[67, 128, 128], final=0)
+    assert recorded(step) == Timeline(levels=[0, 0, 128], rises=[67, 128, 0], final=0)
 
 
 def test_marks_ignore_default_devices_and_modes() -> None:
@@ -195,7 +195,7 @@ def test_other_devices_are_told_apart() -> None:
     ]
     on_gpu = read_timeline(stream, torch.device(gpu), [900, 901])
     # A block older than the start is known by its size on CUDA, and subtracted.
-    assert on_gpu == Timeline(levels=[0, 512], peaks=[512, 1536], final=1536)
+    assert on_gpu == Timeline(levels=[0, 512], rises=[512, 1536], final=1536)
 
 
 def test_a_gap_in_the_events_is_seen() -> None:
@@ -208,7 +208,7 @@ def test_a_gap_in_the_events_is_seen() -> None:
 
 def test_a_free_that_was_not_seen_is_made_up_for() -> None:
     stream = [event(61, 900), event(100, 1), event(30, 1), event(-61, 900)]
-    assert read_timeline(stream, CPU, [900]) == Timeline(levels=[0], peaks=[100], final=30)
+    assert read_timeline(stream, CPU, [900]) == Timeline(levels=[0], rises=[100], final=30)
 
 
 # --- refusals and errors ----------------------------------------------------------------------

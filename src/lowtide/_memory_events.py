@@ -132,13 +132,20 @@ class Timeline:
 
     Attributes:
         levels: bytes allocated since the start and still held, at each mark.
-        peaks: the largest number of bytes held between each mark and the next, or the end.
+        rises: the largest number of bytes held right after an allocation between each mark and the
+            next, or the end; what is held at its end where nothing is allocated. What is there at
+            the mark and freed before the next allocation is not in it.
         final: bytes held at the end.
     """
 
     levels: list[int]
-    peaks: list[int]
+    rises: list[int]
     final: int
+
+    @property
+    def peaks(self) -> list[int]:
+        """The largest number of bytes held between each mark and the next, or the end."""
+        return list(map(max, self.levels, self.rises))
 
     @property
     def peak(self) -> int:
@@ -149,7 +156,7 @@ class Timeline:
         """The recording as if it had ended at a mark other than the first."""
         if mark >= len(self.levels):
             return self
-        return Timeline(self.levels[:mark], self.peaks[:mark], self.levels[mark])
+        return Timeline(self.levels[:mark], self.rises[:mark], self.levels[mark])
 
 
 class MemoryEvents:
@@ -312,24 +319,24 @@ def read_timeline(
     held: dict[int, int] = {}
     on_cpu = device.type == "cpu"
     level = begin = 0
-    levels, peaks = [0], []
+    levels, rises = [0], []
     for cut in cuts:
-        peak = level
+        rise: int | None = None
         for size, address in zip(sizes[begin:cut], addresses[begin:cut], strict=True):
             if size > 0:
                 # A block that is there already was freed unseen, on a thread without a profiler.
                 level += size - held.get(address, 0)
                 held[address] = size
-                if level > peak:
-                    peak = level
+                if rise is None or level > rise:
+                    rise = level
             else:
                 # A block that is not there is older than the start. The CPU allocator may then
                 # report a size it remembers from some earlier block, so that it is no use.
                 level -= held.pop(address, 0 if on_cpu else -size)
-        peaks.append(peak)
+        rises.append(level if rise is None else rise)
         levels.append(level)
         begin = cut
-    return Timeline(levels[:-1], peaks, levels[-1])
+    return Timeline(levels[:-1], rises, levels[-1])
 
 
 def _find_marks(

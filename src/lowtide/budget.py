@@ -20,7 +20,7 @@ from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer, Seen
-from lowtide.planner import Graph, Retention, Simulator, keep_all, minimum, solve
+from lowtide.planner import Graph, Retention, Simulator, Solution, keep_all, minimum, solve
 from lowtide.planner.resume import forward_over, from_held
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
@@ -30,6 +30,7 @@ from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
 _MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
+_HAIR = 0.001  # of it, where more cannot be left free: steps differ by some bytes
 _MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
 _DEAR = 3.0  # times the forward that a first backward may replay without a second thought
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
@@ -273,13 +274,14 @@ class Budget:
 
         def search() -> tuple[Retention, int]:
             solution = solve(graph, limit, margin=margin)
-            if solution.peak <= limit:
+            if solution.status == "fits":
                 return solution.plan, solution.peak
-            return _lowest(graph, learned.ran)
+            return _nearest(graph, limit, solution, learned.ran)
 
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if peak > limit and measured:
-            self._refusal = refusal(graph, limit, plan.retain, measured=True)
+            followed = self._last.followed_unmeasured if self._last is not None else None
+            self._refusal = refusal(graph, limit, plan.retain, measured=True, predicted=followed)
             return
         self._remember(Prepared.of(plan, graph, peak, learned.seen, measured))
 
@@ -357,14 +359,22 @@ class Budget:
         )
 
 
-def _lowest(graph: Graph, ran: list[int] | None) -> tuple[Retention, int]:
-    """The plan of the lowest peak known: found by a search, or the one that ran."""
-    found = minimum(graph)
+def _nearest(
+    graph: Graph, limit: int, closest: Solution, ran: list[int] | None
+) -> tuple[Retention, int]:
+    """Where nothing leaves the margin free: the cheapest plan known that leaves a hair, else the
+    one of the lowest peak. Known are what a search came closest with and the plan that ran: what
+    was measured to keep the limit is never refused."""
+    found = [(closest.peak, closest.seconds, closest.plan)]
     if ran is not None and len(ran) == len(graph.values):
-        peak = Simulator(graph).run(ran).peak
-        if peak < found.peak:
-            return Retention(tuple(ran), graph.fingerprint), peak
-    return found.plan, found.peak
+        result = Simulator(graph).run(ran)
+        found.append((result.peak, result.seconds, Retention(tuple(ran), graph.fingerprint)))
+    if all(peak > limit for peak, _, _ in found):
+        least = minimum(graph)
+        found.append((least.peak, least.seconds, least.plan))
+    room = int(limit * (1 - _HAIR))
+    peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
+    return plan, peak
 
 
 def _nothing(observer: Observer) -> None:

@@ -13,6 +13,9 @@ import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
 _SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
+_WIDE = 14  # a wider kernel than this has no backward of its own for its parameter
+_REDUCED = 4  # copies of its gradient that the product in its place takes on each thread
+_SHARED = 20  # times a pointwise parameter, above which threads may share images and not channels
 
 
 def unfolded(source: torch.Tensor, weight: torch.Tensor, device: str | None = None) -> bool:
@@ -37,8 +40,9 @@ def convolution_workspace(
     out: int,
     stride: int,
     transposed: bool,
-    back: bool,
-    passes: bool,
+    given: torch.Tensor | None = None,
+    passes: bool = False,
+    biased: bool = False,
 ) -> int:
     """Bytes of a convolution on the CPU besides what it returns.
 
@@ -48,29 +52,50 @@ def convolution_workspace(
         out: bytes of its forward's result.
         stride: the largest.
         transposed: whether it is a transposed one.
-        back: of its backward.
+        given: of its backward: the gradient of that result.
         passes: whether that backward gives a gradient to the input.
+        biased: whether its forward adds a bias.
     """
-    into, parameter = _bytes(source), _bytes(weight)
-    kernel = weight[0, 0].numel()
-    if (kernel > 1 or source.dim() == 5) and unfolded(source, weight, "cpu"):
-        channels = weight.shape[1] if transposed else source.shape[1]
-        points = source if transposed else out // (source.element_size() * weight.shape[0])
-        count = points[0, 0].numel() if isinstance(points, torch.Tensor) else points
-        return channels * kernel * count * source.element_size()
-    if kernel == 1 and stride == 1 and _multiplied(source):
-        return max(0, into - parameter) if back and source.dim() == 5 else 0
+    back = given is not None
+    itself = unfolded(source, weight, "cpu")
+    if _pointwise(weight, stride) and (itself or _multiplied(source)):
+        taken = max(0, _bytes(source) - _bytes(weight)) if passes and source.dim() == 5 else 0
+    elif itself:
+        taken = _columns(source, weight, out, transposed) * source.element_size()
+    elif transposed:
+        taken = _transposed(source, weight, out, stride, back, biased)
+    elif _channels_last(source):  # read as it is; parameters are reordered
+        taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+    elif given is not None:
+        taken = _backward(source, weight, given, stride, passes)
+    else:
+        taken = _forward(source, weight, out, stride)
+    last = _channels_last(source) and not (itself and source.dim() == 5)
+    return taken + _copied(source, last) + (0 if given is None else _copied(given, last))
+
+
+def _copied(tensor: torch.Tensor, last: bool) -> int:
+    """What does not lie as the kernel reads it is copied first, and the copy stays to the end."""
+    as_read = _channels_last(tensor) if last else tensor.is_contiguous()
+    return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
+
+
+def _columns(source: torch.Tensor, weight: torch.Tensor, out: int, transposed: bool) -> int:
+    """Elements of the unfolded input: kernel volume times channels times points."""
     if transposed:
-        return _transposed(source, weight, out, back)
-    if _channels_last(source):  # read as it is; parameters are reordered
-        groups = source.shape[1] // max(1, weight.shape[1])
-        return _reordered(weight, groups, back)
-    if back:
-        return _backward(source, weight, out, stride, passes)
-    blocked_in, blocked_out = padded(into, source.shape[1]), padded(out, weight.shape[0])
-    blocked = padded(parameter, weight.shape[0])
-    if source.shape[1] >= _CHANNEL_BLOCK:  # narrower inputs are read as they are
-        blocked = padded(blocked, source.shape[1]) + blocked_in
+        return weight.shape[1] * weight[0, 0].numel() * source[0, 0].numel()
+    points = out // (source.element_size() * weight.shape[0] * source.shape[0])
+    return source.shape[1] * weight[0, 0].numel() * points
+
+
+def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
+    blocked_out = padded(out, weight.shape[0])
+    blocked = padded(_bytes(weight), weight.shape[0])
+    if source.shape[1] >= _CHANNEL_BLOCK or _pointwise(weight, stride):
+        # narrower inputs are read as they are
+        blocked = padded(blocked, source.shape[1]) + padded(_bytes(source), source.shape[1])
+    if weight[0, 0].numel() == 1 and stride > 1:  # the points that it reads, of one image each
+        blocked += _threads(source) * _columns(source, weight, out, False) * source.element_size()
     return blocked_out + max(blocked, out) - out
 
 
@@ -81,7 +106,8 @@ def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
     blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
     block = _CHANNEL_BLOCK**2 * weight[0, 0].numel() * weight.element_size()
     whole = groups * blocks * block
-    if groups == 1 or (out == into == 1 and groups % _CHANNEL_BLOCK):
+    narrow = groups % _CHANNEL_BLOCK or max(weight.shape[2:]) <= 3
+    if groups == 1 or (out == into == 1 and narrow):
         return (3 if back else 2) * parameter
     if back:
         return whole + 2 * parameter
@@ -89,30 +115,75 @@ def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
 
 
 def _backward(
-    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, passes: bool
+    source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, stride: int, passes: bool
+) -> int:
+    """First the gradient of the input, where it is wanted, then that of the parameter."""
+    into, parameter, channels = _bytes(source), _bytes(weight), source.shape[1]
+    out = _bytes(given)
+    depthwise = weight.shape[1] == 1 < channels
+    made = parameter + (into if passes else 0)
+    blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
+    first = 0
+    if passes and stride > 1 and not depthwise:
+        first = 3 * into - made
+    if _as_product(source, weight):
+        columns = _columns(source, weight, out, False)
+        if source.dim() == 5:  # of one slice at a time
+            columns //= given.shape[2]
+        columns *= source.element_size()
+        return max(first, _threads(source) * (_REDUCED * parameter + columns))
+    copies = torch.get_num_threads() * (padded(parameter, channels) - parameter)
+    pointwise = _pointwise(weight, stride)
+    if channels < _CHANNEL_BLOCK // 2 and not pointwise:
+        return max(first, (min(blocked_in, into + out) if passes else 0) + max(blocked_out, copies))
+    if channels < _CHANNEL_BLOCK and not pointwise:
+        return max(first, (blocked_in - into if passes else 0) + max(blocked_out, copies))
+    if depthwise and max(weight.shape[2:]) > 3:
+        return max(blocked_out + blocked_in + parameter, blocked_in + into) - made
+    blocked = blocked_in + blocked_out
+    if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
+        blocked += parameter * 9 // 8  # each thread's part of its gradient
+    return max(first, blocked, parameter)
+
+
+def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN has no kernel for the parameter's gradient, and unfolds the input for it."""
+    if max(weight.shape[2:]) > _WIDE:
+        return True
+    return source.dim() == 5 and 2 * min(source.shape[2:]) <= min(weight.shape[2:]) + 1
+
+
+def _pointwise(weight: torch.Tensor, stride: int) -> bool:
+    return weight[0, 0].numel() == stride == 1
+
+
+def _threads(source: torch.Tensor) -> int:
+    """Those that get an image."""
+    return min(torch.get_num_threads(), source.shape[0])
+
+
+def _transposed(
+    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, back: bool, biased: bool
 ) -> int:
     into, parameter = _bytes(source), _bytes(weight)
-    blocked_in, blocked_out = padded(into, source.shape[1]), padded(out, weight.shape[0])
-    copies = torch.get_num_threads() * (padded(parameter, source.shape[1]) - parameter)
-    if source.shape[1] < _CHANNEL_BLOCK // 2:
-        return (min(blocked_in, into + out) if passes else 0) + max(blocked_out, copies)
-    if source.shape[1] < _CHANNEL_BLOCK:
-        return (blocked_in - into if passes else 0) + max(blocked_out, copies)
-    if source.dim() == 5 and min(source.shape[2:]) < min(weight.shape[2:]):
-        parameter *= 4 * torch.get_num_threads()  # smaller than the kernel: a few copies each
-    strided = 2 * into - parameter if stride > 1 else 0
-    pointwise = parameter if weight[0, 0].numel() == 1 else 0
-    return max(blocked_in + blocked_out + pointwise, parameter, strided)
-
-
-def _transposed(source: torch.Tensor, weight: torch.Tensor, out: int, back: bool) -> int:
-    into, parameter = _bytes(source), _bytes(weight)
-    few = weight.shape[1] < _CHANNEL_BLOCK // 2
     if back:
-        blocked = padded(into, source.shape[1]) + padded(out, weight.shape[1])
-        return max(into if few else blocked, parameter)
-    blocked = max(2 * out, (1 + torch.get_num_threads()) * into) if few else 2 * out
-    return max(blocked, parameter + into)
+        few = weight.shape[1] < _CHANNEL_BLOCK // 4  # read as they are
+        blocked = _narrowly(into, source.shape[1])
+        return max(blocked + (0 if few else _narrowly(out, weight.shape[1])), parameter)
+    if stride == 1:
+        blocked = padded(out, weight.shape[1])
+        copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
+        return max(copies + (out if biased else 0), out) + blocked - out
+    reached = into // source.shape[0]  # of one image, with the edge that the kernel overlaps
+    for size, width in zip(source.shape[2:], weight.shape[2:], strict=True):
+        reached += reached * max(0, width - stride) // size
+    return max(2 * out, into + parameter + torch.get_num_threads() * reached)
+
+
+def _narrowly(nbytes: int, channels: int) -> int:
+    """Padded to half a block where that is enough."""
+    half = _CHANNEL_BLOCK // 2
+    return nbytes * half // channels if 0 < channels <= half else padded(nbytes, channels)
 
 
 def _channels_last(source: torch.Tensor) -> bool:

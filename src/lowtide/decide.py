@@ -442,12 +442,20 @@ class StepDecisions:
         else:
             yield from self._made.alive()
 
+    @property
+    def followed_unmeasured(self) -> int | None:
+        """The predicted peak of the plan that was followed, where that was made from sizes."""
+        prepared = self.prepared
+        return None if prepared is None or prepared.measured or self.switched else prepared.peak
+
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""
         self._forget_anchors()
         if self.observer is None:
             self._made.settle()
             return
+        if self.prepared is not None:
+            self.observer.ran = list(self.prepared.plan.retain)
         for value in self.observer.alive():
             if value.held is not None and value.op is not None:
                 value.settle()

@@ -27,7 +27,7 @@ from lowtide._compat import fakes
 from lowtide.costs import CostModel
 from lowtide.errors import DryRunWarning, LowtideError, UsageError
 from lowtide.fakememory import FakeMemory
-from lowtide.fakerecorder import FakeRecorder, FakeRecording
+from lowtide.fakerecorder import Adding, FakeRecorder, FakeRecording
 from lowtide.marks import Marks, start_marks
 from lowtide.observe import Observer, Seen
 from lowtide.planner import Graph
@@ -322,9 +322,10 @@ def _fake(
         stack.enter_context(stand.mode)
         stack.enter_context(memory)
         stack.enter_context(foreign.taken_for_real())
+        adding = stack.enter_context(Adding())
 
         def begin(recorder: FakeRecorder) -> None:
-            recorder.stand = stand
+            recorder.stand, recorder.adding = stand, adding
             memory.ask = recorder.answer
             stack.enter_context(fakes.listing(lambda tensor: recorder.real(tensor).tolist()))
 

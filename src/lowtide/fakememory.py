@@ -29,7 +29,7 @@ class FakeMemory(Counting):
         self.seconds = 0.0  # of all operators so far
         self.last = 0.0  # of the last one
         self._levels = [0]
-        self._peaks: list[int] = []
+        self._rises: list[int] = []
         self.ask: Callable[[Any, Any, Any], Any] | None = None  # what only data can tell
 
     def __torch_dispatch__(
@@ -52,9 +52,9 @@ class FakeMemory(Counting):
         self.seconds += self.last
 
     def mark(self) -> int:
-        self._peaks.append(max(self.peak, self.level))
+        self._rises.append(max(self.peak, self.level))
         self._levels.append(self.level)
-        self.peak = self.level
+        self.peak = 0  # from now on
         return len(self._levels) - 1
 
     def over(self) -> None:
@@ -62,4 +62,4 @@ class FakeMemory(Counting):
 
     def stop(self, then: Arrived) -> None:
         self.mark()
-        then(Timeline(self._levels[:-1], self._peaks, self.level))
+        then(Timeline(self._levels[:-1], self._rises, self.level))

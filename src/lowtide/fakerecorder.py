@@ -9,12 +9,15 @@ provenance. Rejected: a recorder with a flag, whose hot path would ask it at eve
 
 from __future__ import annotations
 
+import functools
+import threading
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide._compat import fakes
 from lowtide.provenance import UnansweredError, evaluate
 from lowtide.standins import StandIns
@@ -28,10 +31,62 @@ from lowtide.tape.values import Handle, Value
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
 
+# What they add last, a mask to scores and a bias to what is not contiguous, they add in place, but
+# out of place under a dispatch mode and on fake tensors.
+_ADDING = ("scaled_dot_product_attention", "linear")
+
+
+class Adding:
+    """Context manager: knows, on each thread, when one of these runs.
+
+    The compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
+    Not a `TorchFunctionMode`, inside of which torch's own multi-head attention is not seen.
+    """
+
+    _lock = threading.Lock()
+    _usual: ClassVar[dict[str, Any]] = {}
+    _open = 0
+    _inside = threading.local()
+
+    def __enter__(self) -> Adding:
+        with Adding._lock:
+            if not Adding._open:
+                for name in _ADDING:
+                    usual = Adding._usual[name] = getattr(functional, name)
+                    setattr(functional, name, Adding._told(usual))
+            Adding._open += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with Adding._lock:
+            Adding._open -= 1
+            if not Adding._open:
+                for name, usual in Adding._usual.items():
+                    setattr(functional, name, usual)
+
+    @staticmethod
+    def _told(usual: Any) -> Any:
+        @functools.wraps(usual)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            Adding._inside.now = True
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                Adding._inside.now = False
+
+        return call
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an addition that is seen now is one in place, where the step will be recorded."""
+        return getattr(Adding._inside, "now", False) and engine.name() == "compiled"
+
+
 class FakeRecorder(Recorder):
     """Records fake tensors: held through aliases that the modes have seen, never copied."""
 
     stand: StandIns
+    adding: Adding
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -44,6 +99,8 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         if func._schema.name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
+        if func is torch.ops.aten.add.Tensor and self.adding.in_place:
+            func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:

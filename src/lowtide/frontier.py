@@ -15,7 +15,7 @@ from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
 from lowtide.planner import minimum, solve
-from lowtide.plans import Plan, from_solution, plan_step
+from lowtide.plans import Plan, from_solution, limit_for, plan_step
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 
@@ -38,8 +38,8 @@ class Curve(Sequence[Plan]):
 
     @property
     def minimum_peak(self) -> int:
-        """The lowest peak of the curve."""
-        return min(plan.peak for plan in self.plans)
+        """The smallest limit of the curve, as `Plan.minimum_peak`."""
+        return min(plan.limit or plan.peak for plan in self.plans)
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -103,7 +103,8 @@ def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
     if least.peak < plain.peak:
         solution = solve(graph, least.peak)
         best = min((solution, least), key=lambda s: (s.peak > least.peak, s.seconds))
-        points.append(from_solution(step, least.peak, best))
+        limit = min(limit_for(least.peak), plain.peak)
+        points.append(from_solution(step, limit, best))
     # A plan for less memory that costs less replaces those above it.
     kept: list[Plan] = []
     for point in points:

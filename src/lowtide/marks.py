@@ -83,7 +83,7 @@ class SharedEvents:
             zero = timeline.levels[self._base]
             self._timeline = Timeline(
                 [level - zero for level in timeline.levels[self._base :]],
-                [peak - zero for peak in timeline.peaks[self._base :]],
+                [rise - zero for rise in timeline.rises[self._base :]],
                 timeline.final - zero,
             )
         if self._then is not None:
@@ -132,7 +132,11 @@ def reset_cuda_peak(device: torch.device) -> int:
 
 
 class CudaCounters:
-    """The CUDA allocator's counters. Resets its peak statistics."""
+    """The CUDA allocator's counters. Resets its peak statistics.
+
+    They do not tell what was allocated after a mark from what was there: rises err to the high
+    side where memory is freed between a mark and the next allocation.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -67,7 +67,7 @@ class Observer:
         self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
         self.base: Graph | None = None  # of a step that had its first operations in common
         self.common = 0
-        self.ran: list[int] | None = None  # the plan followed in backward, where one was made then
+        self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
         self._begin: int | None = None
         self._end = 0

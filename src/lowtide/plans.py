@@ -11,6 +11,7 @@ smaller and can be checked against nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,6 +42,11 @@ _MARGIN = {"fake": 0.02, "recorded": 0.005}
 """Of the limit: what a prediction is allowed to be wrong by."""
 _HAIR = 0.002  # of it, where more cannot be left free: a model is exact to some bytes only
 _ROWS = 12
+
+
+def limit_for(peak: int) -> int:
+    """The smallest limit under which a predicted peak leaves that hair free."""
+    return math.ceil(peak / (1 - _HAIR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +124,12 @@ class Plan:
 
     @cached_property
     def minimum_peak(self) -> int:
-        """The lowest peak that the planner reaches. Searched for when first asked for."""
-        return min(minimum(self.step.graph).peak, self.peak)
+        """The lowest peak that the planner reaches, as the smallest limit that can be asked for.
+
+        0.2 % above the prediction, which is exact to some bytes only; never above the plain peak.
+        Searched for when first asked for.
+        """
+        return min(limit_for(min(minimum(self.step.graph).peak, self.peak)), self.plain_peak)
 
     @property
     def overhead(self) -> float:

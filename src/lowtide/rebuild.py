@@ -134,7 +134,8 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
     ):
         if seen.timeline is not None:
             level = seen.timeline.levels[log.mark]
-            peak = max(seen.timeline.peaks[log.begin or before : log.mark])
+            # What was let go before it allocated is not its workspace; it was there after the last.
+            peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
             before = log.mark
             workspace = max(0, peak - level)
         else:

@@ -94,14 +94,24 @@ def too_small(
     )
 
 
-def refusal(graph: Graph, limit: int, retain: Sequence[int], *, measured: bool) -> BudgetError:
-    """A known step whose smallest reachable peak, that of this plan, is above the limit."""
+def refusal(
+    graph: Graph, limit: int, retain: Sequence[int], *, measured: bool, predicted: int | None = None
+) -> BudgetError:
+    """A known step whose smallest reachable peak, that of this plan, is above the limit.
+
+    `predicted`: the peak that a dry run told of the plan that was followed.
+    """
     result = Simulator(graph).run(retain)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps is kept by doing nothing
         plain = Simulator(graph).run(keep_all(graph).retain).peak
         minimum = min(minimum, max(plain, result.peak))
     known = "" if measured else " The memory of its backward is computed from sizes so far."
+    if predicted is not None:
+        known = (
+            f" The plan that was followed had been predicted, from sizes, to take "
+            f"{format_bytes(predicted)}; now the step has been measured."
+        )
     phase, index = result.peak_at
     if phase == "forward":
         where = f"operation {index} ({graph.ops[index].name}) of the forward"

@@ -148,7 +148,9 @@ class Reader:
         if not self.ledger.steps:
             return -1
         begin, end = self.ledger.marks[index]
-        return self._instant(begin, end)
+        # What was let go, or looked at, before it ran is no part of it.
+        first, last = bisect_left(self.segments, begin), bisect_left(self.segments, end)
+        return last - 1 if first < last else -1
 
     def _event_instant(self, event: int) -> int:
         if not self.ledger.steps:

@@ -317,8 +317,7 @@ class _Counted(FakeMemory):
         )
         before, self.peak = self.peak, 0
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        here = max(self.peak, self.level)
-        self.peak = max(before, here)
+        here, self.peak = max(self.peak, self.level), max(before, self.peak)
         self.steps.append(Step(self._site, len(self._levels) - 1, self.level, here))
         return result
 

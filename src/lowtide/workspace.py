@@ -148,7 +148,14 @@ def kernel_workspace(
         return _convolution(*forward[0], forward[1], given)
     passes = backward and len(args) > 10 and bool(args[10][0])
     return convolution_workspace(
-        source, weight, given, max(stride), bool(transposed), backward, passes
+        source,
+        weight,
+        given,
+        max(stride),
+        bool(transposed),
+        tensors[0] if backward else None,
+        passes,
+        biased=not backward and len(tensors) > 2,
     )
 
 
