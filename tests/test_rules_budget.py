@@ -6,7 +6,10 @@ figures on whole models, in the benchmarks.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import counted
+from lowtide.observe import Observer
+from lowtide.planner import Graph
 
 
 class Tower(nn.Module):
@@ -257,6 +262,49 @@ def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: fl
     report = limit.report()
     assert report.replayed_operations > 0
     assert report.plain_peak == pytest.approx(peak, rel=0.001)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 15, 30])
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.usefixtures("one_thread")
+def test_what_was_dropped_is_not_counted_twice(
+    named: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user may name what was let go, and autograd may save it again: whatever a first step
+    happens to drop, what is learned from it is the same (rule 13)."""
+    disturb, usual = random.Random(seed), Observer.operation
+
+    def operation(self: Observer, op: Any, *rest: Any) -> None:
+        op.seconds *= disturb.lognormvariate(0, 1)
+        usual(self, op, *rest)
+
+    torch.manual_seed(0)
+    blocks, x = nn.ModuleList(Attention() for _ in range(3)), torch.randn(4, 256, 16)
+
+    def learned(share: float | str) -> tuple[Graph, int]:
+        limit, names = lowtide.budget(share), [x]
+        with limit:
+            for block in blocks:
+                out = block(names[-1])
+                names = [*names, out] if named else [out]
+            loss = names[-1].sum()
+        loss.backward()
+        dropped = limit.report().replayed_operations
+        graph = limit._prepared[0].graph
+        blocks.zero_grad()
+        return graph, dropped
+
+    learned("1 GiB")  # gradients of one size from now on
+    monkeypatch.setattr(Observer, "operation", operation)
+    graph, dropped = learned(0.6)
+    whole, none = learned("1 GiB")
+    assert dropped
+    assert not none
+    assert [replace(op, seconds=0.0) for op in graph.ops] == [
+        replace(op, seconds=0.0) for op in whole.ops
+    ]
+    assert graph.values == whole.values
+    assert graph.events == whole.events
 
 
 def test_two_forwards_before_their_backwards() -> None:

@@ -341,13 +341,13 @@ class StepDecisions:
     def _drop(self, value: Value) -> None:
         """Let go of a value that is held, while the forward runs."""
         recorder = None if self.tape is None else self.tape.recorder
+        if self.observer is not None:
+            self.observer.dropped(value)
         if recorder is None:
             value.held = None
         else:
             recorder.let_go(value)
         self.tally.evictions += 1
-        if self.observer is not None:
-            self.observer.evicted[value.number] = len(self.observer.ops)
 
     def saved(self, value: Value, region: Region) -> bool:
         prepared = self.prepared

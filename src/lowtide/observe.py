@@ -60,6 +60,7 @@ class Observer:
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
         self.evicted: dict[int, int] = {}
+        self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still there
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
@@ -193,6 +194,9 @@ class Observer:
             return
         if number < 0:
             return
+        if value.held is not None:  # once more, where it was let go before
+            self.evicted.pop(number, None)
+            self._named.pop(number, None)
         self.last_save.append((number, handle.sequence))
         self._handles[number] = self._handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
@@ -222,6 +226,19 @@ class Observer:
         if number >= 0:
             self._handles[number] = self._handles.get(number, 0) + 1
 
+    def dropped(self, value: Value) -> None:
+        """`value` is let go. Its memory goes with the last name that the user has on it: until then
+        it is what the tape would hold, and not there for some other reason."""
+        number = value.number
+        assert value.held is not None
+
+        def gone(_: Any) -> None:
+            if self._named.pop(number, None) is not None:
+                self.evicted[number] = len(self.ops)
+
+        self.evicted[number] = len(self.ops)
+        self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
+
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self, anchored: Container[int] = ()) -> None:
@@ -232,6 +249,11 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        named, self._named = self._named, {}
+        for number, storage in named.items():
+            if storage() is not None:
+                self.evicted[number] = len(self.ops)
+                self.pinned.add(number)
         for value in self.alive():
             if value.held is None:
                 continue
