@@ -34,6 +34,9 @@ _SLOW = frozenset(
      "sigmoid", "silu", "pow", "softplus", "inductor_random")
 )  # fmt: skip
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
+# What Inductor writes to memory on a CPU before it is read twice.
+_REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
+_WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp"))  # written as a whole
 _STATE = 5056  # bytes of the CPU generator's state
 
 
@@ -47,6 +50,9 @@ class Op:
         seconds: of the kernel, or of its share of a fused one without the memory it moves.
         workspace: bytes that the kernel takes meanwhile.
         fused: Inductor generates its code and may join it with its neighbours.
+        inlined: it does so element by element, and may compute it where it is read.
+        slow: with a function that Inductor does not compute twice on a CPU.
+        elements: that a fused one goes over.
         again: it may be run a second time, in the backward.
         late: it needs a gradient from outside.
         state: bytes of the random state that is saved for it if it runs twice.
@@ -58,6 +64,9 @@ class Op:
     seconds: float
     workspace: int
     fused: bool
+    inlined: bool
+    slow: bool
+    elements: int
     again: bool
     late: bool
     state: int
@@ -112,8 +121,11 @@ class Joint:
         # A second run of what reads them would read the new values.
         self._overwritten = traced.overwritten()
         self._changed: set[int] = set()
+        converted = traced.converted_inputs() if fuse else frozenset()
         for node in traced.nodes:
             self._enter(node)
+            if node in converted:
+                self._convert(node)
         forward, backward = traced.results()
         self.returned = self._of(forward)
         self.gradients = self._made(backward)
@@ -173,6 +185,17 @@ class Joint:
         self._seen[node] = reads[:1] if _writes(node) else makes
         self.ops.append(self._operation(node, reads, makes))
 
+    def _convert(self, node: Any) -> None:
+        """Put the copy of an input that Inductor makes in its place: it is saved in its stead."""
+        (source,) = self._seen[node]
+        made, index = len(self.storages), len(self.ops)
+        self.storages.append(Storage(self.storages[source].nbytes, index, None))
+        elements = _numel(node.meta["val"])
+        self.ops.append(
+            Op(node, (source,), (made,), 0.0, 0, True, False, False, elements, False, False, 0)
+        )
+        self._seen[node] = (made,)
+
     def _stored(self, node: Any, value: Any, maker: int) -> tuple[int, ...]:
         """New storages for what a node returns."""
         found = []
@@ -224,9 +247,12 @@ class Joint:
         result = node.meta.get("val")
         made = sum(self.storages[number].nbytes for number in makes)
         seconds, workspace = self.model.launch, 0
+        inlined, elements = fused and isinstance(result, torch.Tensor), 0
         if partitioner.is_overload(node.target):
             if fused:
-                seconds = self._computing(node, result)
+                elements = _elements(node, result)
+                inlined = inlined and _by_element(node)
+                seconds = self._computing(node, elements)
             else:
                 result = _values(result)
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
@@ -234,12 +260,14 @@ class Joint:
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) else 0
-        return Op(node, reads, makes, seconds, workspace, fused, again, late, state)
+        slow = inlined and node.target.overloadpacket.__name__ in _REUSED
+        return Op(
+            node, reads, makes, seconds, workspace, fused, inlined, slow, elements, again, late,
+            state,
+        )  # fmt: skip
 
-    def _computing(self, node: Any, result: Any) -> float:
+    def _computing(self, node: Any, elements: int) -> float:
         """Seconds in a fused kernel, besides those for memory."""
-        counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
-        elements = max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
         name = node.target.overloadpacket.__name__
         each = _NS_SLOW if name in _SLOW else _NS_PLAIN
         cores = max(1.0, self.model.flops / 9e10)
@@ -269,6 +297,18 @@ def _numel(tensor: torch.Tensor) -> int:
     for size in tensor.shape:
         count *= partitioner.size_hint(size)
     return count
+
+
+def _elements(node: Any, result: Any) -> int:
+    """Elements that a fused operation goes over: of its result, or of what it reduces."""
+    counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
+
+
+def _by_element(node: Any) -> bool:
+    """Whether Inductor computes each element of the result by itself, wherever it is read."""
+    target = node.target
+    return torch.Tag.reduction not in target.tags and target.overloadpacket.__name__ not in _WHOLE
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
