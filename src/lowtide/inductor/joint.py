@@ -53,6 +53,7 @@ class Op:
         inlined: it does so element by element, and may compute it where it is read.
         slow: with a function that Inductor does not compute twice on a CPU.
         elements: that a fused one goes over.
+        taken_in: a product that becomes one operation with the sum that reads it.
         again: it may be run a second time, in the backward.
         late: it needs a gradient from outside.
         state: bytes of the random state that is saved for it if it runs twice.
@@ -67,6 +68,7 @@ class Op:
     inlined: bool
     slow: bool
     elements: int
+    taken_in: bool
     again: bool
     late: bool
     state: int
@@ -192,7 +194,7 @@ class Joint:
         self.storages.append(Storage(self.storages[source].nbytes, index, None))
         elements = _numel(node.meta["val"])
         self.ops.append(
-            Op(node, (source,), (made,), 0.0, 0, True, False, False, elements, False, False, 0)
+            Op(node, (source,), (made,), 0.0, 0, True, False, False, elements, False, False, False, 0)
         )
         self._seen[node] = (made,)
 
@@ -235,7 +237,7 @@ class Joint:
         return found if tensors and len(found) == len(tensors) else None
 
     def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
-        fused = self.fuse and _fusible(node)
+        fused = self.fuse and _fusible(node) and not any(map(_taken_in, node.all_input_nodes))
         again = (
             partitioner.is_overload(node.target)
             and node.target.namespace in _AGAIN
@@ -262,8 +264,8 @@ class Joint:
         late, state = node in self._late, _STATE if draws(node) else 0
         slow = inlined and node.target.overloadpacket.__name__ in _REUSED
         return Op(
-            node, reads, makes, seconds, workspace, fused, inlined, slow, elements, again, late,
-            state,
+            node, reads, makes, seconds, workspace, fused, inlined, slow, elements,
+            self.fuse and _taken_in(node), again, late, state,
         )  # fmt: skip
 
     def _computing(self, node: Any, elements: int) -> float:
@@ -303,6 +305,18 @@ def _elements(node: Any, result: Any) -> int:
     """Elements that a fused operation goes over: of its result, or of what it reduces."""
     counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
     return max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
+
+
+def _taken_in(node: Any) -> bool:
+    """Whether Inductor makes one operation (addmm) of a product and the sum that reads it."""
+    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return (
+        user.target is torch.ops.aten.add.Tensor
+        and len(user.all_input_nodes) == 2
+        and all(n.meta["val"].shape == user.meta["val"].shape for n in user.all_input_nodes)
+    )
 
 
 def _by_element(node: Any) -> bool:

@@ -28,7 +28,7 @@ class Facts:
         slow: of them, those with a function that is not computed twice.
         size: elements that each goes over.
         nbytes: of each storage.
-        device: with a wish of the device: whether reused slow functions are written.
+        taken_in: products that become part of the sum that reads them.
     """
 
     reads: list[tuple[int, ...]]
@@ -38,6 +38,7 @@ class Facts:
     slow: list[bool]
     size: list[int]
     nbytes: list[int]
+    taken_in: frozenset[int]
 
 
 class Half:
@@ -91,6 +92,9 @@ class Half:
                     found.update(dict.fromkeys(known))
             reads = tuple(found)
             makes = facts.makes[index]
+            if index in facts.taken_in and users.get(makes[0]) and makes[0] not in self.stays:
+                below[makes[0]] = reads
+                continue
             if facts.inlined[index] and len(makes) == 1 and makes[0] not in self.stays:
                 made = makes[0]
                 slow = facts.slow[index] or not hot.isdisjoint(facts.reads[index])
@@ -128,7 +132,7 @@ class Half:
                 if self._rank[made] == rank:
                     self._merge(made, index)
         self._users()
-        self._join_by_reads()
+        self._join_more()
 
     def _merge(self, one: int, two: int) -> int:
         a, b = self.of[one], self.of[two]
@@ -146,38 +150,51 @@ class Half:
             for storage in reads:
                 self.readers.setdefault(storage, []).append(index)
 
-    def _join_by_reads(self) -> None:
-        """Kernels over as many elements that read the same tensor, where neither needs the other."""
+    def _join_more(self) -> None:
+        """Kernels over as many elements, one of which reads the other or both the same tensor.
+
+        Not where a third one stands between them.
+        """
         facts = self.facts
         for storage, readers in self.readers.items():
             able = [i for i in readers if facts.fused[i]]
-            if len(able) < 2:
-                continue
-            for one, two in zip(able, able[1:], strict=False):
-                if self.of[one] == self.of[two] or facts.size[one] != facts.size[two]:
-                    continue
-                if facts.nbytes[storage] < facts.size[one]:
-                    continue
-                if not self._needs(one, two) and not self._needs(two, one):
-                    self._merge(one, two)
+            made = self.maker.get(storage)
+            for one in [made] if made is not None and facts.fused[made] else []:
+                for two in able:
+                    self._try(one, two)
+            for place, one in enumerate(able):
+                if facts.nbytes[storage] >= facts.size[one]:
+                    for two in able[place + 1 :]:
+                        self._try(one, two)
 
-    def _needs(self, first: int, then: int) -> bool:
-        """Whether the kernel of `then` needs what that of `first` makes."""
-        goal = self.of[then]
-        stack = [self.of[first]]
-        seen = set(stack)
-        makes, readers = self.facts.makes, self.readers
+    def _try(self, one: int, two: int) -> None:
+        if self.of[one] == self.of[two] or self.facts.size[one] != self.facts.size[two]:
+            return
+        if not self._between(one, two) and not self._between(two, one):
+            self._merge(one, two)
+
+    def _between(self, first: int, then: int) -> bool:
+        """Whether a third kernel needs the first and is needed by the second."""
+        start, goal = self.of[first], self.of[then]
+        seen = {start, goal}
+        stack = list(self._following(start) - seen)
+        seen.update(stack)
         while stack:
-            for index in self._members[stack.pop()]:
-                for made in makes[index]:
-                    for reader in readers.get(made, ()):
-                        kernel = self.of[reader]
-                        if kernel == goal and kernel != self.of[first]:
-                            return True
-                        if kernel not in seen:
-                            seen.add(kernel)
-                            stack.append(kernel)
+            following = self._following(stack.pop())
+            if goal in following:
+                return True
+            stack.extend(following - seen)
+            seen |= following
         return False
+
+    def _following(self, kernel: int) -> set[int]:
+        makes, readers, of = self.facts.makes, self.readers, self.of
+        return {
+            of[reader]
+            for index in self._members[kernel]
+            for made in makes[index]
+            for reader in readers.get(made, ())
+        }
 
     def _written(self) -> set[int]:
         found = set()

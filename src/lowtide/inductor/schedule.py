@@ -62,6 +62,7 @@ class Scheduler:
         self.facts = Facts(
             self.reads, self.makes, self.fused, [op.inlined for op in joint.ops],
             [op.slow for op in joint.ops], [op.elements for op in joint.ops], self.nbytes,
+            frozenset(i for i, op in enumerate(joint.ops) if op.taken_in),
         )  # fmt: skip
         self.late = [index for index, op in enumerate(joint.ops) if op.late]
         self.is_late = [op.late for op in joint.ops]
@@ -101,7 +102,9 @@ class Scheduler:
         gradients = set(self.joint.gradients)
         lasting = returned if self.joint.results_last else set()
         start = kept | lasting | given
-        backward, profile, two = self._walk(order, start, gradients | lasting)
+        # Autograd holds the gradients that it gives to compiled code until that returns.
+        stays = gradients | lasting | (given if self.joint.fuse else set())
+        backward, profile, two = self._walk(order, start, stays)
         base = sum(self.nbytes[s] for s in start)
         profile = [base + level for level in profile]
         runs = set(forward_order)
