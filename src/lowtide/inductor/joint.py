@@ -36,7 +36,8 @@ _SLOW = frozenset(
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
 # What Inductor writes to memory on a CPU before it is read twice.
 _REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
-_WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp"))  # written as a whole
+# Written as a whole, or at once.
+_WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
 _STATE = 5056  # bytes of the CPU generator's state
 
 
