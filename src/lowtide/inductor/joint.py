@@ -193,10 +193,10 @@ class Joint:
         (source,) = self._seen[node]
         made, index = len(self.storages), len(self.ops)
         self.storages.append(Storage(self.storages[source].nbytes, index, None))
-        elements = _numel(node.meta["val"])
-        self.ops.append(
-            Op(node, (source,), (made,), 0.0, 0, True, False, False, elements, False, False, False, 0)
-        )
+        copy = Op(node, (source,), (made,), 0.0, 0, fused=True, inlined=False, slow=False,
+                  elements=_numel(node.meta["val"]), taken_in=False, again=False, late=False,
+                  state=0)  # fmt: skip
+        self.ops.append(copy)
         self._seen[node] = (made,)
 
     def _stored(self, node: Any, value: Any, maker: int) -> tuple[int, ...]:

@@ -106,7 +106,8 @@ class Half:
                     continue
             self.reads[index] = reads
             for made in makes:
-                self.maker[made] = index
+                if made not in self.start:  # saved, while another result is made again
+                    self.maker[made] = index
 
     # ------------------------------------------------------------------ what is joined
 
@@ -255,7 +256,9 @@ class Half:
     ) -> list[list[int]]:
         makes, nbytes = self.facts.makes, self.facts.nbytes
         # counted as Inductor does: what a kernel makes and reads itself too
-        new = [sum(nbytes[s] for i in kernels[k] for s in makes[i]) for k in order]
+        new = [
+            sum(nbytes[s] for i in kernels[k] for s in makes[i] if s in self.maker) for k in order
+        ]
         position = {k: p for p, k in enumerate(order)}
         reads: list[list[int]] = []
         users: dict[int, set[int]] = {}

@@ -237,9 +237,7 @@ class Scheduler:
             level += new - sum(nbytes[s] for s in ends.get(place, ()) if s in there)
         return levels
 
-    def _overwritten(
-        self, kernel: list[int], reads: Any, made: list[int], going: list[int]
-    ) -> int:
+    def _overwritten(self, kernel: list[int], reads: Any, made: list[int], going: list[int]) -> int:
         """Bytes of what a fused kernel writes over something that it is the last to read."""
         if not going or not self.fused[kernel[0]]:
             return 0
