@@ -238,13 +238,17 @@ class Scheduler:
         return levels
 
     def _overwritten(self, kernel: list[int], reads: Any, made: list[int], going: list[int]) -> int:
-        """Bytes of what a fused kernel writes over something that it is the last to read."""
+        """Bytes of what a fused kernel writes over something that it is the last to read.
+
+        Not over what several of its operations read.
+        """
         if not going or not self.fused[kernel[0]]:
             return 0
         nbytes = self.nbytes
-        by: dict[int, int] = {}  # the last of its operations to read each
+        by: dict[int, int] = {}  # the one of its operations that reads each
         for index in kernel:
-            by.update((s, index) for s in reads[index])
+            for storage in reads[index]:
+                by[storage] = -1 if storage in by else index
         free = [s for s in going if s in by]
         total = 0
         wanted = set(made)
