@@ -4,13 +4,14 @@ Problem: memory is taken and given back kernel by kernel. Which operations becom
 what is never written, and the order of the kernels what is there at the same time. Invariant: these
 are Inductor's rules in short: what is computed element by element goes into whoever reads it; what
 is written is joined with its readers, then with kernels that read the same; of some orders the one
-of the lowest peak is taken. The kernels of an order never form a circle. Imports nothing.
+of the lowest peak is taken. The kernels never need each other in a circle. Imports nothing.
 Rejected: the order of the trace, which holds the input of a norm until its last statistic is
 divided by a number.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -348,8 +349,6 @@ class _Orders:
         return order
 
     def breadth_first(self) -> list[int]:
-        import heapq
-
         before = list(self.before)
         preds: list[list[int]] = [[] for _ in before]
         when = [0] * len(before)

@@ -4,8 +4,8 @@ Problem: a choice is judged by the memory of the code that comes out of it, not 
 saves: what is made again lives in the backward too, from where torch puts it to its last use.
 Invariant: the rules are those of torch's split. An operation runs at most once in each half; in the
 backward it runs right before the first operation that needs it. With Inductor, a value that only
-its own fused kernel reads takes no memory. Imports joint. Rejected: summing the saved bytes, as
-`activation_memory_budget` does: the peak rises again where much is made again at once.
+its own fused kernel reads takes no memory. Imports joint and kernels. Rejected: summing the saved
+bytes, as `activation_memory_budget` does: the peak rises again where much is made again at once.
 """
 
 from __future__ import annotations
