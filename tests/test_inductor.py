@@ -174,6 +174,58 @@ def test_arguments() -> None:
         lowtide.CompileBudget(1.5)
 
 
+# ----------------------------------------------------------------------------- Inductor's memory
+
+
+class Patches(nn.Module):
+    """A convolution, whose input and weight Inductor copies to channels last and saves so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, 8, 8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.patches(x).flatten(1).tanh().square().mean()
+
+
+class Mixer(nn.Module):
+    """LayerNorm, GELU and dropout, whose parts Inductor joins and puts in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)
+            )
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+IMAGES = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+ROWS_OF_32 = torch.randn(2048, 32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(("build", "x"), [(Patches, IMAGES), (Mixer, ROWS_OF_32)])
+def test_what_is_predicted_of_inductor_is_measured(
+    build: Callable[[], nn.Module], x: Tensor
+) -> None:
+    """Copies for a convolution, what is fused, and the order of the kernels."""
+    model, backend = build(), lowtide.CompileBudget(1.0)
+    compiled = torch.compile(model, backend=backend)
+    step(model, compiled, x)
+    (graph,) = backend.report().graphs
+    assert abs(saved_between(compiled, x) - graph.saved_bytes) <= 1024
+    measured = peak(model, compiled, x)
+    assert 0.98 * graph.peak <= measured <= graph.peak + 1024
+
+
 # ----------------------------------------------------------------------------- several graphs
 
 

@@ -73,6 +73,35 @@ class JointGraph:
                 found |= set(placeholders) if known is None else {known}
         return found
 
+    def converted_inputs(self) -> set[Any]:
+        """Inputs that Inductor copies to channels last for convolutions, at the start of a forward.
+
+        The copies are what its backward is given. Inductor does so with all of four dimensions that
+        a convolution is computed from (`GraphLowering.find_nodes_prefer_channels_last`).
+        """
+        from torch._inductor.graph import GraphLowering
+
+        if not GraphLowering.decide_layout_opt(self.module, is_inference=False):
+            return set()
+        forward = self.info._required_fw_nodes
+        wanted: set[Any] = set()
+        found = set()
+        for node in reversed(self.nodes):
+            if node not in forward or node.target is torch.ops.aten.bmm.default:
+                continue
+            of_convolution = node.target is torch.ops.aten.convolution.default
+            if of_convolution or not wanted.isdisjoint(node.users):
+                wanted.add(node)
+                value = node.meta.get("val")
+                if (
+                    node.op == "placeholder"
+                    and isinstance(value, torch.Tensor)
+                    and value.dim() == 4
+                    and not value.is_contiguous(memory_format=torch.channels_last)
+                ):
+                    found.add(node)
+        return found
+
     def saved_by_torch(self, budget: float = 1.0) -> list[Any]:
         """What torch's own partitioner would save, at an `activation_memory_budget`."""
         from torch._functorch.partitioners import choose_saved_values_set

@@ -34,6 +34,10 @@ _SLOW = frozenset(
      "sigmoid", "silu", "pow", "softplus", "inductor_random")
 )  # fmt: skip
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
+# What Inductor writes to memory on a CPU before it is read twice.
+_REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
+# Written as a whole, or at once.
+_WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
 _STATE = 5056  # bytes of the CPU generator's state
 
 
@@ -47,6 +51,10 @@ class Op:
         seconds: of the kernel, or of its share of a fused one without the memory it moves.
         workspace: bytes that the kernel takes meanwhile.
         fused: Inductor generates its code and may join it with its neighbours.
+        inlined: it does so element by element, and may compute it where it is read.
+        slow: with a function that Inductor does not compute twice on a CPU.
+        elements: that a fused one goes over.
+        taken_in: a product that becomes one operation with the sum that reads it.
         again: it may be run a second time, in the backward.
         late: it needs a gradient from outside.
         state: bytes of the random state that is saved for it if it runs twice.
@@ -58,6 +66,10 @@ class Op:
     seconds: float
     workspace: int
     fused: bool
+    inlined: bool
+    slow: bool
+    elements: int
+    taken_in: bool
     again: bool
     late: bool
     state: int
@@ -112,8 +124,11 @@ class Joint:
         # A second run of what reads them would read the new values.
         self._overwritten = traced.overwritten()
         self._changed: set[int] = set()
+        converted = traced.converted_inputs() if fuse else frozenset()
         for node in traced.nodes:
             self._enter(node)
+            if node in converted:
+                self._convert(node)
         forward, backward = traced.results()
         self.returned = self._of(forward)
         self.gradients = self._made(backward)
@@ -173,6 +188,17 @@ class Joint:
         self._seen[node] = reads[:1] if _writes(node) else makes
         self.ops.append(self._operation(node, reads, makes))
 
+    def _convert(self, node: Any) -> None:
+        """Put the copy of an input that Inductor makes in its place: it is saved in its stead."""
+        (source,) = self._seen[node]
+        made, index = len(self.storages), len(self.ops)
+        self.storages.append(Storage(self.storages[source].nbytes, index, None))
+        copy = Op(node, (source,), (made,), 0.0, 0, fused=True, inlined=False, slow=False,
+                  elements=_numel(node.meta["val"]), taken_in=False, again=False, late=False,
+                  state=0)  # fmt: skip
+        self.ops.append(copy)
+        self._seen[node] = (made,)
+
     def _stored(self, node: Any, value: Any, maker: int) -> tuple[int, ...]:
         """New storages for what a node returns."""
         found = []
@@ -212,7 +238,7 @@ class Joint:
         return found if tensors and len(found) == len(tensors) else None
 
     def _operation(self, node: Any, reads: tuple[int, ...], makes: tuple[int, ...]) -> Op:
-        fused = self.fuse and _fusible(node)
+        fused = self.fuse and _fusible(node) and not any(map(_taken_in, node.all_input_nodes))
         again = (
             partitioner.is_overload(node.target)
             and node.target.namespace in _AGAIN
@@ -224,9 +250,12 @@ class Joint:
         result = node.meta.get("val")
         made = sum(self.storages[number].nbytes for number in makes)
         seconds, workspace = self.model.launch, 0
+        inlined, elements = fused and isinstance(result, torch.Tensor), 0
         if partitioner.is_overload(node.target):
             if fused:
-                seconds = self._computing(node, result)
+                elements = _elements(node, result)
+                inlined = inlined and _by_element(node)
+                seconds = self._computing(node, elements)
             else:
                 result = _values(result)
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
@@ -234,12 +263,14 @@ class Joint:
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) else 0
-        return Op(node, reads, makes, seconds, workspace, fused, again, late, state)
+        slow = inlined and node.target.overloadpacket.__name__ in _REUSED
+        return Op(
+            node, reads, makes, seconds, workspace, fused, inlined, slow, elements,
+            self.fuse and _taken_in(node), again, late, state,
+        )  # fmt: skip
 
-    def _computing(self, node: Any, result: Any) -> float:
+    def _computing(self, node: Any, elements: int) -> float:
         """Seconds in a fused kernel, besides those for memory."""
-        counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
-        elements = max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
         name = node.target.overloadpacket.__name__
         each = _NS_SLOW if name in _SLOW else _NS_PLAIN
         cores = max(1.0, self.model.flops / 9e10)
@@ -269,6 +300,30 @@ def _numel(tensor: torch.Tensor) -> int:
     for size in tensor.shape:
         count *= partitioner.size_hint(size)
     return count
+
+
+def _elements(node: Any, result: Any) -> int:
+    """Elements that a fused operation goes over: of its result, or of what it reduces."""
+    counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
+
+
+def _taken_in(node: Any) -> bool:
+    """Whether Inductor makes one operation (addmm) of a product and the sum that reads it."""
+    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return (
+        user.target is torch.ops.aten.add.Tensor
+        and len(user.all_input_nodes) == 2
+        and all(n.meta["val"].shape == user.meta["val"].shape for n in user.all_input_nodes)
+    )
+
+
+def _by_element(node: Any) -> bool:
+    """Whether Inductor computes each element of the result by itself, wherever it is read."""
+    target = node.target
+    return torch.Tag.reduction not in target.tags and target.overloadpacket.__name__ not in _WHOLE
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -4,16 +4,18 @@ Problem: a choice is judged by the memory of the code that comes out of it, not 
 saves: what is made again lives in the backward too, from where torch puts it to its last use.
 Invariant: the rules are those of torch's split. An operation runs at most once in each half; in the
 backward it runs right before the first operation that needs it. With Inductor, a value that only
-its own fused kernel reads takes no memory. Imports joint. Rejected: summing the saved bytes, as
-`activation_memory_budget` does: the peak rises again where much is made again at once.
+its own fused kernel reads takes no memory. Imports joint and kernels. Rejected: summing the saved
+bytes, as `activation_memory_budget` does: the peak rises again where much is made again at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowtide.inductor.joint import OUTSIDE, Joint
+from lowtide.inductor.kernels import Facts, Half
 
 
 @dataclass(slots=True)
@@ -57,27 +59,14 @@ class Scheduler:
         self.seconds = [op.seconds for op in joint.ops]
         self.workspace = [op.workspace for op in joint.ops]
         self.fused = [op.fused for op in joint.ops]
-        self.late = self._late_order()
+        self.facts = Facts(
+            self.reads, self.makes, self.fused, [op.inlined for op in joint.ops],
+            [op.slow for op in joint.ops], [op.elements for op in joint.ops], self.nbytes,
+            frozenset(i for i, op in enumerate(joint.ops) if op.taken_in),
+        )  # fmt: skip
+        self.late = [index for index, op in enumerate(joint.ops) if op.late]
         self.is_late = [op.late for op in joint.ops]
         self.evaluations = 0
-
-    def _late_order(self) -> list[int]:
-        """Operations of the backward. Inductor reorders its own for a low peak.
-
-        Of two products after one another, the one that makes less goes first: the gradient of a
-        weight lets an activation go before that of an input takes its place.
-        """
-        ops, nbytes = self.joint.ops, self.nbytes
-        late = [index for index, op in enumerate(ops) if op.late]
-        if not self.joint.fuse:
-            return late
-        size = {index: sum(nbytes[s] for s in ops[index].makes) for index in late}
-        for place in range(len(late) - 1):
-            one, two = late[place : place + 2]
-            apart = not (ops[one].fused or ops[two].fused)
-            if apart and size[two] < size[one] and set(ops[one].makes).isdisjoint(ops[two].reads):
-                late[place : place + 2] = [two, one]
-        return late
 
     def _early(self, storage: int) -> bool:
         maker = self.maker[storage]
@@ -96,7 +85,8 @@ class Scheduler:
         if not self.joint.fuse:
             return frozenset()
         early = [index for index, op in enumerate(self.joint.ops) if not op.late]
-        return frozenset(self._fuse(early, set(self.joint.returned), set())[0])
+        half = Half(self.facts, early, self.joint.returned, ())
+        return frozenset(s for i in early for s in self.makes[i] if s not in half.written)
 
     def run(self, saved: Iterable[int]) -> Outcome:
         """Peaks and seconds where `saved` is kept."""
@@ -108,11 +98,13 @@ class Scheduler:
         given = set(self.joint.tangents)
         held = kept | returned
         between = sum(self.nbytes[s] for s in held)
-        forward, _, one = self._walk(forward_order, set(), held, set())
+        forward, _, one = self._walk(forward_order, set(), held)
         gradients = set(self.joint.gradients)
         lasting = returned if self.joint.results_last else set()
         start = kept | lasting | given
-        backward, profile, two = self._walk(order, start, gradients | lasting, start)
+        # Autograd holds the gradients that it gives to compiled code until that returns.
+        stays = gradients | lasting | (given if self.joint.fuse else set())
+        backward, profile, two = self._walk(order, start, stays)
         base = sum(self.nbytes[s] for s in start)
         profile = [base + level for level in profile]
         runs = set(forward_order)
@@ -183,99 +175,103 @@ class Scheduler:
     # ------------------------------------------------------------------ walking one of them
 
     def _walk(
-        self, order: list[int], start: set[int], stays: set[int], freed: set[int]
+        self, order: list[int], start: set[int], stays: set[int]
     ) -> tuple[int, list[int], float]:
         """Peak and profile above the start, and seconds.
 
         Args:
             order: operations.
-            start: storages that are there and counted at the start.
+            start: storages that are there and counted at the start, and go after their last use.
             stays: what lives on at the end.
-            freed: what of the start goes after its last use.
         """
-        if self.joint.fuse:
-            inside, seconds = self._fuse(order, stays, start)
-        else:
-            inside, seconds = set(), sum(self.seconds[index] for index in order)
-        last = self._last_uses(order, inside)
-        ends: dict[int, list[int]] = {}
-        for storage, at in last.items():
-            if storage not in stays and storage not in inside:
-                ends.setdefault(at, []).append(storage)
-        nbytes, makes = self.nbytes, self.makes
-        level = peak = 0
-        made_here: set[int] = set()
-        profile = []
-        for place, index in enumerate(order):
-            new = 0
-            for storage in makes[index]:
-                if storage not in inside and storage not in start:
-                    new += nbytes[storage]
-                    made_here.add(storage)
-            going = sum(nbytes[s] for s in ends.get(place, ()) if s in made_here or s in freed)
-            top = level + new + self.workspace[index]
-            if self.fused[index]:  # a fused kernel writes over what it is the last to read
-                top -= min(new, going)
-            level += new - going
-            if top > peak:
-                peak = top
-            profile.append(top)
-        return peak, profile, seconds
-
-    def _last_uses(self, order: list[int], inside: set[int]) -> dict[int, int]:
-        """Of each storage, the place of its last reader; what is inside a kernel passes its on."""
-        last: dict[int, int] = {}
-        for place in range(len(order) - 1, -1, -1):
-            index = order[place]
-            when = place
-            for storage in self.makes[index]:
-                if storage in inside:
-                    when = max(when, last.get(storage, place))
-                else:
-                    last.setdefault(storage, place)
-            for storage in self.reads[index]:
-                if last.get(storage, -1) < when:
-                    last[storage] = when
-        return last
-
-    def _fuse(self, order: list[int], stays: set[int], start: set[int]) -> tuple[set[int], float]:
-        """Storages that never leave their fused kernel, and the seconds of all kernels.
-
-        Operations of one rank, with no kernel of a library between them, are one fused kernel.
-        """
-        rank_of: dict[int, int] = {}
-        fused, reads, makes, nbytes = self.fused, self.reads, self.makes, self.nbytes
-        readers: dict[int, set[int]] = {}
-        by_library: set[int] = set()
-        outside_kernel: dict[int, bool] = {}
-        for index in order:
-            mine = fused[index]
-            rank = 0
-            for storage in reads[index]:
-                below = rank_of.get(storage)
-                if below is not None:
-                    step = 0 if mine and not outside_kernel[storage] else 1
-                    if below + step > rank:
-                        rank = below + step
-            for storage in makes[index]:
-                rank_of[storage] = rank
-                outside_kernel[storage] = not mine
-            for storage in reads[index]:
-                if mine:
-                    readers.setdefault(storage, set()).add(rank)
-                else:
-                    by_library.add(storage)
-        inside: set[int] = set()
-        moved = 0.0
-        for storage, rank in rank_of.items():
-            own = not outside_kernel[storage]
-            ranks = readers.get(storage, set())
-            if own and storage not in stays and storage not in by_library and ranks <= {rank}:
-                inside.add(storage)
-                continue
-            moved += nbytes[storage] * (own + len(ranks - {rank} if own else ranks))
-        for storage, ranks in readers.items():
-            if storage not in rank_of:
-                moved += nbytes[storage] * len(ranks)
         seconds = sum(self.seconds[index] for index in order)
-        return inside, seconds + moved / self.joint.bandwidth
+        if not self.joint.fuse:
+            levels = self._levels([[i] for i in order], self.reads, None, start, stays)
+            return max(levels, default=0), levels, seconds
+        half = Half(self.facts, order, stays, start)
+        levels = self._levels(half.kernels, half.reads, half.written, start, stays)
+        at = {i: level for kernel, level in zip(half.kernels, levels, strict=True) for i in kernel}
+        profile = []
+        level = 0
+        for index in reversed(order):  # what is computed inside a kernel counts as its reader
+            level = at.get(index, level)
+            profile.append(level)
+        profile.reverse()
+        seconds += self._moved(half) / self.joint.bandwidth
+        return max(levels, default=0), profile, seconds
+
+    def _levels(
+        self,
+        kernels: list[list[int]],
+        reads: Any,
+        written: set[int] | None,
+        start: set[int],
+        stays: set[int],
+    ) -> list[int]:
+        """The bytes above the start that are there while each kernel runs."""
+        nbytes, makes = self.nbytes, self.makes
+        last: dict[int, int] = {}
+        for place, kernel in enumerate(kernels):
+            for index in kernel:
+                last.update(dict.fromkeys(reads[index], place))
+                last.update(dict.fromkeys(makes[index], place))
+        ends: dict[int, list[int]] = {}
+        for storage, place in last.items():
+            if storage not in stays:
+                ends.setdefault(place, []).append(storage)
+        level = 0
+        levels = []
+        there = set(start)
+        for place, kernel in enumerate(kernels):
+            made = [
+                s
+                for index in kernel
+                for s in makes[index]
+                if (written is None or s in written) and s not in there
+            ]
+            going = [s for s in ends.get(place, ()) if s in there]
+            new = sum(nbytes[s] for s in made)
+            top = level + new + max(self.workspace[index] for index in kernel)
+            levels.append(top - self._overwritten(kernel, reads, made, going))
+            there.update(made)
+            level += new - sum(nbytes[s] for s in ends.get(place, ()) if s in there)
+        return levels
+
+    def _overwritten(self, kernel: list[int], reads: Any, made: list[int], going: list[int]) -> int:
+        """Bytes of what a fused kernel writes over something that it is the last to read.
+
+        Not over what several of its operations read.
+        """
+        if not going or not self.fused[kernel[0]]:
+            return 0
+        nbytes = self.nbytes
+        by: dict[int, int] = {}  # the one of its operations that reads each
+        for index in kernel:
+            for storage in reads[index]:
+                by[storage] = -1 if storage in by else index
+        free = [s for s in going if s in by]
+        total = 0
+        wanted = set(made)
+        for index in kernel:
+            for storage in self.makes[index]:
+                if storage not in wanted:
+                    continue
+                found = next(
+                    (s for s in free if by[s] == index and nbytes[s] == nbytes[storage]), None
+                )
+                if found is not None:
+                    free.remove(found)
+                    total += nbytes[found]
+        return total
+
+    def _moved(self, half: Half) -> int:
+        """Bytes that fused kernels read and write."""
+        total = 0
+        for kernel in half.kernels:
+            if not self.fused[kernel[0]]:
+                continue
+            own = {s for index in kernel for s in self.makes[index]}
+            touched = {s for index in kernel for s in half.reads[index]} - own
+            touched |= own & half.written
+            total += sum(self.nbytes[s] for s in touched)
+        return total

@@ -23,7 +23,7 @@ from lowtide.planner.graph import EXTERNAL
 _ROUNDS = 5  # limits asked of the planner
 _RATIOS = (0.7, 0.45, 0.2)  # of torch's own budget, whose choices are candidates too
 _STEPS = 6  # of a ladder
-_WORK = 1_500_000  # operations that a search may schedule: some seconds
+_WORK = 400_000  # operations that a search may schedule: some seconds
 
 
 @dataclass(frozen=True, slots=True)
