@@ -217,7 +217,8 @@ class Contest:
             near = any(abs(limit - peak) < _NEAR * plain for peak in peaks)
             if not near and limit > lowest.peak:
                 self.enter(limited(limit, f"{share:.0%}"), partial(under, limit))
-        row = self.enter(limited(lowest.peak, "minimum"), partial(under, lowest))
+        limit = lowest.limit or lowest.peak
+        row = self.enter(limited(limit, "minimum"), partial(under, lowest))
         if row.minimum is not None:
             again = limited(row.minimum, "minimum, as refused")
             self.enter(again, partial(under, row.minimum))

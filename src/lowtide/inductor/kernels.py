@@ -69,6 +69,7 @@ class Half:
         self._rank: dict[int, int] = {}
         self.of: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
+        self._last: dict[int, int] = {}  # of each kernel's members, where its name is the first
         self._join()
         self.written = self._written()
         self.kernels = self._ordered()
@@ -130,6 +131,7 @@ class Half:
             self._rank[index] = rank
             self.of[index] = index
             self._members[index] = [index]
+            self._last[index] = index
             for made in joined:
                 if self._rank[made] == rank:
                     self._merge(made, index)
@@ -144,6 +146,7 @@ class Half:
         for index in self._members[b]:
             self.of[index] = a
         self._members[a] += self._members.pop(b)
+        self._last[a] = max(self._last[a], self._last.pop(b))
         return a
 
     def _users(self) -> None:
@@ -176,17 +179,22 @@ class Half:
             self._merge(one, two)
 
     def _between(self, first: int, then: int) -> bool:
-        """Whether a third kernel needs the first and is needed by the second."""
+        """Whether a third kernel needs the first and is needed by the second.
+
+        Operations are numbered as traced: what begins after the second one's end leads elsewhere.
+        """
         start, goal = self.of[first], self.of[then]
+        end = self._last[goal]
         seen = {start, goal}
-        stack = list(self._following(start) - seen)
-        seen.update(stack)
+        stack = [start]
         while stack:
-            following = self._following(stack.pop())
-            if goal in following:
+            kernel = stack.pop()
+            following = self._following(kernel)
+            if goal in following and kernel != start:
                 return True
-            stack.extend(following - seen)
-            seen |= following
+            new = [other for other in following if other < end and other not in seen]
+            stack.extend(new)
+            seen.update(new)
         return False
 
     def _following(self, kernel: int) -> set[int]:
