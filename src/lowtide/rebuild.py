@@ -122,8 +122,8 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
                 held[start] += sizes[number]
                 held[end] -= sizes[number]
     for number, end in seen.evicted.items():
-        from_forward = seen.held.get(number, (0, 0))[0] == -1
-        if not from_forward and end > last_use[number] + 1:
+        counted = seen.held.get(number, (0, 0))[0] == -1 or number in seen.pinned
+        if not counted and end > last_use[number] + 1:
             held[last_use[number] + 1] += sizes[number]
             held[min(end, len(seen.ops))] -= sizes[number]
     nodes = _in_common(seen, sizes, last_use)
