@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import lowtide
 from against_plain import counted
-from lowtide import _compat, engine
+from lowtide import engine
+from lowtide._compat import devices
 from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
 from lowtide.step import Recording
@@ -193,7 +194,7 @@ def test_switches_of_cuda_are_recorded_once_cuda_was_used(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for used in (False, True):
-        monkeypatch.setattr(_compat, "cuda_seen", used)
+        monkeypatch.setattr(devices, "cuda_seen", used)
         with engine.use(way):
             told, _ = recorded(switched)
         first, second = [line[3] for line in told.lines if line[0] == "aten::mm"]

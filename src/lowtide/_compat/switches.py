@@ -2,7 +2,7 @@
 
 Problem: a replay has to run under the global switches of the original (rule 5), and torch has no
 call that returns them all. Invariant: as in `lowtide._compat`, of which this is a part. Imports
-torch. Rejected: saving those switches alone that a program changed, which nothing tells us.
+devices. Rejected: saving those switches alone that a program changed, which nothing tells us.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide._compat import devices
 
 _C = torch._C
 
@@ -39,7 +39,7 @@ def ambient() -> tuple[Any, ...]:
         torch.get_num_threads(),
         _C.get_default_dtype(),
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
-        _cuda_switches() if _compat.cuda_seen else None,
+        _cuda_switches() if devices.cuda_seen else None,
     )
 
 

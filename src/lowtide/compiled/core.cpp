@@ -257,7 +257,7 @@ PyObject* make_module() {
   torch_size = forever("torch", "Size");
   facts_of_function = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat.switches", "ambient");
-  compat_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat").ptr()));
+  devices_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat.devices").ptr()));
   cuda_seen_name = interned("cuda_seen");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   python_unpack = forever("lowtide.replay", "unpack");

@@ -1,4 +1,4 @@
-// A tensor's version counter, without its memory: `Counter` of `lowtide/_compat`.
+// A tensor's version counter, without its memory: `Counter` of `lowtide/_compat/tensors.py`.
 //
 // Problem: whether a write through `.data` reaches what autograd has saved can only be told by which
 // counter it moves. Invariant: answers as the Python class does. Rejected: keeping an alias, which

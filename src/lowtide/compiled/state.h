@@ -67,7 +67,7 @@ struct Switches {
   bool operator==(const Switches&) const = default;
 };
 
-inline PyObject *compat_names, *cuda_seen_name;  // the namespace of `_compat`, and "cuda_seen"
+inline PyObject *devices_names, *cuda_seen_name;  // of `_compat.devices`, and "cuda_seen"
 
 inline Switches switches_now() {
   using Backend = at::Float32Backend;
@@ -75,7 +75,7 @@ inline Switches switches_now() {
   auto& context = at::globalContext();
   return {context.userEnabledMkldnn(),
           context.deterministicAlgorithms(),
-          PyDict_GetItemWithError(compat_names, cuda_seen_name) == Py_True,
+          PyDict_GetItemWithError(devices_names, cuda_seen_name) == Py_True,
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),

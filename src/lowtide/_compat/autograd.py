@@ -1,0 +1,111 @@
+"""Autograd's graph: its nodes, its leaves, and what it saves.
+
+Problem: a plan needs to know where gradients come from and go to, and which call of the forward a
+running backward belongs to; torch tells by names and numbers that it does not document. Invariant:
+as in `lowtide._compat`, of which this is a part; a graph is read, never changed. Imports torch.
+Rejected: hooks on every tensor, which change what users see and when their memory goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _autograd as _bindings
+
+# `torch.set_grad_enabled` as a plain call, without making a context object.
+set_grad_mode = torch._C._set_grad_enabled
+
+
+def push_saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+    """`torch.autograd.graph.saved_tensors_hooks` without its context object.
+
+    A region opens and closes on every call of a small block; goes if the public class gets cheap.
+    """
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running on this thread ends. Raises outside one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def newest_node() -> int:
+    """The number that autograd gave the node it made last on this thread.
+
+    `Node._sequence_nr` is the same number from the other side; neither has a public name. They go
+    when torch says of a running backward which call of the forward it belongs to.
+    """
+    return int(_bindings._get_sequence_nr()) - 1
+
+
+def node_in_backward() -> int | None:
+    """The number of the node whose backward runs on this thread now, None outside of one."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that collects a gradient for `tensor`: itself, or the parameter it is a view of.
+
+    `Tensor._base` has no public name. A view is not asked whether it is a leaf: if its base was
+    written, torch makes its `grad_fn` anew for the answer, which fails below autograd.
+    """
+    base = tensor._base
+    if base is None:
+        return tensor if tensor.is_leaf else None
+    return base if base.requires_grad and base.is_leaf else None
+
+
+def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward from `outputs` would give gradients to."""
+    seen: set[Any] = set()
+    stack = [output.grad_fn for output in outputs]
+    found = [output for output in outputs if output.grad_fn is None]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found.append(variable)
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+_VIEWS = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Expand|Alias|Select|Slice"
+    "|AsStrided|Diagonal|Unfold|Movedim)Backward[0-9]+"
+)
+_SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
+
+
+def gradient_of_part(tensor: torch.Tensor) -> str:
+    """How autograd makes the gradient of a value of which `tensor` is a part.
+
+    "joined": all at once, of the gradients of the pieces that a `split` or `unbind` gave; "padded":
+    for this part alone, from zeros; "own": not at all, as autograd does not know that it is a part.
+
+    The names of autograd's nodes are torch's own matter; an unknown one is taken for "padded".
+    """
+    if tensor._base is None:
+        return "own"
+    try:
+        node = tensor.grad_fn if torch.is_grad_enabled() else None
+    except RuntimeError:  # its base was written, and torch cannot make it anew below autograd
+        return "padded"
+    while node is not None and not _SPLITS.fullmatch(node.name()):
+        node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
+    return "padded" if node is None else "joined"
+
+
+def in_functorch() -> bool:
+    """Whether a `torch.func` transform is active on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,0 +1,117 @@
+"""Which layers of torch's dispatcher an operation passes through.
+
+Problem: the engine records and replays below autograd and autocast, and hides from the modes on the
+stack what is its own. Invariant: as in `lowtide._compat`, of which this is a part; what is entered
+is left as it was found, and the layers that `use_recorder_key` adds are known to this module alone.
+Imports torch. Rejected: a wrapper subclass in place of a mode, which users would see as the type of
+their tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Below-autograd execution. torch offers no public way to run an operator under every mode,
+# autocast and autograd; goes when `torch.library` has a "redispatch below" call.
+_AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+for _name in torch._C.DispatchKey.__members__:
+    if _name.startswith("Autocast") or _name in ("Python", "PythonDispatcher"):
+        _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey.__members__[_name])
+
+
+class below_autograd:
+    """Run operators under autograd, autocast, dispatch modes and torch-function overrides."""
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        autograd = torch._C._AutoDispatchBelowADInplaceOrView()
+        above = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_AND_ABOVE)
+        function = torch._C.DisableTorchFunction()
+        above.__enter__()
+        autograd.__enter__()
+        function.__enter__()
+        self._guards = (function, autograd, above)
+
+    def __exit__(self, *exc: object) -> None:
+        for guard in self._guards:
+            guard.__exit__(None, None, None)
+
+
+class Mode(TorchDispatchMode):
+    """A dispatch mode without the guard against Dynamo that torch puts around each call.
+
+    `never_compiled` keeps Dynamo out of our code at no cost; the guard costs more than recording
+    an operation, and imports Dynamo. Goes if the guard gets cheap.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+# The key of the compiled recorder: nothing but `compiled/recorder.h` uses it, see there. Python has
+# no name for it.
+
+
+def use_recorder_key(key: int) -> None:
+    """From now on what runs `below_autograd` is not seen by the compiled recorder."""
+    global _AUTOCAST_AND_ABOVE
+    _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
+
+
+# An alias made without telling the modes on the stack; goes with a public equivalent.
+disable_dispatch = torch._C._DisableTorchDispatch
+
+
+class under_modes:
+    """Lets the modes on the stack see what runs, also inside `disable_dispatch`."""
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False)
+        self._state = torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.PythonTLSSnapshot, False
+        )
+        self._guard.__enter__()
+        self._state.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._state.__exit__(None, None, None)
+        self._guard.__exit__(None, None, None)
+
+
+# Attribute access and calls on tensor subclasses without their Python overrides.
+disable_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
+
+
+class _Announced(dict[str, Any]):
+    """torch's own table of higher-order operators, which tells of each that is added."""
+
+    then: Callable[[Any], None]
+
+    def __setitem__(self, name: str, operator: Any) -> None:
+        super().__setitem__(name, operator)
+        self.then(operator)
+
+
+def each_higher_order_operator(then: Callable[[Any], None]) -> None:
+    """Call `then` with every operator that exists in Python only, those to come included.
+
+    torch offers neither a list nor an event.
+    """
+    table = _Announced(torch._ops._higher_order_ops)
+    table.then = then
+    torch._ops._higher_order_ops = table
+    for operator in list(table.values()):
+        then(operator)
+
+
+def kernel_at_key(operator: Any, key: int, kernel: Callable[..., Any]) -> None:
+    """Register a kernel for a higher-order operator; `py_impl` does not know the key."""
+    operator.py_kernels.setdefault(torch._C.DispatchKey(key), kernel)

@@ -1,0 +1,126 @@
+"""Staying out of the way of torch.compile, and noticing it.
+
+Problem: Dynamo would trace the recorder, or give up on a function for good that was called while
+one is open. Invariant: as in `lowtide._compat`, of which this is a part; nothing here imports
+Dynamo, which takes seconds, and where nobody has, nothing is changed. Imports torch. Rejected:
+`torch.compiler.disable` and its like, which import it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+
+class _EagerWhileRecording:
+    """Dynamo's stance: eager on a thread that records, the user's own on every other.
+
+    Left to itself, Dynamo finds our mode on the stack, skips the function *for good*, and raises
+    if it was compiled with ``fullgraph=True``; inside the mode's own frames, where the mode is off
+    the stack, it would compile the recorder. `torch.compiler.set_stance` would do, but for the
+    whole process. Goes when the tape can stand around compiled code.
+    """
+
+    def __init__(self, users: Any, recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+        self.users = users
+        self.recording = recording
+        self.lost = lost
+
+    @property
+    def stance(self) -> str:
+        return "force_eager" if self.recording() else str(self.users.stance)
+
+    @property
+    def skip_guard_eval_unsafe(self) -> bool:
+        # Read once a call of a compiled function, and not for a function that is exempt.
+        if self.recording() and self.users.stance != "force_eager":
+            self.lost()
+        return bool(self.users.skip_guard_eval_unsafe)
+
+    @property
+    def backend(self) -> Any:
+        return self.users.backend
+
+
+_DYNAMO = "torch._dynamo.eval_frame"
+
+
+class _OnImportOfDynamo(importlib.abc.MetaPathFinder):
+    """Calls back once Dynamo has been imported, which a recording must not do by itself."""
+
+    installed = False
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+    @classmethod
+    def install(cls, then: Callable[[], None]) -> None:
+        if not cls.installed:
+            cls.installed = True
+            sys.meta_path.insert(0, cls(then))
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: Any) -> None:
+                execute(module)
+                self.then()
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
+
+
+def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+    """From now on compiled functions run eagerly on a thread where `recording()` is true.
+
+    Each such call says so to `lost`. While nobody has used torch.compile it only sees to it that
+    whoever is the first to do so, be it inside a recording, finds things as they should be.
+    """
+    dynamo: Any = sys.modules.get(_DYNAMO)
+    if dynamo is None:
+        _OnImportOfDynamo.install(lambda: run_compiled_eagerly(recording, lost))
+        return
+    users = getattr(dynamo, "_stance", None)
+    if users is not None and type(users) is not _EagerWhileRecording:
+        dynamo._stance = _EagerWhileRecording(users, recording, lost)
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_while_compiling(function: _F) -> _F:
+    """While Dynamo traces, `function` is called once, with constants, and its result is one.
+
+    As `torch.compiler.assume_constant_result`, which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep Dynamo out of `function` and all that it calls, without importing Dynamo."""
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether `module` is what `torch.compile(module)` returned, or was compiled in place.
+
+    By name: importing torch._dynamo takes seconds, and where it is not imported there is none.
+    Goes when torch tells.
+    """
+    return module.__dict__.get("_compiled_call_impl") is not None or any(
+        c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"
+        for c in type(module).__mro__
+    )

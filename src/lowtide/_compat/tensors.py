@@ -1,0 +1,115 @@
+"""What a tensor consists of: a storage, a version counter, and in some subclasses other tensors.
+
+Problem: the tape tells contents apart by storage and version; torch shows the number of a counter
+but not which counter it is, and a storage by its address only. Invariant: as in `lowtide._compat`,
+of which this is a part; a counter that is moved to tell it from another is put back. Imports
+dispatch. Rejected: identity by `data_ptr`, which all storages without memory have in common.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from lowtide._compat.dispatch import disable_dispatch
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Address of the tensor's StorageImpl: what two aliases have in common.
+
+    Raises NotImplementedError or RuntimeError for tensors without storage (sparse, oneDNN).
+    `UntypedStorage._cdata` is the only identity torch gives a storage.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor, None where it has none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def storage_holders(storage: torch.UntypedStorage) -> int:
+    """How many owners a storage has, its Python wrapper included; 0 where torch cannot tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return int(count(storage._cdata)) if count is not None else 0
+
+
+# The autograd version counter. `Tensor._version` is documented but has no public name; raises
+# RuntimeError for inference tensors. The bare getter: it is read for every argument.
+version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` that shares the version counter, also when called below autograd.
+
+    Inside a dispatch mode the key that makes views share their counter is switched off, and an
+    alias made there would never show that its storage was written.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter: moved through one, read through the other."""
+    if one.is_inference() or other.is_inference():
+        return False
+    before, mine = other._version, one._version
+    moved = max(before, mine) + 1
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((other,), (moved,))
+    shared = one._version == moved
+    set_version((other,), (before,))
+    return shared
+
+
+class Counter:
+    """A tensor's version counter, without its memory.
+
+    torch shows a counter's number and not which counter it is: `.data` has one of its own, `detach`
+    and views share theirs. Goes when `.data` does.
+    """
+
+    __slots__ = ("_alias",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._alias = detached_alias(tensor)
+        with disable_dispatch(), torch.no_grad():
+            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def shares(self, tensor: torch.Tensor) -> bool:
+        """Whether a write through `tensor` moves this counter."""
+        return shares_counter(self._alias, tensor)
+
+
+# A subclass that does not override dispatch carries this marker in place of a method.
+_DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+class _DryRun(threading.local):
+    """Whether this thread records a step of fake tensors, which then count as plain ones."""
+
+    on = False
+
+
+dry_run = _DryRun()
+
+
+def has_own_dispatch(cls: type) -> bool:
+    """Whether `cls` is a tensor subclass that intercepts operators (DTensor, FakeTensor)."""
+    own = getattr(cls, "__torch_dispatch__", _DISABLED_DISPATCH) is not _DISABLED_DISPATCH
+    return own and not (dry_run.on and cls.__name__ == "FakeTensor")
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper subclass is made of, as `torch.compile` asks for them."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    parts = (getattr(tensor, name) for name in flatten()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]  # a mesh is another part
