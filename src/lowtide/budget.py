@@ -180,14 +180,14 @@ class Budget:
             appeared = prepared.seen.appeared()
             if not appeared:
                 if decisions.observer is not None:
-                    decisions.observer.begin_backward(decisions.anchored)
+                    decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.settle_as_planned()
                 return
             prepared = self._with_gradients(prepared, appeared)
             decisions.prepared = prepared
-            decisions.release()
+            decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
-        observer.begin_backward(decisions.anchored)
+        observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
 
     def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
@@ -313,12 +313,10 @@ class Budget:
                 return prepared
         return None
 
-    def cannot_fit(self, decisions: StepDecisions, name: str, live: int, need: int) -> None:
+    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward."""
         if not isinstance(self.limit, int) or live + need <= self.limit:
             return
-        observer = decisions.observer
-        assert observer is not None
         least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
         if observer.last_save:
             graph = observer.graph()

@@ -1,0 +1,81 @@
+"""Room in the limit for the operations of a forward that no plan covers.
+
+Problem: the first step, and every step that changed, allocates what nobody has foreseen (rule 13).
+Invariant: before an operation allocates, what it needs is free under the target, or all that may go
+has gone and the owner of the limit was told. Imports observe, online, workspace. Rejected: making
+room after the operation has run, when the limit has been passed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lowtide.observe import Observer
+from lowtide.online import Evictor
+from lowtide.tape.operators import Facts
+from lowtide.tape.values import Value
+from lowtide.workspace import room_for, unfolds
+
+if TYPE_CHECKING:
+    from lowtide.budget import Budget
+
+_PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
+
+
+class Room:
+    """Keeps the live bytes of one forward under its owner's target by dropping held values."""
+
+    def __init__(
+        self,
+        owner: Budget,
+        observer: Observer,
+        live: list[int],
+        drop: Callable[[Value], None],
+    ) -> None:
+        self._owner = owner
+        self._observer = observer
+        self._live = live
+        self._drop = drop
+        self._evictor = Evictor(live)
+
+    def take_over(self) -> None:
+        """What has been recorded up to here, as a plan has held it or not."""
+        alive = list(self._observer.alive())
+        self._evictor.add(alive)
+        self._evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+
+    def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation is about to allocate."""
+        evictor = self._evictor
+        self._observer.anew()  # what was dropped before may have gone just now
+        live = self._live[0]
+        plenty = live + _PLENTY * evictor.largest
+        target = self._owner.target(live, evictor.dropped_bytes)
+        if plenty <= target and not unfolds(facts.name):
+            return
+        need = room_for(facts.name, func, args, kwargs)
+        target = self._owner.target(live + need, evictor.dropped_bytes)
+        if not self.shrink(target - need):
+            nearest = room_for(facts.name, func, args, kwargs, nearest=True)
+            self.lacks(facts.name, min(need, nearest))
+
+    def produced(self, name: str, made: list[Value]) -> None:
+        """An operation has run."""
+        self._evictor.add(made)
+        live = self._live[0]
+        target = self._owner.target(live, self._evictor.dropped_bytes)
+        if live > target and not self.shrink(target):
+            self.lacks(name, 0)
+
+    def shrink(self, target: int) -> bool:
+        """Drop values until at most `target` bytes are live; whether that many can go."""
+        before = self._evictor.dropped_bytes
+        enough = self._evictor.shrink(max(0, target), self._drop)
+        if self._evictor.dropped_bytes > before:
+            self._observer.anew()
+        return enough
+
+    def lacks(self, name: str, need: int) -> None:
+        """All that may go has gone, and an operation allocates so much."""
+        self._owner.cannot_fit(self._observer, name, self._live[0], need)
