@@ -3,24 +3,27 @@
 Problem: nobody knows which activations to recompute, and the answer changes with every shape.
 Invariant: the limit is a promise (rule 13): the first step is kept inside it by dropping values
 while it runs, every later one by a plan made from what the first one showed; what cannot fit is
-refused with the smallest limit that would do. Imports step, decide, observe, plan. Rejected:
+refused with the smallest limit that would do. Imports step, decide, observe, learned. Rejected:
 planning from the model's code, which does not say what autograd saves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from lowtide import margins
 from lowtide.decide import StepDecisions, Tally
 from lowtide.errors import BudgetError, UsageError
+from lowtide.learned import Learned
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
-from lowtide.observe import Observer, Seen
-from lowtide.planner import Graph, Retention, Simulator, Solution, keep_all, minimum, solve
+from lowtide.observe import Observer
+from lowtide.planner import Simulator, keep_all, minimum, solve
 from lowtide.planner.resume import forward_over, from_held
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
@@ -29,24 +32,11 @@ from lowtide.rebuild import with_gradients
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
-_MARGIN_MEASURED = 0.005  # of the limit, for what differs from step to step
-_HAIR = 0.001  # of it, where more cannot be left free: steps differ by some bytes
-_MARGIN_MODELLED = 0.1  # of the limit, while memory in backward is modelled and not measured
 _DEAR = 3.0  # times the forward that a first backward may replay without a second thought
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
 _PLANS_KEPT = 16
-
-
-@dataclass(frozen=True)
-class _Learned:
-    """What a step that was watched has shown."""
-
-    graph: Graph
-    seen: Seen
-    ran: list[int] | None
-    measured: bool
 
 
 class Budget:
@@ -65,7 +55,7 @@ class Budget:
         self.limit = parse_limit(limit)
         self.device = torch.device(device) if device is not None else None
         self._ranks = None if group is None else Ranks(group)
-        self._news: _Learned | None = None  # what the ranks have not planned yet
+        self._news: Learned | None = None  # what the ranks have not planned yet
         self._recording: Recording | None = None
         self._entered = False
         self._steps = 0
@@ -159,7 +149,7 @@ class Budget:
         """
         if isinstance(self.limit, float):
             return int(self.limit * (live + dropped))
-        return int(self.limit * (1 - _MARGIN_MODELLED))
+        return int(self.limit * (1 - margins.MODELLED))
 
     def limit_bytes(self) -> int | None:
         """The limit in bytes; None for a fraction while the plain peak is not known."""
@@ -195,7 +185,7 @@ class Budget:
         graph = with_gradients(prepared.graph, appeared.values())
         limit = self.limit_bytes()
         assert limit is not None
-        margin = int(limit * (_MARGIN_MEASURED if prepared.measured else _MARGIN_MODELLED))
+        margin = int(limit * (margins.MEASURED if prepared.measured else margins.MODELLED))
         solution = solve(graph, limit, margin=margin)
         seen = prepared.seen
         seen = replace(seen, parameters={**seen.parameters, **appeared})
@@ -211,7 +201,7 @@ class Budget:
         if not graph.events:
             return
         measured = prepared is not None and prepared.measured
-        margin = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
+        margin = margins.MEASURED if measured else margins.MODELLED
         simulator = Simulator(graph)
         plain = simulator.run(keep_all(graph).retain).peak
         if self._plain_peak is None:
@@ -258,32 +248,24 @@ class Budget:
         if not observer.requests:
             return
         measured = observer.timeline is not None
-        learned = _Learned(observer.graph(), observer.seen(), observer.ran, measured)
+        learned = Learned(observer.graph(), observer.seen(), observer.ran, measured)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
         else:
             self._plan_next(learned)
 
-    def _plan_next(self, learned: _Learned, ranks: Ranks | None = None) -> None:
-        graph, measured = learned.graph, learned.measured
-        self._plain_peak = plain = Simulator(graph).run(keep_all(graph).retain).peak
+    def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
+        self._plain_peak = learned.plain_peak
         limit = self.limit_bytes()
         assert limit is not None
-        share = _MARGIN_MEASURED if measured else _MARGIN_MODELLED
-        margin = 0 if measured and plain <= limit else int(share * limit)
-
-        def search() -> tuple[Retention, int]:
-            solution = solve(graph, limit, margin=margin)
-            if solution.status == "fits":
-                return solution.plan, solution.peak
-            return _nearest(graph, limit, solution, learned.ran)
-
+        search = partial(learned.solve, limit)
         plan, peak = search() if ranks is None else ranks.of_first(search)
-        if peak > limit and measured:
+        if peak > limit and learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
+            graph = learned.graph
             self._refusal = refusal(graph, limit, plan.retain, measured=True, predicted=followed)
             return
-        self._remember(Prepared.of(plan, graph, peak, learned.seen, measured))
+        self._remember(learned.prepared(plan, peak))
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
@@ -326,7 +308,7 @@ class Budget:
         count = len(observer.ops)
         # The less is known, the more is added: else each attempt gets a few operations further.
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
-        named = int((least + rest + to_come) / (1 - _MARGIN_MODELLED))
+        named = int((least + rest + to_come) / (1 - margins.MODELLED))
         raise too_small(name, live, need, self.limit, count, least + to_come, named)
 
     def gradients_to_come(self, observer: Observer) -> int:
@@ -355,24 +337,6 @@ class Budget:
             steps=self._steps,
             planned=prepared is not None,
         )
-
-
-def _nearest(
-    graph: Graph, limit: int, closest: Solution, ran: list[int] | None
-) -> tuple[Retention, int]:
-    """Where nothing leaves the margin free: the cheapest plan known that leaves a hair, else the
-    one of the lowest peak. Known are what a search came closest with and the plan that ran: what
-    was measured to keep the limit is never refused."""
-    found = [(closest.peak, closest.seconds, closest.plan)]
-    if ran is not None and len(ran) == len(graph.values):
-        result = Simulator(graph).run(ran)
-        found.append((result.peak, result.seconds, Retention(tuple(ran), graph.fingerprint)))
-    if all(peak > limit for peak, _, _ in found):
-        least = minimum(graph)
-        found.append((least.peak, least.seconds, least.plan))
-    room = int(limit * (1 - _HAIR))
-    peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
-    return plan, peak
 
 
 def _nothing(observer: Observer) -> None:

@@ -14,8 +14,9 @@ from typing import Any, overload
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
+from lowtide.margins import limit_for
 from lowtide.planner import minimum, solve
-from lowtide.plans import Plan, from_solution, limit_for, plan_step
+from lowtide.plans import Plan, from_solution, plan_step
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 

@@ -11,7 +11,6 @@ smaller and can be checked against nothing.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
-from lowtide import planfile
+from lowtide import margins, planfile
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
+from lowtide.margins import limit_for
 from lowtide.planner import (
     HOLD,
     Retention,
@@ -38,15 +38,7 @@ from lowtide.planner import (
 from lowtide.prepared import Prepared
 from lowtide.report import refusal
 
-_MARGIN = {"fake": 0.02, "recorded": 0.005}
-"""Of the limit: what a prediction is allowed to be wrong by."""
-_HAIR = 0.002  # of it, where more cannot be left free: a model is exact to some bytes only
 _ROWS = 12
-
-
-def limit_for(peak: int) -> int:
-    """The smallest limit under which a predicted peak leaves that hair free."""
-    return math.ceil(peak / (1 - _HAIR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +317,9 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
         limit = int(limit * plain.plain_peak)
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
-    share = _MARGIN[step.source] if margin is None else margin
+    share = margins.PREDICTED[step.source] if margin is None else margin
     solution = solve(graph, limit, margin=int(share * limit), prove=True)
-    for less in (int(_HAIR * limit), 0):
+    for less in (int(margins.PREDICTED_HAIR * limit), 0):
         if solution.status == "infeasible":
             # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
             closer = solve(graph, limit, margin=less, prove=True)
