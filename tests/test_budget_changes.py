@@ -6,7 +6,9 @@ batch, by ending early, by what is wired to what, and by gradients that are ther
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -140,6 +142,30 @@ def test_a_step_that_differed_is_not_watched_for_ever() -> None:
     assert watched()
     model.gated = False
     assert [watched() for _ in range(4)][-1] is False
+
+
+def test_a_forward_that_ends_early_with_its_backward_outside_of_the_budget() -> None:
+    """What ran is the beginning of the planned step, which shows once nothing is recorded."""
+    model, x = Branching(8, width=64), torch.randn(256, 64)
+    plain = copy.deepcopy(model)
+    limit = lowtide.budget(int(0.7 * peak_of(model, x)))
+
+    def outside(used: nn.Module, around: Any) -> list[Tensor]:
+        used.zero_grad()
+        with around:
+            result = used(x)
+        result.sum().backward()
+        return [p.grad for p in used.parameters() if p.grad is not None]
+
+    for last in (8, 8, 8, 5, 5, 8):
+        model.last = plain.last = last
+        ours: list[Tensor] = []
+        step = functools.partial(outside, model, limit)
+        measured = lowtide.measure(lambda: ours.extend(step()), device="cpu")  # noqa: B023
+        theirs = outside(plain, contextlib.nullcontext())
+        assert measured.peak_bytes <= limit.limit
+        assert len(ours) == len(theirs) == 2 * last
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_gradients_that_were_there_when_the_step_was_planned() -> None:

@@ -194,7 +194,8 @@ class StepDecisions:
             self._follow(self.prepared, op, made)
         else:
             self.tally.diverged_at = index
-            self._watch_room().take_over()
+            if self.tape is not None and self.tape.recorder is not None:
+                self._watch_room().take_over()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change over to a plan: what it would not have held by now goes."""
