@@ -13,7 +13,10 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide import _compat
+from lowtide._compat import lowered
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
+from lowtide.inductor import generated
+from lowtide.inductor.schedule import Scheduler
 
 pytestmark = [
     # torch's own, while it compiles
@@ -224,6 +227,109 @@ def test_what_is_predicted_of_inductor_is_measured(
     assert abs(saved_between(compiled, x) - graph.saved_bytes) <= 1024
     measured = peak(model, compiled, x)
     assert 0.98 * graph.peak <= measured <= graph.peak + 1024
+
+
+def compiled_peak(build: Callable[[], nn.Module], x: Tensor) -> int:
+    model = build()
+    compiled = torch.compile(model)
+    step(model, compiled, x)
+    found = peak(model, compiled, x)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_what_generated_code_takes_is_read_from_it(share: float) -> None:
+    """Before it runs: to the byte, but for scalars and what kernels outside of it take."""
+    limit = int(share * compiled_peak(Mixer, ROWS_OF_32))
+    model, backend = Mixer(), lowtide.CompileBudget(limit)
+    compiled = torch.compile(model, backend=backend)
+    step(model, compiled, ROWS_OF_32)
+    planned = backend.report().planned_peak
+    measured = peak(model, compiled, ROWS_OF_32)
+    assert planned is not None
+    assert abs(measured - planned) <= 1024
+    assert measured <= limit
+
+
+@pytest.mark.parametrize("wrong", [0.7, 1.4])
+def test_a_wrong_model_keeps_the_limit_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """One that promises too much is corrected, one that promises too little refuses nothing."""
+    limit = int(0.65 * compiled_peak(Mixer, ROWS_OF_32))
+    original = Scheduler.run
+
+    def run(self: Scheduler, saved: Any) -> Any:
+        outcome = original(self, saved)
+        outcome.forward, outcome.backward = (
+            int(wrong * outcome.forward),
+            int(wrong * outcome.backward),
+        )
+        return outcome
+
+    monkeypatch.setattr(Scheduler, "run", run)
+    model, backend = Mixer(), lowtide.CompileBudget(limit)
+    compiled = torch.compile(model, backend=backend)
+    step(model, compiled, ROWS_OF_32)
+    planned = backend.report().planned_peak
+    assert planned is not None
+    assert abs(peak(model, compiled, ROWS_OF_32) - planned) <= 1024
+    assert 0.8 * limit <= planned <= limit
+
+
+def test_code_that_cannot_be_read_leaves_room_for_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = int(0.7 * compiled_peak(Mixer, ROWS_OF_32))
+    monkeypatch.setattr(lowered, "_enter", lambda line, lines: False)
+    model, backend = Mixer(), lowtide.CompileBudget(limit)
+    compiled = torch.compile(model, backend=backend)
+    step(model, compiled, ROWS_OF_32)
+    planned = backend.report().planned_peak
+    assert planned is not None
+    assert planned <= 0.96 * limit
+
+
+def test_the_limit_that_a_refusal_names_is_kept() -> None:
+    limit = int(0.3 * compiled_peak(Mixer, ROWS_OF_32))
+    model = Mixer()
+    with pytest.raises(BudgetError, match="does not fit") as caught:
+        step(model, torch.compile(model, backend=lowtide.CompileBudget(limit)), ROWS_OF_32)
+    torch._dynamo.reset()
+    minimum = caught.value.minimum
+    assert minimum is not None
+    again = torch.compile(model, backend=lowtide.CompileBudget(minimum))
+    step(model, again, ROWS_OF_32)
+    assert peak(model, again, ROWS_OF_32) <= minimum
+
+
+def line(kind: Any, name: str, of: str = "", nbytes: int = 0, node: str = "") -> lowered.Line:
+    return lowered.Line(kind, name, of, nbytes, (node,) if node else ())
+
+
+def test_lines_of_generated_code() -> None:
+    """Buffers end with their last name; pieces of a call with the call's own result too."""
+    walk = generated.Walk({"saved": 0, "given": 1}, {0: 8}, {"mm": 100})
+    lines = (
+        line("take", "a", nbytes=64),
+        line("run", "a", node="mm"),  # 164
+        line("same", "b", "a"),
+        line("free", "a"),
+        line("free", "saved"),
+        line("free", "given"),  # not ours: no bytes come back
+        line("several", "call"),  # 64 - 8 + 48
+        line("piece", "one", "call", 32),
+        line("piece", "two", "call", 16),
+        line("free", "one"),  # the call still has it
+        line("take", "c", nbytes=96),  # 200
+        line("free", "call"),
+        line("free", "b"),
+        line("take", "d", nbytes=64),  # 16 + 96 + 64 - 8
+    )
+    assert walk.through(lines) == 200
+    assert generated.Walk({}, {}, {}).through(lines[:2]) == 64
+    assert generated.Walk({}, {}, {}).through((line("piece", "x", "unknown", 8),)) is None
 
 
 # ----------------------------------------------------------------------------- several graphs

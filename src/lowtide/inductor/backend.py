@@ -4,7 +4,8 @@ Problem: compiled code has a ratio for each graph (`activation_memory_budget`), 
 about what a step takes. Invariant: the limit covers all that compiled code of one step allocates,
 over all graphs that this object has compiled; each call is checked against what the calls before it
 still hold, and a graph that does not fit is planned and compiled again or refused, never run on
-trust. A graph that fits as torch would split it is split as torch would. Imports the package's
+trust. A graph that fits as torch would split it is split as torch would. A choice is made by a
+model's prediction and confirmed by the code that comes of it, before it runs. Imports the package's
 other modules and limits. Rejected: a wrapper of the model, which would put another name in front of
 its parameters.
 """
@@ -19,15 +20,22 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import partitioner
+from lowtide._compat.lowered import Lowered, watching_lowering
 from lowtide.errors import BudgetError, UnsupportedError, UsageError
+from lowtide.inductor.generated import peaks
 from lowtide.inductor.joint import Joint, draws
 from lowtide.inductor.ledger import Ledger, peak_of
 from lowtide.inductor.search import Choice, Search
 from lowtide.limits import format_bytes, parse_limit
 
-_MARGIN = {"inductor": 0.04, "aot_eager": 0.0}
-"""Of the limit, what the model of a compiler's memory may be wrong by."""
+_COMPILERS = ("inductor", "aot_eager")
+_UNREAD = 0.04
+"""Of the limit, what the model of Inductor's memory may be wrong by where its code is not read."""
+_READ = 0.002  # where it is: what kernels outside of it take beside
 _SMALL = 1 << 10  # bytes of scalars and rounding
+_ROUNDS = 5  # times that a graph is compiled at most, to find out what a choice takes
+_GAIN = 0.01  # of the time of a graph: for less it is not compiled again
+_FAR = 1.5  # of the limit: a prediction above that is refused without compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +126,10 @@ class CompileBudget:
         several_calls: bool = False,
         compiler: str = "inductor",
     ) -> None:
-        if compiler not in _MARGIN:
+        if compiler not in _COMPILERS:
             raise UsageError(
-                f"CompileBudget compiles with {' or '.join(map(repr, _MARGIN))}; got {compiler!r}."
+                f"CompileBudget compiles with {' or '.join(map(repr, _COMPILERS))}; "
+                f"got {compiler!r}."
             )
         if not _compat.torch_has((2, 13)):
             raise UnsupportedError(
@@ -166,9 +175,9 @@ class CompileBudget:
             return self.limit
         return int(self.limit * self._plain_peak(graphs))
 
-    def _allowed(self, limit: int) -> int:
+    def _allowed(self, limit: int, graphs: list[_Graph]) -> int:
         """The limit for what is predicted."""
-        return int(limit * (1 - _MARGIN[self.compiler])) - _SMALL
+        return int(limit * (1 - max(graph.margin for graph in graphs))) - _SMALL
 
     def _limit_with(self, graph: _Graph) -> int:
         """The limit for what is open and one more call; a fraction is one of all that is known."""
@@ -178,27 +187,31 @@ class CompileBudget:
     def _choose(self, graph: _Graph) -> Choice:
         """What a graph saves, beside what is held by the calls that are open.
 
-        Where more of the step is to come, nobody knows how much, so as little as possible.
+        Where more of the step is to come, nobody knows how much, so as little as possible. What is
+        over the limit by a prediction only is tried; its code will tell.
         """
         search, ledger = graph.search, self._ledger
         limit = self._limit_with(graph)
         unknown = self.several_calls or graph.more_follows
         if ledger.peak_with(graph, search.plain.outcome) <= limit and not unknown:
             return search.plain
-        room = self._allowed(limit) - ledger.held
+        room = self._allowed(limit, [graph]) - ledger.held
         if unknown or graph in ledger.step:
             choice = search.smallest(room)
         else:
             choice = search.within(room, room)
         need = ledger.peak_with(graph, choice.outcome)
         if need > limit and not (unknown and isinstance(self.limit, float)):
-            least = min((choice, search.least()), key=lambda c: c.outcome.peak)
-            raise self._refusal(graph, least, limit)
+            choice = min((choice, search.least()), key=lambda c: c.outcome.peak)
+            need = ledger.peak_with(graph, choice.outcome)
+            guessed = self.compiler == "inductor" and not search.is_known(choice)
+            if need > limit and not (guessed and need <= _FAR * limit):
+                raise self._refusal(graph, choice, limit)
         return choice
 
     def _refusal(self, graph: _Graph, choice: Choice, limit: int) -> BudgetError:
         need = self._ledger.peak_with(graph, choice.outcome)
-        least = int(need / (1 - _MARGIN[self.compiler])) + _SMALL
+        least = int(need / (1 - graph.margin)) + _SMALL
         held = self._ledger.held
         others = (
             f" {format_bytes(held)} are held by {len(self._ledger.open)} calls of compiled graphs "
@@ -229,7 +242,7 @@ class CompileBudget:
         if self._plain_peak(calls) <= limit:
             choices = {graph: graph.search.plain for graph in graphs}
         else:
-            allowed = self._allowed(limit)
+            allowed = self._allowed(limit, graphs)
             choices = share(calls, allowed, {g: g.search.ladder(allowed) for g in graphs})
         for graph, choice in choices.items():
             graph.change_to(choice)
@@ -274,6 +287,7 @@ class _Graph:
         self.wanted: frozenset[str] | None = None
         self.code: Callable[..., Any] | None = None
         self.refused: BudgetError | None = None
+        self.margin = _READ if budget.compiler == "inductor" else 0.0
 
     def __call__(self, *args: Any) -> Any:
         budget = self.budget
@@ -306,23 +320,65 @@ class _Graph:
             self.code = None
 
     def compile(self, examples: Any) -> None:
-        budget = self.budget
+        """Make the code, more than once where what it takes is not what was chosen for."""
         try:
-            with partitioner.uncached_partitions():
-                if budget.compiler == "aot_eager":
-                    self.code = partitioner.compile_with_aot_eager(
-                        self.traced, examples, self._split
-                    )
-                else:
-                    options = {**(self.options or {})}
-                    options["custom_partitioner_fn"] = partitioner.as_hook(self._split)
-                    self.code = partitioner.compile_with_inductor(
-                        self.traced, examples, options, self.mode
-                    )
+            for _ in range(_ROUNDS):
+                lowered = self._compile(examples)
+                if self.choice is None or self.budget.compiler != "inductor":
+                    return
+                if not self._corrected(lowered):
+                    return
+            self._settle_for_known()
+            self._compile(examples)
         except BudgetError as error:
             # Dynamo would wrap it in an error of its own; raised by the code, it comes through.
             self.refused = error
             self.code = None
+
+    def _compile(self, examples: Any) -> list[Lowered]:
+        with partitioner.uncached_partitions():
+            if self.budget.compiler == "aot_eager":
+                self.code = partitioner.compile_with_aot_eager(self.traced, examples, self._split)
+                return []
+            options = {**(self.options or {})}
+            options["custom_partitioner_fn"] = partitioner.as_hook(self._split)
+            with watching_lowering() as lowered:
+                self.code = partitioner.compile_with_inductor(
+                    self.traced, examples, options, self.mode
+                )
+            return lowered
+
+    def _corrected(self, lowered: list[Lowered]) -> bool:
+        """Whether, now that it is known what the code takes, something else is to be saved."""
+        assert self.choice is not None
+        budget = self.budget
+        read = peaks(self.search.joint, lowered)
+        if read is not None:
+            self.choice = self.search.learn(self.choice, *read)
+        elif self.margin == _UNREAD:
+            return False
+        else:
+            self.margin = _UNREAD
+        better = budget._choose(self)
+        if better.saved == self.choice.saved:
+            return False
+        seconds = (1 - _GAIN) * self.choice.outcome.seconds
+        if self._fits() and better.outcome.seconds > seconds:
+            return False
+        self.choice, self.wanted = better, self.search.names(better)
+        return True
+
+    def _settle_for_known(self) -> None:
+        """The fastest of the choices whose code was read and that fit."""
+        budget = self.budget
+        limit = budget._limit_with(self)
+        known = self.search.known()
+        fits = [c for c in known if budget._ledger.peak_with(self, c.outcome) <= limit]
+        if not fits:
+            least = min(known, key=lambda c: c.outcome.peak)
+            raise budget._refusal(self, least, limit)
+        self.choice = min(fits, key=lambda c: c.outcome.seconds)
+        self.wanted = self.search.names(self.choice)
 
     def _split(
         self,

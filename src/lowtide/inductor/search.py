@@ -11,7 +11,7 @@ over the FX graph, and a knapsack of independent items, which is torch's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.inductor.joint import Joint
@@ -23,6 +23,7 @@ from lowtide.planner.graph import EXTERNAL
 _ROUNDS = 5  # limits asked of the planner
 _RATIOS = (0.7, 0.45, 0.2)  # of torch's own budget, whose choices are candidates too
 _STEPS = 6  # of a ladder
+_PLAIN = "plain"
 _WORK = 400_000  # operations that a search may schedule: some seconds
 
 
@@ -47,6 +48,9 @@ class Search:
         self.scheduler = Scheduler(joint)
         self.allowed = max(_WORK // (len(joint.ops) + 1), 60)
         self.savable = self.scheduler.savable()
+        self._known: dict[frozenset[int], Choice] = {}
+        self._errors: list[tuple[int, float, float]] = []
+        """Of each known choice the bytes it saves, and its peaks as shares of those predicted."""
         self.plain = self._by_ratio(1.0)
         self._graph: Graph | None = None
         self._least: Choice | None = None
@@ -54,7 +58,37 @@ class Search:
 
     def _try(self, saved: Iterable[int], method: str) -> Choice:
         outcome = self.scheduler.run(frozenset(saved) & self.savable)
+        known = self._known.get(outcome.kept)
+        if known is not None:
+            return known
+        if self._errors and method != _PLAIN:
+            _, forward, backward = min(self._errors, key=lambda e: abs(e[0] - outcome.saved))
+            outcome.forward = int(outcome.forward * forward)
+            outcome.backward = int(outcome.backward * backward)
         return Choice(outcome.kept & self.savable, outcome, method)
+
+    def learn(self, choice: Choice, forward: int, backward: int) -> Choice:
+        """Note the peaks that a choice really has; those like it are taken to be as far off.
+
+        The plain choice is not: what torch alone would take is what fractions are fractions of.
+        """
+        guessed = self.scheduler.run(choice.saved)
+        self._errors.append(
+            (guessed.saved, forward / max(1, guessed.forward), backward / max(1, guessed.backward))
+        )
+        outcome = replace(guessed, forward=forward, backward=backward)
+        known = self._known[outcome.kept] = Choice(choice.saved, outcome, choice.method)
+        self.plain = self._by_ratio(1.0)
+        self._by_torch = [self._try(c.saved, c.method) for c in self._by_torch]
+        self._least = self._least and self._try(self._least.saved, self._least.method)
+        return known
+
+    def known(self) -> list[Choice]:
+        """Choices whose peaks were learned."""
+        return list(self._known.values())
+
+    def is_known(self, choice: Choice) -> bool:
+        return choice.outcome.kept in self._known
 
     @property
     def graph(self) -> Graph:
@@ -70,7 +104,8 @@ class Search:
 
         if not over(self.plain):
             return self.plain
-        best = min(self.by_torch(), key=lambda c: (over(c), c.outcome.seconds))
+        candidates = [*self.by_torch(), *self.known()]
+        best = min(candidates, key=lambda c: (over(c), c.outcome.seconds))
         room = min(forward, backward)
         asked = room
         for _ in range(_ROUNDS):
@@ -92,7 +127,7 @@ class Search:
     def smallest(self, room: int) -> Choice:
         """The choice that saves the fewest bytes, with peaks of at most `room` where possible."""
         return min(
-            (self.nothing(), self.least(), self.plain),
+            (self.nothing(), self.least(), self.plain, *self.known()),
             key=lambda c: (max(0, c.outcome.peak - room), c.outcome.saved, c.outcome.seconds),
         )
 
@@ -125,7 +160,10 @@ class Search:
 
     def _by_ratio(self, ratio: float) -> Choice:
         nodes = self.joint.traced.saved_by_torch(ratio)
-        return self._try({s for n in nodes for s in self.joint.storages_of(n)}, "as torch")
+        return self._try(
+            {s for n in nodes for s in self.joint.storages_of(n)},
+            _PLAIN if ratio == 1 else "as torch",
+        )
 
     def names(self, choice: Choice) -> frozenset[str]:
         """A choice by the names of its nodes, which are the same when a graph is traced again."""
@@ -149,7 +187,7 @@ class Search:
     def least(self) -> Choice:
         """The choice of the lowest peak that the search finds."""
         if self._least is None:
-            starts = [self.plain, self.nothing()]
+            starts = [self.plain, self.nothing(), *self.known()]
             low = minimum(self.graph)
             starts.append(self._try(_held(self.graph, low.plan), "planner"))
             for factor in (1.1, 1.3, 1.6):
