@@ -41,6 +41,7 @@ class JointGraph:
         self.static = list(static or [])
         self.info = partitioners.classify_nodes(module, self.static, outputs)
         self.has_backward = len(self.info.required_bw_nodes) > 0
+        self._cuts: dict[Any, Any] = {}
 
     @property
     def nodes(self) -> list[Any]:
@@ -113,7 +114,8 @@ class JointGraph:
             elif node.op != "output":
                 far = min([far, *(user.dist_from_bw + 1 for user in node.users)])
             node.dist_from_bw = far
-        return list(choose_saved_values_set(self.module.graph, self.info, budget))
+        with _remembered_cuts(self._cuts):
+            return list(choose_saved_values_set(self.module.graph, self.info, budget))
 
     def split(self, saved: list[Any]) -> tuple[Any, Any]:
         """The two modules, where the forward hands these tensors to the backward.
@@ -161,6 +163,27 @@ class JointGraph:
             static_lifetime_input_nodes=self.info.static_lifetime_input_nodes,
         )
         return halves
+
+
+@contextlib.contextmanager
+def _remembered_cuts(known: dict[Any, Any]) -> Iterator[None]:
+    """Each minimum cut of one graph is found once: those of one budget are those of the next."""
+    from torch._functorch import partitioners
+
+    original = partitioners.solve_min_cut
+
+    def remembered(graph: Any, info: Any, options: Any, dont_ban: Any = None) -> Any:
+        key = (str(options), frozenset(dont_ban or ()))
+        if key not in known:
+            known[key] = original(graph, info, options, dont_ban)
+        saved, banned = known[key]
+        return list(saved), banned.copy()
+
+    partitioners.solve_min_cut = remembered
+    try:
+        yield
+    finally:
+        partitioners.solve_min_cut = original
 
 
 def recomputed_draw(node: Any) -> None:

@@ -51,7 +51,7 @@ class Search:
         self._known: dict[frozenset[int], Choice] = {}
         self._errors: list[tuple[int, float, float]] = []
         """Of each known choice the bytes it saves, and its peaks as shares of those predicted."""
-        self.plain = self._by_ratio(1.0)
+        self._plain: Choice | None = None
         self._graph: Graph | None = None
         self._least: Choice | None = None
         self._by_torch: list[Choice] = []
@@ -78,7 +78,7 @@ class Search:
         )
         outcome = replace(guessed, forward=forward, backward=backward)
         known = self._known[outcome.kept] = Choice(choice.saved, outcome, choice.method)
-        self.plain = self._by_ratio(1.0)
+        self._plain = self._plain and self._try(self._plain.saved, self._plain.method)
         self._by_torch = [self._try(c.saved, c.method) for c in self._by_torch]
         self._least = self._least and self._try(self._least.saved, self._least.method)
         return known
@@ -89,6 +89,13 @@ class Search:
 
     def is_known(self, choice: Choice) -> bool:
         return choice.outcome.kept in self._known
+
+    @property
+    def plain(self) -> Choice:
+        """What torch alone saves."""
+        if self._plain is None:
+            self._plain = self._by_ratio(1.0)
+        return self._plain
 
     @property
     def graph(self) -> Graph:
