@@ -179,7 +179,7 @@ def _remembered_cuts(known: dict[Any, Any]) -> Iterator[None]:
         saved, banned = known[key]
         return list(saved), banned.copy()
 
-    partitioners.solve_min_cut = remembered
+    partitioners.solve_min_cut = remembered  # type: ignore[assignment]
     try:
         yield
     finally:
