@@ -13,7 +13,6 @@ its parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,9 @@ from lowtide.errors import BudgetError, UnsupportedError, UsageError
 from lowtide.inductor.generated import peaks
 from lowtide.inductor.joint import Joint, draws
 from lowtide.inductor.ledger import Ledger, peak_of
+from lowtide.inductor.report import CompileReport, GraphReport
 from lowtide.inductor.search import Choice, Search
+from lowtide.inductor.sharing import between_rungs, share
 from lowtide.limits import format_bytes, parse_limit
 
 _COMPILERS = ("inductor", "aot_eager")
@@ -36,60 +37,6 @@ _SMALL = 1 << 10  # bytes of scalars and rounding
 _ROUNDS = 5  # times that a graph is compiled at most, to find out what a choice takes
 _GAIN = 0.01  # of the time of a graph: for less it is not compiled again
 _FAR = 1.5  # of the limit: a prediction above that is refused without compiling
-
-
-@dataclass(frozen=True, slots=True)
-class GraphReport:
-    """One compiled graph. Bytes; of one call.
-
-    Attributes:
-        operations: of the forward, views left out.
-        recomputed: of them, run again in the backward; with Inductor, most of them inside kernels.
-        saved_bytes: held between its forward and its backward.
-        plain_saved_bytes: the same where torch alone decides.
-        peak: of its forward and backward.
-        plain_peak: the same where torch alone decides.
-        seconds: modelled, as a ratio to those where torch alone decides.
-    """
-
-    operations: int
-    recomputed: int
-    saved_bytes: int
-    plain_saved_bytes: int
-    peak: int
-    plain_peak: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class CompileReport:
-    """What a `CompileBudget` has planned. Bytes; None: not known yet.
-
-    Attributes:
-        limit: in bytes.
-        planned_peak: of all calls of the last step together.
-        plain_peak: the same where torch alone decides.
-        graphs: in the order in which they were compiled.
-    """
-
-    limit: int | None
-    planned_peak: int | None
-    plain_peak: int | None
-    graphs: tuple[GraphReport, ...]
-
-    def __str__(self) -> str:
-        lines = [
-            f"limit         {format_bytes(self.limit)}",
-            f"planned peak  {format_bytes(self.planned_peak)}",
-            f"plain peak    {format_bytes(self.plain_peak)}",
-        ]
-        for number, graph in enumerate(self.graphs):
-            lines.append(
-                f"graph {number}       saves {format_bytes(graph.saved_bytes)} of "
-                f"{format_bytes(graph.plain_saved_bytes)}, runs {graph.recomputed} of "
-                f"{graph.operations} operations again"
-            )
-        return "\n".join(lines)
 
 
 class CompileBudget:
@@ -237,39 +184,27 @@ class CompileBudget:
         if len(calls) < 2 or calls == self._settled:
             return
         self._settled = calls
+        for graph, choice in self._together(calls).items():
+            graph.change_to(choice)
+
+    def _together(self, calls: list[_Graph]) -> dict[_Graph, Choice]:
+        """A choice for each graph of a step, all calls of which are known."""
         limit = self._limit_of(calls)
         graphs = list(dict.fromkeys(calls))
         if self._plain_peak(calls) <= limit:
-            choices = {graph: graph.search.plain for graph in graphs}
-        else:
-            allowed = self._allowed(limit, graphs)
-            choices = share(calls, allowed, {g: g.search.ladder(allowed) for g in graphs})
-        for graph, choice in choices.items():
-            graph.change_to(choice)
+            return {graph: graph.search.plain for graph in graphs}
+        allowed = self._allowed(limit, graphs)
+        choices = share(calls, allowed, {g: g.search.ladder(allowed) for g in graphs})
+        for graph in graphs:
+            if calls.count(graph) == 1:
+                choices[graph] = between_rungs(graph, calls, allowed, choices)
+        return choices
 
-
-def share(calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]) -> dict[Any, Choice]:
-    """A choice for each graph: from the fewest bytes up, the most time for a byte first."""
-    chosen = {graph: ladder[0] for graph, ladder in ladders.items()}
-    count = {graph: calls.count(graph) for graph in ladders}
-
-    def fits(graph: Any, choice: Choice) -> bool:
-        trial = {**chosen, graph: choice}
-        return peak_of([(g, trial[g].outcome) for g in calls]) <= limit
-
-    while True:
-        steps: list[tuple[float, int, Any, Choice]] = []
-        for graph, ladder in ladders.items():
-            now = chosen[graph].outcome
-            for choice in ladder:
-                gain = (now.seconds - choice.outcome.seconds) * count[graph]
-                more = max(1, (choice.outcome.saved - now.saved) * count[graph])
-                if gain > 0 and fits(graph, choice):
-                    steps.append((gain / more, len(steps), graph, choice))
-        if not steps:
-            return chosen
-        _, _, graph, choice = max(steps)
-        chosen[graph] = choice
+    def _choose_again(self, graph: _Graph) -> Choice:
+        """The same as before, now that more is known of what the code of this graph takes."""
+        if graph in self._settled:
+            return self._together(self._settled)[graph]
+        return self._choose(graph)
 
 
 class _Graph:
@@ -359,11 +294,14 @@ class _Graph:
             return False
         else:
             self.margin = _UNREAD
-        better = budget._choose(self)
+        limit = budget._limit_with(self)
+        if self.margin == _UNREAD:
+            limit = budget._allowed(limit, [self])
+        better = budget._choose_again(self)
         if better.saved == self.choice.saved:
             return False
-        seconds = (1 - _GAIN) * self.choice.outcome.seconds
-        if self._fits() and better.outcome.seconds > seconds:
+        fits = budget._ledger.peak_with(self, self.choice.outcome) <= limit
+        if fits and better.outcome.seconds > (1 - _GAIN) * self.choice.outcome.seconds:
             return False
         self.choice, self.wanted = better, self.search.names(better)
         return True
@@ -402,6 +340,8 @@ class _Graph:
         wanted = None if self.wanted is None else search.named(self.wanted)
         if wanted is None:
             self.search = search
+            if self.budget.compiler == "inductor" and not joint.on_cpu:
+                self.margin = _UNREAD  # kernels outside of its code were measured on CPUs only
             if self not in self.budget._graphs:
                 self.budget._graphs.append(self)
             wanted = self.choice = self.budget._choose(self)

@@ -103,6 +103,7 @@ class Joint:
         bound: storages that have to be saved if the backward reads them.
         results_last: whether the caller holds them while this graph's backward runs.
         bandwidth: bytes a second that fused kernels move.
+        on_cpu: whether all of it is on the CPU.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Joint:
         self._late = traced.tangent_dependent()
         self.tangents: list[int] = []
         device = _device(traced.nodes)
+        self.on_cpu = device.type == "cpu"
         self._costs = CostModel(device)
         self.model: DeviceModel = self._costs.model
         self.bandwidth = self.model.bandwidth

@@ -1,0 +1,66 @@
+"""What a `CompileBudget` says of the graphs it has compiled.
+
+Problem: a limit on compiled code is believed when one sees what it made of each graph. Invariant:
+numbers only; no graph and no tensor is held. Imports limits. Rejected: the planner's own objects,
+which hold the traced graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.limits import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """One compiled graph. Bytes; of one call.
+
+    Attributes:
+        operations: of the forward, views left out.
+        recomputed: of them, run again in the backward; with Inductor, most of them inside kernels.
+        saved_bytes: held between its forward and its backward.
+        plain_saved_bytes: the same where torch alone decides.
+        peak: of its forward and backward.
+        plain_peak: the same where torch alone decides.
+        seconds: modelled, as a ratio to those where torch alone decides.
+    """
+
+    operations: int
+    recomputed: int
+    saved_bytes: int
+    plain_saved_bytes: int
+    peak: int
+    plain_peak: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompileReport:
+    """What a `CompileBudget` has planned. Bytes; None: not known yet.
+
+    Attributes:
+        limit: in bytes.
+        planned_peak: of all calls of the last step together.
+        plain_peak: the same where torch alone decides.
+        graphs: in the order in which they were compiled.
+    """
+
+    limit: int | None
+    planned_peak: int | None
+    plain_peak: int | None
+    graphs: tuple[GraphReport, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"limit         {format_bytes(self.limit)}",
+            f"planned peak  {format_bytes(self.planned_peak)}",
+            f"plain peak    {format_bytes(self.plain_peak)}",
+        ]
+        for number, graph in enumerate(self.graphs):
+            lines.append(
+                f"graph {number}       saves {format_bytes(graph.saved_bytes)} of "
+                f"{format_bytes(graph.plain_saved_bytes)}, runs {graph.recomputed} of "
+                f"{graph.operations} operations again"
+            )
+        return "\n".join(lines)
