@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -299,3 +300,55 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         modelled = made + kernel_workspace(operator, tensors, args, made)
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "a part": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "channels last": lambda t: t.contiguous(
+        memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_what_resampling_takes(dims: int, layout: str) -> None:
+    aten, placed = torch.ops.aten, LAYOUTS[layout]
+    size = (4, 8, *([32] * dims if dims == 2 else [16] * dims))
+    x, two, none = placed(torch.randn(size)), [2] * dims, [None] * dims
+    pooled = torch.randn(4, 8, *(n // 2 for n in size[2:]))
+    most = getattr(aten, f"max_pool{dims}d_with_indices")
+    places = most(x, two, two)[1]
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (most, (x, two, two)),
+        (
+            getattr(aten, f"max_pool{dims}d_with_indices_backward"),
+            (placed(pooled), x, two, two, [0] * dims, [1] * dims, False, places),
+        ),
+        (getattr(aten, f"avg_pool{dims}d"), (x, two, two)),
+        (
+            getattr(aten, f"avg_pool{dims}d_backward"),
+            (placed(pooled), x, two, two, [0] * dims, False, True, None),
+        ),
+    ]
+    ways: list[tuple[str, list[bool]]] = [("trilinear3d", [False])]
+    if dims == 2:
+        ways = [("nearest2d", []), ("bilinear2d", [False]), ("bicubic2d", [False])]
+    for way, corners in ways:
+        for factor in (2, 3) if dims == 2 else (2,):  # two kernels, by the size of the result
+            out = [factor * n for n in size[2:]]
+            given = placed(torch.randn(4, 8, *out))
+            calls += [
+                (getattr(aten, f"upsample_{way}"), (x, out, *corners, *none)),
+                (getattr(aten, f"upsample_{way}_backward"), (given, out, size, *corners, *none)),
+            ]
+    for function, args in calls:
+        result = function(*args)
+        results = result if isinstance(result, tuple) else (result,)
+        made = sum(t.untyped_storage().nbytes() for t in results)
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        name = str(function).replace(".", "::")
+        modelled = made + kernel_workspace(name, tensors, args, made)
+        assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), name
