@@ -4,9 +4,10 @@ Problem: a value that a plan lets go of stays in memory as long as somebody else
 function that has not returned, a cache, a list. While the tape holds the value as well, nothing
 shows when the others are done with it. Invariant: what is told is the last operation at whose end
 somebody else was seen to have the value's storage, never a later one. Too early only counts bytes
-twice; too late would promise memory that is not there. Imports `_compat`. Rejected: weak references
-to tensors. Views and kernels under way have a storage through tensors of their own, and torch brings
-a tensor's object back to life while C++ has the tensor; owners of a storage can be counted.
+twice; too late would promise memory that is not there. Imports `_compat`. Rejected: weak
+references to tensors. Views and kernels under way have a storage through tensors of their own, and
+torch brings a tensor's object back to life while C++ has the tensor; owners of a storage can be
+counted.
 """
 
 from __future__ import annotations

@@ -109,8 +109,7 @@ class Graph:
     def stays(self) -> tuple[int, ...]:
         """Of each value, the operation up to which it is in memory without being held."""
         return tuple(
-            max(node.named, last)
-            for node, last in zip(self.values, self.last_use, strict=True)
+            max(node.named, last) for node, last in zip(self.values, self.last_use, strict=True)
         )
 
     @cached_property
@@ -173,8 +172,8 @@ class Graph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
-        Times, memory of others, pinning and names are observations that change from step to step, so
-        they are left out: a plan stays applicable when they are measured again.
+        Times, memory of others, pinning and names are observations that change from step to step,
+        so they are left out: a plan stays applicable when they are measured again.
         """
         text = json.dumps(
             [
