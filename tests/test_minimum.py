@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -115,12 +116,57 @@ class Encoder(nn.Module):
         return self.layers(x).square().mean()
 
 
+class Recalled(nn.Module):
+    """As in a U-Net++: what was made early has a name until all of it is over, and the forward has
+    more in memory at once than the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)
+        self.third, self.fourth = nn.Conv2d(16, 16, 3, 1, 1), nn.Conv2d(16, 16, 3, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = F.silu(self.first(x))
+        two = F.silu(self.second(one))
+        three = F.silu(self.third(two))
+        four = F.silu(self.fourth(three))
+        return four.mean() * spread(four) * (one.numel() / three.numel())
+
+
+class Cached(nn.Module):
+    """As with a cache of keys and values, which is emptied halfway: after that there is as much in
+    memory at once as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Feed(64) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache: list[Tensor] = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            cache.append(x.sigmoid())
+            x = x * cache[-1]
+            if number % 4 == 3:
+                x = x * spread(x)
+                cache.clear()
+        return x.square().mean()
+
+
+def spread(x: Tensor) -> Tensor:
+    """Takes much memory in the forward, and none in the backward."""
+    with torch.no_grad():
+        return torch.cat([x] * 24).abs().amax()
+
+
 STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "patches": (Patches, (2, 3, 160, 160)),
     "residuals": (Residuals, (8, 16, 64, 64)),
     "dense": (Dense, (4, 16, 48, 48)),
     "masked": (Masked, (8, 128, 64)),
     "encoder": (Encoder, (8, 128, 64)),
+    "recalled": (Recalled, (4, 4, 64, 64)),
+    "cached": (Cached, (8, 128, 64)),
 }
 
 
@@ -235,6 +281,34 @@ def test_a_dry_run_sees_the_operations_of_the_recorder_in_force(
     measured_step(model, x, budget)
     budget.report()
     assert dry.fingerprint == graphs[0].fingerprint
+    assert dry.values == graphs[0].values  # what is in memory anyway, and until when
+
+
+@pytest.mark.parametrize("name", ["recalled", "cached", "masked"])
+def test_until_when_the_program_has_a_value_is_seen_whatever_is_held(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = made(name)
+    plain = lowtide.plan(model, x)
+    least = lowtide.plan(model, x, limit=plain.minimum_peak)
+    graphs = learned(monkeypatch)
+    for plan in (plain, least):
+        budget = lowtide.budget(replace(plan, limit=4 * plan.plain_peak))
+        measured_step(model, x, budget)
+        budget.report()
+    held, dropped = graphs
+    assert any(node.named >= 0 for node in held.values)
+    assert dropped.values == held.values == plain.step.graph.values
+    levels = [[(op.other, op.peak_other) for op in graph.ops] for graph in graphs]
+    assert levels[0] == levels[1]
+
+
+def test_a_refusal_says_what_the_program_has_in_memory() -> None:
+    model, x = made("recalled")
+    with pytest.raises(lowtide.BudgetError) as caught:
+        lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak // 2)
+    held = format_bytes(3 * 4 * 16 * 64 * 64 * 4)  # one, two and three; four is used there
+    assert f"of which your program itself has {held} in memory" in str(caught.value)
 
 
 # ---------------------------------------------------------------------------- one kernel
@@ -299,3 +373,55 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         modelled = made + kernel_workspace(operator, tensors, args, made)
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "a part": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "channels last": lambda t: t.contiguous(
+        memory_format=torch.channels_last if t.dim() == 4 else torch.channels_last_3d
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_what_resampling_takes(dims: int, layout: str) -> None:
+    aten, placed = torch.ops.aten, LAYOUTS[layout]
+    size = (4, 8, *([32] * dims if dims == 2 else [16] * dims))
+    x, two, none = placed(torch.randn(size)), [2] * dims, [None] * dims
+    pooled = torch.randn(4, 8, *(n // 2 for n in size[2:]))
+    most = getattr(aten, f"max_pool{dims}d_with_indices")
+    places = most(x, two, two)[1]
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (most, (x, two, two)),
+        (
+            getattr(aten, f"max_pool{dims}d_with_indices_backward"),
+            (placed(pooled), x, two, two, [0] * dims, [1] * dims, False, places),
+        ),
+        (getattr(aten, f"avg_pool{dims}d"), (x, two, two)),
+        (
+            getattr(aten, f"avg_pool{dims}d_backward"),
+            (placed(pooled), x, two, two, [0] * dims, False, True, None),
+        ),
+    ]
+    ways: list[tuple[str, list[bool]]] = [("trilinear3d", [False])]
+    if dims == 2:
+        ways = [("nearest2d", []), ("bilinear2d", [False]), ("bicubic2d", [False])]
+    for way, corners in ways:
+        for factor in (2, 3) if dims == 2 else (2,):  # two kernels, by the size of the result
+            out = [factor * n for n in size[2:]]
+            given = placed(torch.randn(4, 8, *out))
+            calls += [
+                (getattr(aten, f"upsample_{way}"), (x, out, *corners, *none)),
+                (getattr(aten, f"upsample_{way}_backward"), (given, out, size, *corners, *none)),
+            ]
+    for function, args in calls:
+        result = function(*args)
+        results = result if isinstance(result, tuple) else (result,)
+        made = sum(t.untyped_storage().nbytes() for t in results)
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        name = str(function).replace(".", "::")
+        modelled = made + kernel_workspace(name, tensors, args, made)
+        assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), name

@@ -220,7 +220,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no number": (lambda d: change(d, "retain", ["x"] * len(d["retain"])), "cannot say 'x'"),
     "no graph": (lambda d: d.pop("graph"), "format is 'NoneType'|not a lowtide.graph"),
     "an op too few": (lambda d: d["graph"]["ops"].pop(), "producer|does not list"),
-    "another size": (lambda d: d["graph"]["values"].__setitem__(0, [1, 0, False]), "for graph"),
+    "another size": (lambda d: d["graph"]["values"].__setitem__(0, [1, 0, False, -1]), "for graph"),
     "modules": (lambda d: change(d, "modules", [10**9] * len(d["modules"])), "outside of"),
     "names": (lambda d: change(d, "module_names", [1]), "must be a list of text"),
     "seconds": (lambda d: change(d, "seconds", -1), "cannot take -1 seconds"),

@@ -358,9 +358,9 @@ def test_sync_batch_norm_is_refused_by_torch_itself(outcomes: list[dict[str, Out
 # ------------------------------------------------------------------------- without processes
 
 
-def graph(seconds: float, memory: int, pinned: bool = False) -> Graph:
+def graph(seconds: float, memory: int, pinned: bool = False, named: int = -1) -> Graph:
     return Graph(
-        (ValueNode(8, 0, pinned),),
+        (ValueNode(8, 0, pinned, named=named),),
         (OpNode("aten::sin", seconds, (), (0,), memory, True, memory + 1, memory + 2),),
         (Event(0, memory + 3, memory + 4, (0,)),),
     )
@@ -370,6 +370,10 @@ def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
     found = merged([graph(1.0, 100, True), graph(3.0, 50), graph(2.0, 200, True)])
     assert found == graph(2.0, 200)
     assert found.fingerprint == graph(1.0, 100).fingerprint
+    # What the program of one rank has for less long counts from then on.
+    named = merged([graph(1.0, 1, named=0), graph(1.0, 1), graph(1.0, 1, named=0)])
+    assert named == graph(1.0, 1)
+    assert merged([graph(1.0, 1, named=0)] * 2) == graph(1.0, 1, named=0)
 
 
 def test_a_group_that_is_not_there() -> None:

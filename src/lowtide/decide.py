@@ -74,7 +74,7 @@ class StepDecisions:
         self.tape = tape
         self.live = tape.recorder.live
         if self.observer is not None:
-            tape.recorder.drawn = self.observer.anew
+            self.observer.attach(tape.recorder)
         if self.prepared is None:
             self._watch_room()
             return
@@ -332,6 +332,7 @@ class StepDecisions:
                 count,
                 self._made.alive(),
                 self._handles.alive(),
+                None if self.tape is None else self.tape.recorder,
             )
         return self.observer
 

@@ -204,7 +204,7 @@ def _record(
     with _module_calls(observer), recording(decisions, timed=begin is None) as tape:
         assert tape.recorder is not None
         decisions.live = tape.recorder.live
-        tape.recorder.drawn = observer.anew
+        observer.attach(tape.recorder)
         if begin is not None:
             begin(tape.recorder)
         result = call()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,10 +21,14 @@ from lowtide import _compat
 from lowtide._memory_events import Timeline
 from lowtide.backward import Call, describe
 from lowtide.marks import Marks
+from lowtide.names import Names
 from lowtide.planner.graph import Graph
 from lowtide.rebuild import FOREVER, OpLog, rebuild
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
 from lowtide.workspace import backward_temporaries, kernel_workspace, scratchpad
+
+if TYPE_CHECKING:
+    from lowtide.tape.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Observer:
         self.released: dict[int, int] = {}
         self.evicted: dict[int, int] = {}
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still there
+        self.names = Names()
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
@@ -86,12 +91,14 @@ class Observer:
         count: int,
         values: Iterable[Value],
         handles: Iterable[Handle],
+        recorder: Recorder | None,
     ) -> Observer:
         """An observer for a step that was not watched, and that parted from `seen` at `count`."""
         observer = Observer(None, seen.ops)
         observer.ops = list(seen.ops[:count])
         observer.carries_grad = set(seen.carries_grad)
         observer.base, observer.common = base, count
+        observer.names.resume(base, count, {} if recorder is None else recorder.table)
         for key, (reader, nbytes) in seen.parameters.items():
             if reader < count:
                 observer.parameters[key] = (reader, nbytes)
@@ -100,6 +107,11 @@ class Observer:
         for handle in handles:
             observer.saved(handle.value, handle)
         return observer
+
+    def attach(self, recorder: Recorder) -> None:
+        """The recorder of the forward to watch, once it is open."""
+        recorder.drawn = self.anew
+        self.names.table = recorder.table
 
     def seen(self) -> Seen:
         return Seen(
@@ -160,6 +172,8 @@ class Observer:
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 _look_at_reads(log, op.refs, tensors, op.facts.chunks)
             log.call = log.kind
+        written = map(_compat.storage_of, tensors) if op.writes else ()
+        self.names.ran(len(self.ops), made, [s._cdata for s in written if s is not None])
         self.ops.append(log)
         self._values.extend(map(_weak, made))
 
@@ -249,6 +263,7 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        self.names.over()
         named, self._named = self._named, {}
         for number, storage in named.items():
             if storage() is not None:

@@ -108,7 +108,11 @@ def merged(graphs: Sequence[Graph]) -> Graph:
     """
     first = graphs[0]
     values = tuple(
-        replace(nodes[0], pinned=all(node.pinned for node in nodes))
+        replace(
+            nodes[0],
+            pinned=all(node.pinned for node in nodes),
+            named=min(node.named for node in nodes),
+        )
         for nodes in zip(*(graph.values for graph in graphs), strict=True)
     )
     ops = tuple(

@@ -81,12 +81,22 @@ def rebuild(seen: Observer) -> Graph:
     for index, log in enumerate(seen.ops):
         for number in log.inputs:
             last_use[number] = max(last_use[number], index)
+    stays = last_use.copy()
+    for number, until in seen.names.until.items():
+        if number < count:
+            stays[number] = max(stays[number], until)
     overwritten = {number for log in seen.ops for number in log.overwrites}
     values = tuple(
-        ValueNode(nbytes, producer, number in seen.pinned, number in overwritten)
+        ValueNode(
+            nbytes,
+            producer,
+            number in seen.pinned,
+            number in overwritten,
+            stays[number] if stays[number] > last_use[number] else -1,
+        )
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
-    ops = _op_nodes(seen, sizes, last_use)
+    ops = _op_nodes(seen, sizes, stays)
     if seen.requests:
         events = (
             _measured_events(seen, sizes)
@@ -112,21 +122,21 @@ def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
     return [log.seconds if log.kind is None else medians.get(log.kind, log.seconds) for log in ops]
 
 
-def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[OpNode, ...]:
+def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNode, ...]:
     held = [0] * (len(seen.ops) + 1)
     for number in seen.held:
         if seen.held[number][0] == -1 and number not in seen.pinned:
-            start = min(last_use[number] + 1, len(seen.ops))
+            start = min(stays[number] + 1, len(seen.ops))
             end = min(seen.evicted.get(number, len(seen.ops)), len(seen.ops))
             if end > start:
                 held[start] += sizes[number]
                 held[end] -= sizes[number]
     for number, end in seen.evicted.items():
         counted = seen.held.get(number, (0, 0))[0] == -1 or number in seen.pinned
-        if not counted and end > last_use[number] + 1:
-            held[last_use[number] + 1] += sizes[number]
+        if not counted and end > stays[number] + 1:
+            held[stays[number] + 1] += sizes[number]
             held[min(end, len(seen.ops))] -= sizes[number]
-    nodes = _in_common(seen, sizes, last_use)
+    nodes = _in_common(seen, sizes, stays)
     before = 0
     seconds = _typical(seen.ops, seen.earlier)
     for log, took, bytes_held in itertools.islice(
@@ -156,7 +166,7 @@ def _op_nodes(seen: Observer, sizes: list[int], last_use: list[int]) -> tuple[Op
     return tuple(nodes)
 
 
-def _in_common(seen: Observer, sizes: list[int], last_use: list[int]) -> list[OpNode]:
+def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNode]:
     """What was known already of the first operations: they had their memory in another step.
 
     A value that is read further on in this one was there all the time.
@@ -165,9 +175,9 @@ def _in_common(seen: Observer, sizes: list[int], last_use: list[int]) -> list[Op
     if base is None:
         return []
     longer = [0] * (seen.common + 1)
-    for number, (value, last) in enumerate(zip(base.values, base.last_use, strict=True)):
-        if value.producer < seen.common and number < len(last_use):
-            end = min(last_use[number], seen.common - 1)
+    for number, (value, last) in enumerate(zip(base.values, base.stays, strict=True)):
+        if value.producer < seen.common and number < len(stays):
+            end = min(stays[number], seen.common - 1)
             if end > last:
                 longer[last + 1] += sizes[number]
                 longer[end + 1] -= sizes[number]

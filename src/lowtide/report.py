@@ -113,8 +113,15 @@ def refusal(
             f"{format_bytes(predicted)}; now the step has been measured."
         )
     phase, index = result.peak_at
+    named = ""
     if phase == "forward":
         where = f"operation {index} ({graph.ops[index].name}) of the forward"
+        nbytes = _named(graph, index)
+        if nbytes:
+            named = (
+                f", of which your program itself has {format_bytes(nbytes)} in memory that backward"
+                " asks for: dropping that frees nothing before the names on it have gone"
+            )
     else:
         maker = graph.ops[graph.values[graph.events[index].value].producer]
         where = f"the backward that reads the output of {maker.name}"
@@ -123,7 +130,16 @@ def refusal(
         f"{minimum} bytes ({format_bytes(minimum)}): at its peak stands {where}, with "
         f"{format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
-        f"kernel workspace.{known} Use a smaller batch or a larger limit.",
+        f"kernel workspace{named}.{known} Use a smaller batch or a larger limit.",
         limit=limit,
         minimum=minimum,
+    )
+
+
+def _named(graph: Graph, index: int) -> int:
+    """Bytes of saved values that only the program still needs at an operation of the forward."""
+    return sum(
+        node.nbytes
+        for node, last, release in zip(graph.values, graph.last_use, graph.release, strict=True)
+        if last < index <= node.named and release >= 0 and not node.pinned
     )

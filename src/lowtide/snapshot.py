@@ -152,7 +152,7 @@ def _of_blocks(reader: Reader, instants: Sequence[int]) -> Iterator[tuple[int, _
         first = bisect_left(instants, block.born)
         last = bisect_left(instants, block.died) - 1
         if reader.ledger.held.intersection(block.values):
-            last = min(last, max(reader.graph.last_use[v] for v in block.values if v >= 0))
+            last = min(last, max(reader.graph.stays[v] for v in block.values if v >= 0))
         stays = block.died >= len(reader.ledger.steps) and last == after - 1
         if stays and first == after:
             last = after  # a gradient that the last moment has not seen yet

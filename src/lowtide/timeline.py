@@ -347,7 +347,7 @@ class Reader:
     def _still_used(self, block: Block, moment: Moment) -> bool:
         """In the forward what a plan lets go of is there until its last use."""
         return moment.phase == "forward" and any(
-            self.graph.last_use[v] >= moment.place for v in block.values if v >= 0
+            self.graph.stays[v] >= moment.place for v in block.values if v >= 0
         )
 
     def _gradients_at(self, moment: Moment) -> list[Item]:

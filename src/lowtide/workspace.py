@@ -39,7 +39,15 @@ _COPIED = {
     "aten::_log_softmax": 1,
     "aten::_softmax_backward_data": 2,
     "aten::_log_softmax_backward_data": 2,
+    "aten::upsample_bicubic2d_backward": 1,
+    "aten::avg_pool3d": 1,
+    "aten::avg_pool3d_backward": 1,
 }
+# The same of their first tensor, where channels may also come last.
+_COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
+# Small results are computed with the channels last, from a copy and into one.
+_UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
+_SMALL = 128  # rows and columns of a result together
 
 
 def unfolds(name: str) -> bool:
@@ -63,11 +71,21 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
+    if tensors and _COPIED_FIRST.fullmatch(name):
+        return 0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else _bytes(tensors[0])
+    if tensors and _UPSAMPLED.fullmatch(name):
+        small = sum(args[1] or ()) <= _SMALL
+        return made + _bytes(tensors[0]) if small and not _channels_last(tensors[0]) else 0
     if "attention" in name and "flash" not in name:
         return made
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
         return _recurrent(tensors, name.endswith("_backward"))
     return 0
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return form is not None and tensor.is_contiguous(memory_format=form)
 
 
 @functools.cache
@@ -130,6 +148,8 @@ def kernel_workspace(
         return _flash(tensors, name.endswith("_backward"))
     device = device or (tensors[0].device.type if tensors else "")
     cpu = bool(tensors) and device == "cpu"
+    if not cpu and _UPSAMPLED.fullmatch(name):
+        return 0
     if cpu and name in _SCRATCH:
         return int(_SCRATCH[name] * made)
     if cpu and name == "aten::native_batch_norm_backward":

@@ -22,6 +22,7 @@ class Tape:
         self.producer: list[int] = []
         self.ops: list[tuple[str, float, tuple[int, ...], tuple[int, ...], int, bool]] = []
         self.saved: list[tuple[int, ...]] = []
+        self.named: dict[int, int] = {}  # value -> the last operation during which it has a name
 
     def external(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
@@ -60,7 +61,8 @@ class Tape:
             for x in op[2]:
                 last_use[x] = max(last_use[x], index)
                 first_use[x] = min(first_use[x], index)
-        natural = _sums(self.nbytes, self.producer, last_use, count)
+        named = [self.named.get(v, -1) for v in range(len(self.nbytes))]
+        natural = _sums(self.nbytes, self.producer, list(map(max, last_use, named)), count)
         ops = tuple(
             OpNode(name, seconds, ins, outs, work, replayable, natural[i], natural[i] + work)
             for i, (name, seconds, ins, outs, work, replayable) in enumerate(self.ops)
@@ -83,7 +85,10 @@ class Tape:
                     before = 0
                 top = grads[index] + work if final else before
                 events.append(Event(value, before, max(top, before), gone))
-        values_ = tuple(map(ValueNode, self.nbytes, self.producer))
+        values_ = tuple(
+            ValueNode(size, maker, named=last)
+            for size, maker, last in zip(self.nbytes, self.producer, named, strict=True)
+        )
         return Graph(values_, ops, tuple(events))
 
 
@@ -223,7 +228,8 @@ def transformer(layers: int = 84, unit: int = MIB) -> Graph:
 
 
 def random_graph(seed: int, ops: int) -> Graph:
-    """A small graph with branches, several outputs, workspaces, operations that cannot replay."""
+    """A small graph with branches, several outputs, workspaces, operations that cannot replay, and
+    values that the program has names on."""
     rng = random.Random(seed)
     tape = Tape()
     values = [tape.external(rng.randint(1, 9))]
@@ -242,6 +248,9 @@ def random_graph(seed: int, ops: int) -> Graph:
             workspace=rng.choice((0, 0, rng.randint(1, 9))),
             replayable=rng.random() > 0.1,
         )
+    for value in values[1:]:
+        if rng.random() < 0.3:
+            tape.named[value] = rng.randint(tape.producer[value], ops - 1)
     return tape.close()
 
 

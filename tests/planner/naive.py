@@ -34,7 +34,7 @@ def peak_and_replays(graph: Graph, retain: Sequence[int]) -> tuple[int, list[int
     stored &= reachable(graph, retain, 0)
     peak = 0
     for index, op in enumerate(graph.ops):
-        ended = (v for v in stored if graph.last_use[v] < index)
+        ended = (v for v in stored if max(graph.last_use[v], graph.values[v].named) < index)
         peak = max(peak, op.peak_other + sum(size[v] for v in ended))
     replayed: list[int] = []
     for index, event in enumerate(graph.events):

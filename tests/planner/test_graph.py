@@ -35,12 +35,24 @@ def test_derived_facts() -> None:
     )
     assert graph.consumers == ((0, 1), (1,), (), ())
     assert graph.last_use == (1, 1, 1, 1)
+    assert graph.stays == graph.last_use
     assert graph.first_event == (3, 0, -1, 1)
     assert graph.last_event == (3, 2, -1, 1)
     # Value 3 is never released: its handle lives to the end. Value 2 is saved, never unpacked.
     assert graph.release == (3, 2, 3, 3)
     assert graph.must_hold == {2, 3}
     assert graph.seconds == 3.0
+
+
+def test_a_name_keeps_a_value_in_memory_after_its_last_use() -> None:
+    values = (ValueNode(1, -1), *(ValueNode(1, k, named=n) for k, n in enumerate((2, 1, -1))))
+    ops = tuple(OpNode("f", 1.0, (k,), (k + 1,)) for k in range(3))
+    graph = Graph(values, ops, ())
+    assert graph.last_use == (0, 1, 2, 2)
+    assert graph.stays == (0, 2, 2, 2)
+    assert Graph.from_json(graph.to_json()) == graph
+    unnamed = Graph(tuple(ValueNode(1, v.producer) for v in values), ops, ())
+    assert unnamed.fingerprint == graph.fingerprint  # it is an observation
 
 
 def test_must_hold_needs_a_reader_that_can_replay() -> None:
@@ -64,6 +76,13 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
         (VALUES, (OpNode("f", 1.0, (), (1, 1)),), (), "a value has one producer"),
         (VALUES, (OpNode("f", 1.0, (), ()),), (), "names producer 0, which does not list it"),
         ((ValueNode(-8, -1),), (), (), "value 0 has a size of -8 bytes"),
+        (
+            (ValueNode(8, -1), ValueNode(8, 0, named=1)),
+            (OP,),
+            (),
+            "value 1 is named up to operation 1; the graph has 1 operations",
+        ),
+        ((ValueNode(8, -1, named=-2),), (), (), "value 0 is named up to operation -2"),
         (VALUES, (OP,), (Event(2),), "event 0 names value 2"),
         (VALUES, (OP,), (Event(1, releases=(1,)), Event(1)), "which event 0 released"),
         (VALUES, (OP,), (Event(0, releases=(1, 1)),), "releases value 1 a second time"),
@@ -103,12 +122,13 @@ def test_fingerprint_is_structure_only() -> None:
     ("change", "text"),
     [
         ({"format": "pickle"}, "its format is 'pickle'"),
-        ({"version": 2}, "has version 2; this release of lowtide reads version 1"),
-        ({"values": 3}, "'values' must be a list of rows of 3 fields"),
-        ({"values": [[1, 2]]}, "'values' must be a list of rows of 3 fields"),
-        ({"values": [["8", -1, False]]}, "'8' stands where a whole number belongs"),
-        ({"values": [[8, -1, 0]]}, "0 stands where true or false belongs"),
-        ({"values": [[True, -1, False]]}, "True stands where a whole number belongs"),
+        ({"version": 1}, "has version 1; this release of lowtide reads version 2"),
+        ({"values": 3}, "'values' must be a list of rows of 4 fields"),
+        ({"values": [[1, 2]]}, "'values' must be a list of rows of 4 fields"),
+        ({"values": [["8", -1, False, -1]]}, "'8' stands where a whole number belongs"),
+        ({"values": [[8, -1, 0, -1]]}, "0 stands where true or false belongs"),
+        ({"values": [[True, -1, False, -1]]}, "True stands where a whole number belongs"),
+        ({"values": [[8, -1, False, None]]}, "None stands where a whole number belongs"),
         ({"events": [[0, 0, 0, {}]]}, "{} stands where a list of ids belongs"),
         ({"ops": [[1, 0.0, [], [], 0, True, 0, 0]]}, "1 stands where text belongs"),
         ({"ops": [["f", None, [], [], 0, True, 0, 0]]}, "None stands where a number belongs"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from graphs import chain, random_graph
 from hypothesis import given, settings
@@ -85,6 +87,21 @@ def test_pinned_values_are_free() -> None:
     assert found.trace.forward == [10, 30, 50]
     assert found.trace.replays == [0, 1, 1]
     assert found.trace.backward == [4 + 50, 6 + 20, 8]
+
+
+def test_what_has_a_name_counts_as_held_only_after_it() -> None:
+    """v1 has a name until f2 is over: it is among the others of f2, whatever a plan says."""
+    graph = line()
+    values = (graph.values[0], replace(graph.values[1], named=2), *graph.values[2:])
+    ops = (*graph.ops[:2], replace(graph.ops[2], other=60, peak_other=60))
+    named = Graph(values, ops, graph.events)
+    for first in (HOLD, 0):
+        found = simulate(named, (HOLD, first, HOLD, HOLD), trace=True)
+        assert found.trace is not None
+        assert found.trace.forward == [10, 30, 60]
+    held = simulate(named, (HOLD,) * 4, trace=True)
+    assert held.trace is not None
+    assert held.trace.backward == [4 + 60, 6 + 30, 8 + 10]  # the name has gone
 
 
 def test_unsaved_value_held_for_a_replay_lives_as_long_as_its_reader() -> None:

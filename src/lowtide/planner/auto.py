@@ -362,14 +362,32 @@ def _lowest(problem: Problem, enough: int, deadline: float) -> _Search:
     if len(problem.sim.cost) > LARGE:
         _anchors(search)
     bounds = Boundaries(problem.sim)
+    named = _in_memory_anyway(problem.sim)
     for segments in SEGMENTS:
-        held = bounds.anchors(bounds.places(segments))
+        held = _lower_start(problem, bounds.anchors(bounds.places(segments)), named)
         for limit in (search.best.result.peak * 9 // 10, 0):
             search.offer(shrink(problem, problem.start(held), limit), "anchors")
         if search.best.result.peak <= enough or search.done():
             break
     _lower(search, enough)
     return search
+
+
+def _in_memory_anyway(sim: Simulator) -> frozenset[int]:
+    """Saved values that nothing can take away from the operation with the least room for others."""
+    if not sim.forward_peak:
+        return frozenset()
+    least = sim.forward_peak.index(max(sim.forward_peak))
+    return free_holds(sim, moment_weights(sim, ("forward", least)))
+
+
+def _lower_start(
+    problem: Problem, anchors: frozenset[int], named: frozenset[int]
+) -> frozenset[int]:
+    """Anchors alone, or with what the forward has room for anyway: whatever has the lower peak."""
+    both = anchors | named
+    alone, more = (problem.run(problem.start(held)).peak for held in (anchors, both))
+    return both if more < alone else anchors
 
 
 def _lower(search: _Search, enough: int) -> None:

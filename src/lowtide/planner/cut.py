@@ -100,7 +100,7 @@ def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
     if phase == "forward":
         return [
             0 if free or last >= index else size
-            for size, free, last in zip(sim.nbytes, sim.free, sim.last_use, strict=True)
+            for size, free, last in zip(sim.nbytes, sim.free, sim.stays, strict=True)
         ]
     alive = sim.lifetimes([0] * len(sim.nbytes))
     used = sim.event_value[index]

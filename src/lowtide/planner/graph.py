@@ -24,7 +24,7 @@ from typing import Any
 from lowtide.errors import UsageError
 
 FORMAT = "lowtide.graph"
-VERSION = 1
+VERSION = 2
 EXTERNAL = -1
 """The producer of a value that was made outside the recorded operations."""
 
@@ -41,6 +41,9 @@ class ValueNode:
     cannot let it go. Free to use, never counted."""
     overwritten: bool = False
     """A later operation writes its storage in place: the forward cannot hold it."""
+    named: int = -1
+    """The last operation of the forward during which somebody else has its storage, -1 where that
+    is not known to be later than its last use: until then to let it go frees nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,17 @@ class Graph:
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """Of each value, the operation up to which it lives in the forward without being held."""
+        """Of each value, the last operation of the forward that reads it, or else makes it."""
         return tuple(
             readers[-1] if readers else node.producer
             for node, readers in zip(self.values, self.consumers, strict=True)
+        )
+
+    @cached_property
+    def stays(self) -> tuple[int, ...]:
+        """Of each value, the operation up to which it is in memory without being held."""
+        return tuple(
+            max(node.named, last) for node, last in zip(self.values, self.last_use, strict=True)
         )
 
     @cached_property
@@ -162,8 +172,8 @@ class Graph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
-        Times, memory of others and pinning are observations that change from step to step, so
-        they are left out: a plan stays applicable when they are measured again.
+        Times, memory of others, pinning and names are observations that change from step to step,
+        so they are left out: a plan stays applicable when they are measured again.
         """
         text = json.dumps(
             [
@@ -181,7 +191,7 @@ class Graph:
             {
                 "format": FORMAT,
                 "version": VERSION,
-                "values": [[v.nbytes, v.producer, v.pinned] for v in self.values],
+                "values": [[v.nbytes, v.producer, v.pinned, v.named] for v in self.values],
                 "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
                 "ops": [
                     [
@@ -207,8 +217,10 @@ class Graph:
         data = read_document(text, FORMAT, VERSION)
         overwritten = frozenset(_ids(data.get("overwritten", [])))
         values = tuple(
-            ValueNode(_whole(row[0]), _whole(row[1]), _flag(row[2]), place in overwritten)
-            for place, row in enumerate(_rows(data, "values", 3))
+            ValueNode(
+                _whole(row[0]), _whole(row[1]), _flag(row[2]), place in overwritten, _whole(row[3])
+            )
+            for place, row in enumerate(_rows(data, "values", 4))
         )
         ops = tuple(
             OpNode(
@@ -274,6 +286,11 @@ def _check_ops(graph: Graph) -> None:
             made[value] = index
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
+        if not -1 <= node.named < len(graph.ops):
+            raise UsageError(
+                f"value {value} is named up to operation {node.named}; the graph has "
+                f"{len(graph.ops)} operations"
+            )
         if node.producer != EXTERNAL and value not in made:
             raise UsageError(
                 f"value {value} names producer {node.producer}, which does not list it"

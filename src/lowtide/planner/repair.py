@@ -130,11 +130,11 @@ def live_at_peak(problem: Problem, result: Simulation) -> list[int]:
     phase, index = result.peak_at
     start, alive, fixed = trace.start, trace.alive, problem.fixed
     if phase == "forward":
-        last_use = sim.last_use
+        stays = sim.stays
         return [
             v
             for v, at in enumerate(start)
-            if at == -1 and not fixed[v] and alive[v] >= 0 and last_use[v] < index
+            if at == -1 and not fixed[v] and alive[v] >= 0 and stays[v] < index
         ]
     used = {sim.event_value[index]}
     if trace.peak_op >= 0:
@@ -312,7 +312,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
     for _, value in ranked:
         at = trace.start[value]
         stop = split + at if at != ABSENT else min(split + trace.alive[value] + 1, end)
-        begin = sim.last_use[value] + 1
+        begin = sim.stays[value] + 1
         size = sim.nbytes[value]
         if profile.highest(begin, stop) + size > limit:
             continue

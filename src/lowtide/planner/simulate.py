@@ -4,8 +4,8 @@ Problem: a solver tries hundreds of plans and needs the peak and the replayed ti
 as the engine would give them, in a few milliseconds of plain Python.
 
 Invariant: this module is the definition of what a plan means. The rules:
-1. In the forward a held value counts from the operation after its last forward use; until then
-   it is alive anyway and part of `other`.
+1. In the forward a held value counts from the operation after its last forward use, or after the
+   last during which somebody else has it; until then it is alive anyway and part of `other`.
 2. A value lives until its release and as long as a consumer operation may be replayed; an operation
    may be replayed as long as one of its outputs that is not held lives. A held value cuts the link
    to its producer. What is held or retained is freed after the event that ends its life.
@@ -96,6 +96,7 @@ class Simulator:
         self.replayable = [op.replayable for op in graph.ops]
         self.release = list(graph.release)
         self.last_use = list(graph.last_use)
+        self.stays = list(graph.stays)
         self.event_value = [e.value for e in graph.events]
         self.event_other = [e.other for e in graph.events]
         self.event_peak = [e.peak_other for e in graph.events]
@@ -155,10 +156,10 @@ class _Run:
         """Totals at each operation of the forward; fills the books for backward."""
         sim, alive, expire = self.sim, self.alive, self.expire
         steps = [0] * (len(sim.cost) + 1)
-        nbytes, last_use = sim.nbytes, sim.last_use
+        nbytes, stays = sim.nbytes, sim.stays
         for value, (h, free) in enumerate(zip(self.retain, sim.free, strict=True)):
             if h < 0 and not free and alive[value] >= 0:
-                steps[last_use[value] + 1] += nbytes[value]
+                steps[stays[value] + 1] += nbytes[value]
                 expire[alive[value]] += nbytes[value]
         held = list(accumulate(steps))
         self.bytes = held[-1]

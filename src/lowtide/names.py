@@ -1,0 +1,76 @@
+"""How long the program itself has the memory of what a forward makes.
+
+Problem: a value that a plan lets go of stays in memory as long as somebody else has it: a name in a
+function that has not returned, a cache, a list. While the tape holds the value as well, nothing
+shows when the others are done with it. Invariant: what is told is the last operation at whose end
+somebody else was seen to have the value's storage, never a later one. Too early only counts bytes
+twice; too late would promise memory that is not there. Imports `_compat`. Rejected: weak
+references to tensors. Views and kernels under way have a storage through tensors of their own, and
+torch brings a tensor's object back to life while C++ has the tensor; owners of a storage can be
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.planner.graph import Graph
+    from lowtide.tape.known import Entry
+    from lowtide.tape.values import Value
+
+_AT_ONCE = 100  # storages that are looked at after an operation; further ones wait their turn
+
+
+class Names:
+    """Looks, after every operation of a step that is watched, at who has which storage.
+
+    Attributes:
+        until: of each value that somebody else had after an operation: the last such operation.
+        table: the open recorder's, of every live storage; it is emptied when recording ends.
+    """
+
+    def __init__(self) -> None:
+        self.until: dict[int, int] = {}
+        self.table: dict[int, Entry] = {}
+        self._open: dict[int, None] = {}  # keys of storages that somebody else has
+
+    def resume(self, base: Graph, count: int, table: dict[int, Entry]) -> None:
+        """Go on after `count` operations that were those of `base`, and were not watched."""
+        self.table, self._open = table, dict.fromkeys(table)
+        for number, node in enumerate(base.values):
+            if 0 <= node.producer < count <= len(base.ops) and node.named >= 0:
+                self.until[number] = min(node.named, count - 1)
+
+    def ran(self, operation: int, made: list[Value], written: Iterable[int]) -> None:
+        """An operation has made values, and has written the storages of these keys in place."""
+        self._look(operation)
+        self._open.update(dict.fromkeys(written))
+        if made:  # fresh storages stand last in the table
+            self._open.update(dict.fromkeys(islice(reversed(self.table), len(made))))
+
+    def over(self) -> None:
+        """Who still has a storage has it in backward."""
+        self.table, self._open = {}, {}
+
+    def _look(self, operation: int) -> None:
+        """Storages that nobody but the tape has any more need not be looked at again."""
+        table, still = self.table, self._open
+        for key in tuple(islice(still, _AT_ONCE)):
+            del still[key]
+            entry = table.get(key)
+            storage = None if entry is None else entry()
+            if entry is None or storage is None:
+                continue
+            value = entry.value or (entry.weak() if entry.weak is not None else None)
+            if value is None or value.number < 0:
+                continue
+            held = value.held
+            ours = held is not None and held.untyped_storage()._cdata == key
+            if _compat.storage_holders(storage) > 1 + ours:  # one is its Python object
+                self.until[value.number] = operation
+                still[key] = None
