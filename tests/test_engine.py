@@ -22,6 +22,7 @@ from lowtide import engine
 from lowtide._compat import devices
 from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
+from lowtide.decide import StepDecisions
 from lowtide.step import Recording
 from lowtide.tape.values import Operation, Region, Value
 
@@ -224,6 +225,51 @@ def test_an_operation_of_the_compiled_recorder_reads_as_one_of_python() -> None:
         assert [ref for ref, _ in op.writes] == [
             r for r in op.refs if any(r is w for w, _ in op.writes)
         ]
+
+
+@needs_compiler
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("penalty", [True, False])
+def test_a_planned_backward_is_counted_without_asking_python(
+    monkeypatch: pytest.MonkeyPatch, inside: bool, penalty: bool
+) -> None:
+    """Inside of the budget as well; a gradient penalty in the forward is no part of it."""
+    told: list[int] = []
+    original = StepDecisions.requested
+
+    def requested(self: StepDecisions, handle: Any) -> None:
+        told.append(self.event)
+        original(self, handle)
+
+    monkeypatch.setattr(StepDecisions, "requested", requested)
+    layers = [nn.Linear(64, 64) if i % 2 else nn.Tanh() for i in range(12)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(256, 64, requires_grad=True)
+
+    def step(around: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        with around:
+            y = model(x)
+            if penalty:
+                (grad,) = torch.autograd.grad(y.square().mean(), x, create_graph=True)
+                y = y + grad.square().mean()
+            loss = y.sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = step(nullcontext())
+    with engine.use("compiled"):
+        limit = lowtide.budget(0.8)
+        for _ in range(4):
+            told.clear()
+            assert all(torch.equal(a, b) for a, b in zip(step(limit), expected, strict=True))  # type: ignore[arg-type]
+    report = limit.report()
+    assert report.planned
+    assert report.replayed_operations > 0
+    assert len([event for event in told if event >= 0]) == 0
 
 
 @needs_compiler

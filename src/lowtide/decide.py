@@ -278,7 +278,7 @@ class StepDecisions:
             if recorder is not None:
                 recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
-            if self.begun and self.observer is None and recorder is None:
+            if self.begun and self.observer is None:
                 handle.tape.events = self._event
         value = handle.value
         if value.number >= 0:

@@ -135,6 +135,9 @@ inline PyObject* unpack_handle(Handle* handle) {
   // A planned backward that nobody observes is only counted.
   PyObject* counted = slot(tape, layout.tape_events);
   Box* events = Py_IS_TYPE(counted, box_type) ? as<Box>(counted) : nullptr;
+  // A differentiable backward inside the forward, such as a gradient penalty, is none of it.
+  bool inside = at::GradMode::is_enabled() && slot(tape, layout.tape_recorder) != Py_None;
+  if (inside) events = nullptr;
   if (events != nullptr) events->number += handle->value->number >= 0;
   bool told = handle->told && events == nullptr;
   if (!told) {
