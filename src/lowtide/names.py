@@ -70,7 +70,7 @@ class Names:
             if value is None or value.number < 0:
                 continue
             held = value.held
-            ours = held is not None and held.untyped_storage()._cdata == key
+            ours = held is not None and _compat.storage_key(held) == key
             if _compat.storage_holders(storage) > 1 + ours:  # one is its Python object
                 self.until[value.number] = operation
                 still[key] = None

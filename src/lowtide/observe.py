@@ -172,8 +172,8 @@ class Observer:
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 _look_at_reads(log, op.refs, tensors, op.facts.chunks)
             log.call = log.kind
-        written = map(_compat.storage_of, tensors) if op.writes else ()
-        self.names.ran(len(self.ops), made, [s._cdata for s in written if s is not None])
+        written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
+        self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
         self._values.extend(map(_weak, made))
 
