@@ -241,7 +241,8 @@ def test_a_plain_step_is_tried_where_it_fits() -> None:
 
 ERRORS = [
     (["explain", "program.py:mismatched"], r"the step of program.py:mismatched raised RuntimeError:"
-     r" mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x4\). Correct it, or add --traceback"),
+     r" (addmm: )?mat1 and mat2 shapes cannot be multiplied \(2x5 and 4x4\). Correct it, or add"
+     r" --traceback"),
     (["run", "program.py:later", "--limit", "60%"], r"the step of program.py:later raised "
      r"ValueError: no third batch. Correct it, or add"),
     (["saved", "program.py:instance"], r"is a model and no batch. Return \(model, batch\), o"),
