@@ -10,7 +10,9 @@ Imports torch. Rejected: to read the generated text, which says the same less cl
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,6 +51,15 @@ class Lowered:
     lines: tuple[Line, ...] | None
 
 
+class _Watch(threading.local):
+    """The list that graphs lowered on this thread are written to, if any."""
+
+    found: list[Lowered] | None = None
+
+
+_watch = _Watch()
+
+
 @contextlib.contextmanager
 def watching_lowering() -> Iterator[list[Lowered]]:
     """Lists the graphs that Inductor lowers meanwhile on this thread, a backward with its forward.
@@ -59,24 +70,32 @@ def watching_lowering() -> Iterator[list[Lowered]]:
     """
     from torch._functorch import config
     from torch._inductor import config as inductor_config
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    found: list[Lowered] = []
-    original = PythonWrapperCodegen.run_wrapper_ir_passes
-
-    def passes(self: Any, is_inference: bool) -> None:
-        original(self, is_inference)
-        found.append(_read(self))
-
-    PythonWrapperCodegen.run_wrapper_ir_passes = passes  # type: ignore[method-assign]
+    _read_after_passes()
+    before, _watch.found = _watch.found, []
     try:
         with (
             config.patch(force_non_lazy_backward_lowering=True),
             inductor_config.patch(fx_graph_cache=False),
         ):
-            yield found
+            yield _watch.found
     finally:
-        PythonWrapperCodegen.run_wrapper_ir_passes = original  # type: ignore[method-assign]
+        _watch.found = before
+
+
+@functools.cache
+def _read_after_passes() -> None:
+    """From now on lines are read once all buffers are planned, on threads that want to know."""
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    original = PythonWrapperCodegen.run_wrapper_ir_passes
+
+    def passes(self: Any, is_inference: bool) -> None:
+        original(self, is_inference)
+        if _watch.found is not None:
+            _watch.found.append(_read(self))
+
+    PythonWrapperCodegen.run_wrapper_ir_passes = passes  # type: ignore[method-assign]
 
 
 def _read(wrapper: Any) -> Lowered:

@@ -114,7 +114,7 @@ class JointGraph:
             elif node.op != "output":
                 far = min([far, *(user.dist_from_bw + 1 for user in node.users)])
             node.dist_from_bw = far
-        with _remembered_cuts(self._cuts):
+        with _remembered_cuts(self.module.graph, self._cuts):
             return list(choose_saved_values_set(self.module.graph, self.info, budget))
 
     def split(self, saved: list[Any]) -> tuple[Any, Any]:
@@ -166,13 +166,15 @@ class JointGraph:
 
 
 @contextlib.contextmanager
-def _remembered_cuts(known: dict[Any, Any]) -> Iterator[None]:
+def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
     """Each minimum cut of one graph is found once: those of one budget are those of the next."""
     from torch._functorch import partitioners
 
     original = partitioners.solve_min_cut
 
     def remembered(graph: Any, info: Any, options: Any, dont_ban: Any = None) -> Any:
+        if graph is not mine:  # another thread's
+            return original(graph, info, options, dont_ban)
         key = (str(options), frozenset(dont_ban or ()))
         if key not in known:
             known[key] = original(graph, info, options, dont_ban)
