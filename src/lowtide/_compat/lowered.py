@@ -146,7 +146,8 @@ def _enter(line: Any, lines: list[Line]) -> bool:
 
 _NO_MEMORY = frozenset(
     ("NullLine", "LineContext", "CommentLine", "KernelCallLine", "KernelDefinitionLine",
-     "AssertSizeStrideLine", "AssertDivByZeroLine", "DynamicScalarLine", "SymbolicCallArgLine",
+     "AssertSizeStrideLine", "GroupedAssertSizeStrideLine", "AssertDivByZeroLine",
+     "DynamicScalarLine", "SymbolicCallArgLine",
      "UnbackedSymbolDefsLine", "IndexPutFallbackLine", "ScatterFallbackLine",
      "EnterDeviceContextManagerLine", "ExitDeviceContextManagerLine",
      "EnterDeviceContextManagerWithStreamInfoLine",
