@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide import _compat
-from lowtide._compat import lowered
+from lowtide._compat import lowered, partitioner
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 from lowtide.inductor import generated
 from lowtide.inductor.schedule import Scheduler
@@ -302,6 +303,37 @@ def test_the_limit_that_a_refusal_names_is_kept() -> None:
     again = torch.compile(model, backend=lowtide.CompileBudget(minimum))
     step(model, again, ROWS_OF_32)
     assert peak(model, again, ROWS_OF_32) <= minimum
+
+
+def test_torchs_minimum_cuts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets of torch's share most of their cuts; what is saved at each is what it would be."""
+    from torch._functorch import partitioners
+
+    asked: Counter[Any] = Counter()
+    saved: dict[float, list[Any]] = {}
+    solve, by_torch = partitioners.solve_min_cut, partitioner.JointGraph.saved_by_torch
+
+    def counting(graph: Any, info: Any, options: Any, dont_ban: Any = None) -> Any:
+        asked[str(options), frozenset(dont_ban or ())] += 1
+        return solve(graph, info, options, dont_ban)
+
+    def remembering(self: Any, budget: float = 1.0) -> list[Any]:
+        known, self._cuts = self._cuts, {}
+        with monkeypatch.context() as without:
+            without.setattr(partitioners, "solve_min_cut", solve)
+            alone = by_torch(self, budget)
+        self._cuts = known
+        saved[budget] = by_torch(self, budget)
+        assert saved[budget] == alone
+        return saved[budget]
+
+    monkeypatch.setattr(partitioners, "solve_min_cut", counting)
+    monkeypatch.setattr(partitioner.JointGraph, "saved_by_torch", remembering)
+    model = Net()
+    step(model, torch.compile(model, backend=lowtide.CompileBudget(0.7, compiler="aot_eager")))
+    assert len(saved) == 4
+    assert len(asked) >= 2
+    assert set(asked.values()) == {1}
 
 
 def line(kind: Any, name: str, of: str = "", nbytes: int = 0, node: str = "") -> lowered.Line:
