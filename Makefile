@@ -81,4 +81,5 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the tests need"
 	$(PIP) install --quiet -c $(PINS) -e ".[demo]" --group dev
+	$(PIP) install --quiet -c $(PINS) --no-deps --group no-deps
 	touch $@ $(VENV)/.demo

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lowtide import _compat
 from once import on_one_recorder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,3 +55,30 @@ def test_supervised_trainer() -> None:
     assert "all 6 losses identical:          yes" in printed
     assert "all final weights identical:   yes" in printed
     assert "peak within the limit:         yes" in printed
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_loop_accelerate(precision: str) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("sklearn")
+    printed = run("loop_accelerate.py", "--steps", "4", "--precision", precision)
+    assert "all 4 losses identical:          yes" in printed
+    assert "all final weights identical:   yes" in printed
+    assert "peak within the limit:         yes" in printed
+
+
+@pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch")
+def test_compile_budget() -> None:
+    pytest.importorskip("sklearn")
+    printed = run("compile_budget.py", "--steps", "2", "--depth", "3")
+    assert "all 2 losses identical:          yes" in printed
+    assert "all final weights identical:   yes" in printed
+    assert "peak within the limit:         yes" in printed
+
+
+def test_levels_vit() -> None:
+    pytest.importorskip("vision_architectures")
+    pytest.importorskip("nilearn")
+    printed = run("levels_vit.py", "--depth", "2", "--size", "16")
+    assert "losses and gradients identical at every level: yes" in printed
+    assert "a level takes less than the plain step:        yes" in printed

@@ -47,6 +47,8 @@ def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):
         if f"from {library}" in code:
             pytest.importorskip(library)
+    if "vision_architectures" in code:
+        pytest.importorskip("vision_architectures")
     if "torch.compile(" in code and not _compat.torch_has((2, 13)):
         pytest.skip("CompileBudget needs torch 2.13")
     if "monai.engines" in code:

@@ -1,6 +1,6 @@
 """Nets of vision_architectures with `lowtide.ActivationCheckpointing` in place of their own.
 
-The library brings a whole documentation tool chain along, so that development does not install it:
+The library asks for a whole documentation tool chain, so that development installs it without:
 `pip install --no-deps vision-architectures loguru munch` is enough for these tests.
 """
 
