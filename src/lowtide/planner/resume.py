@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lowtide.planner.auto import WORK
 from lowtide.planner.descent import descend
 from lowtide.planner.graph import Graph
 from lowtide.planner.repair import Candidate, Problem, grow, shrink
+from lowtide.planner.search import WORK
 from lowtide.planner.simulate import Simulator
 
 

@@ -1,0 +1,70 @@
+"""The lowest peak that can be reached, for `minimum` and where nothing else fits.
+
+Problem: near the floor several moments of the step stand at the peak, and what is cheap to let go
+is not what helps. Invariant: ended early or not, the search takes the same path, so that a limit of
+the peak it finds can be solved. Imports the other modules of `lowtide.planner`. Rejected: to let
+everything go, which is far above the floor where replays hold what they pass by.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from lowtide.planner.cut import free_holds, moment_weights
+from lowtide.planner.descent import descend
+from lowtide.planner.greedy import greedy
+from lowtide.planner.repair import Problem, shrink
+from lowtide.planner.search import LARGE, SEGMENTS, Search, offer_anchors
+from lowtide.planner.segments import Boundaries
+from lowtide.planner.simulate import Simulator
+
+
+def lowest(problem: Problem, enough: int, deadline: float) -> Search:
+    """Search for the lowest peak; ends once it is at most `enough`, on the same path."""
+    search = Search(problem, 0, deadline)
+    search.offer(greedy(problem, 0), "greedy")
+    if len(problem.sim.cost) > LARGE:
+        offer_anchors(search)
+    bounds = Boundaries(problem.sim)
+    named = _in_memory_anyway(problem.sim)
+    for segments in SEGMENTS:
+        held = _start(problem, bounds.anchors(bounds.places(segments)), named)
+        for limit in (search.best.result.peak * 9 // 10, 0):
+            search.offer(shrink(problem, problem.start(held), limit), "anchors")
+        if search.best.result.peak <= enough or search.done():
+            break
+    _lower(search, enough)
+    return search
+
+
+def _in_memory_anyway(sim: Simulator) -> frozenset[int]:
+    """Saved values that nothing can take away from the operation with the least room for others."""
+    if not sim.forward_peak:
+        return frozenset()
+    least = sim.forward_peak.index(max(sim.forward_peak))
+    return free_holds(sim, moment_weights(sim, ("forward", least)))
+
+
+def _start(problem: Problem, anchors: frozenset[int], named: frozenset[int]) -> frozenset[int]:
+    """Anchors alone, or with what the forward has room for anyway: whatever has the lower peak."""
+    both = anchors | named
+    alone, more = (problem.run(problem.start(held)).peak for held in (anchors, both))
+    return both if more < alone else anchors
+
+
+def _lower(search: Search, enough: int) -> None:
+    """Ask for less than the best peak met, by steps that shrink whenever one fails."""
+    sim = search.problem.sim
+    stop = sim.evaluations + search.allowed
+    step = max(search.best.result.peak // 20, 1)
+    while search.best.result.peak > enough and perf_counter() < search.deadline:
+        left = stop - sim.evaluations
+        if left <= 0:
+            return
+        best = search.best
+        goal = best.result.peak - step
+        search.offer(descend(search.problem, best, goal, (left + 1) // 2), "descent")
+        if search.best is best:
+            if step == 1:
+                return
+            step = max(step // 4, 1)

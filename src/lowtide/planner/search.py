@@ -1,0 +1,114 @@
+"""One search for a plan: the best plan met, the work left, and when it may end.
+
+Problem: searches for the cheapest plan and for the lowest peak share what they know and when they
+stop. Invariant: deterministic; work is counted in simulated operations, not seconds. Imports the
+other modules of `lowtide.planner`. Rejected: a list of plans handed from step to step, which says
+nothing of the work that is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from lowtide.planner.exchange import Pool
+from lowtide.planner.repair import Candidate, Problem, grow
+from lowtide.planner.retention import Retention
+from lowtide.planner.segments import Boundaries
+from lowtide.planner.solution import Solution
+
+WORK = 250_000
+"""Operations and events that one search may simulate: one to two seconds of plain Python."""
+GOOD_ENOUGH = 1.02
+"""A plan within this factor of the proved bound, and `SMALL`, ends the search."""
+SMALL = 5e-3
+"""A share of the forward's time that is not worth searching for."""
+DOUBTFUL = 2.0
+"""The best plan above so many times the bound: anchors of two levels are tried as well."""
+SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+"""Parts that the forward is divided into, with an anchor where they meet."""
+LARGE = 1000
+"""Operations above which a search has too few simulations to try everything in turn."""
+
+
+@dataclass
+class Search:
+    """The state of one search: the best plan so far and the work left."""
+
+    problem: Problem
+    limit: int
+    deadline: float
+    plain: Candidate = field(init=False)
+    best: Candidate = field(init=False)
+    method: str = "keep all"
+    bound: float = 0.0
+    price: tuple[int, float] | None = None
+    """The event of the plain peak, and the price of a byte there that proves most."""
+
+    def __post_init__(self) -> None:
+        retain = self.problem.keep_all()
+        self.plain = self.best = Candidate(retain, self.problem.run(retain))
+        sim = self.problem.sim
+        self.allowed = max(WORK // (len(sim.cost) + len(sim.event_value) + 1), 24)
+        self.stop = sim.evaluations + self.allowed
+        self.slack = SMALL * sum(sim.cost)
+        self.pool = Pool(self.problem, self.limit)
+
+    def offer(self, candidate: Candidate, method: str) -> None:
+        self.pool.add(candidate)
+        if candidate.key(self.limit) < self.best.key(self.limit):
+            self.best, self.method = candidate, method
+
+    @property
+    def fits(self) -> bool:
+        return self.best.result.peak <= self.limit
+
+    def wanted_bound(self) -> float:
+        """The bound that would end the search with the best plan so far."""
+        if not self.fits:
+            return float("inf")
+        return (self.best.result.seconds - self.slack) / GOOD_ENOUGH
+
+    def near_bound(self) -> bool:
+        seconds = min(self.best.result.seconds, self.pool.seconds)
+        return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
+
+    def doubtful(self) -> bool:
+        return not self.fits or self.best.result.seconds > DOUBTFUL * self.bound
+
+    def done(self) -> bool:
+        if self.near_bound():
+            return True
+        return self.problem.sim.evaluations >= self.stop or perf_counter() > self.deadline
+
+    def solution(self, began: float) -> Solution:
+        result, sim = self.best.result, self.problem.sim
+        return Solution(
+            status="fits" if self.fits else "infeasible",
+            plan=Retention(tuple(self.best.retain), sim.graph.fingerprint),
+            peak=result.peak,
+            seconds=result.seconds,
+            plain_peak=self.plain.result.peak,
+            lower_bound=min(self.bound, result.seconds) if self.fits else None,
+            evaluations=sim.evaluations,
+            solve_seconds=perf_counter() - began,
+            method=self.method,
+        )
+
+
+def offer_anchors(search: Search) -> None:
+    """Offer every number of anchors as it is, one simulation each, and improve the best.
+
+    A large graph leaves a search too few simulations to shrink each of them.
+    """
+    problem, limit = search.problem, search.limit
+    bounds = Boundaries(problem.sim)
+    found = []
+    for segments in SEGMENTS:
+        retain = problem.start(bounds.anchors(bounds.places(segments)))
+        found.append(Candidate(retain, problem.run(retain)))
+    best = min(found, key=lambda candidate: candidate.key(limit))
+    search.offer(best, "anchors")
+    if best.result.peak <= limit:
+        search.offer(grow(problem, best, limit), "anchors")
+    search.stop += len(SEGMENTS)
