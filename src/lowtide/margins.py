@@ -2,7 +2,7 @@
 
 Problem: a plan is exact about what it was made from, and the step that runs it differs from that
 by more or less, as it was measured or modelled. Invariant: whoever plans an eager step takes its
-share from here (`inductor.backend` has that of compiled ones), and what a dry run plans or names
+share from here (`inductor.compiled` has that of compiled ones), and what a dry run plans or names
 leaves the budget that runs it the share that it wants. Imports nothing of the package. Rejected: a
 share beside each caller, where two that hang together drift apart.
 """

@@ -18,24 +18,16 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide._compat import partitioner
-from lowtide._compat.lowered import Lowered, watching_lowering
 from lowtide.errors import BudgetError, UnsupportedError, UsageError
-from lowtide.inductor.generated import peaks
-from lowtide.inductor.joint import Joint, draws
+from lowtide.inductor.compiled import CompiledGraph
 from lowtide.inductor.ledger import Ledger, peak_of
-from lowtide.inductor.report import CompileReport, GraphReport
-from lowtide.inductor.search import Choice, Search
+from lowtide.inductor.report import CompileReport
+from lowtide.inductor.search import Choice
 from lowtide.inductor.sharing import between_rungs, share
 from lowtide.limits import format_bytes, parse_limit
 
 _COMPILERS = ("inductor", "aot_eager")
-_UNREAD = 0.04
-"""Of the limit, what the model of Inductor's memory may be wrong by where its code is not read."""
-_READ = 0.002  # where it is: what kernels outside of it take beside
 _SMALL = 1 << 10  # bytes of scalars and rounding
-_ROUNDS = 5  # times that a graph is compiled at most, to find out what a choice takes
-_GAIN = 0.01  # of the time of a graph: for less it is not compiled again
 _FAR = 1.5  # of the limit: a prediction above that is refused without compiling
 
 
@@ -88,15 +80,15 @@ class CompileBudget:
         self.limit = parse_limit(limit)
         self.several_calls = several_calls
         self.compiler = compiler
-        self._graphs: list[_Graph] = []
+        self._graphs: list[CompiledGraph] = []
         self._ledger = Ledger()
-        self._settled: list[_Graph] = []
+        self._settled: list[CompiledGraph] = []
 
     def __call__(
         self, graph: Any, examples: Any, *, mode: str | None = None, options: Any = None
     ) -> Callable[..., Any]:
         """Called by Dynamo with each graph that it has traced."""
-        made = _Graph(self, graph, mode, options)
+        made = CompiledGraph(self, graph, mode, options)
         made.compile(examples)
         return made
 
@@ -113,25 +105,25 @@ class CompileBudget:
 
     # ------------------------------------------------------------------ the limit
 
-    def _plain_peak(self, graphs: list[_Graph]) -> int:
+    def _plain_peak(self, graphs: list[CompiledGraph]) -> int:
         return peak_of([(g, g.search.plain.outcome) for g in graphs if g.search is not None])
 
-    def _limit_of(self, graphs: list[_Graph]) -> int:
+    def _limit_of(self, graphs: list[CompiledGraph]) -> int:
         """The limit in bytes for a step of these calls."""
         if isinstance(self.limit, int):
             return self.limit
         return int(self.limit * self._plain_peak(graphs))
 
-    def _allowed(self, limit: int, graphs: list[_Graph]) -> int:
+    def _allowed(self, limit: int, graphs: list[CompiledGraph]) -> int:
         """The limit for what is predicted."""
         return int(limit * (1 - max(graph.margin for graph in graphs))) - _SMALL
 
-    def _limit_with(self, graph: _Graph) -> int:
+    def _limit_with(self, graph: CompiledGraph) -> int:
         """The limit for what is open and one more call; a fraction is one of all that is known."""
         calls = [*(call.graph for call in self._ledger.open), graph]
         return max(self._limit_of(calls), self._limit_of(self._ledger.last_step))
 
-    def _choose(self, graph: _Graph) -> Choice:
+    def _choose(self, graph: CompiledGraph) -> Choice:
         """What a graph saves, beside what is held by the calls that are open.
 
         Where more of the step is to come, nobody knows how much, so as little as possible. What is
@@ -156,7 +148,7 @@ class CompileBudget:
                 raise self._refusal(graph, choice, limit)
         return choice
 
-    def _refusal(self, graph: _Graph, choice: Choice, limit: int) -> BudgetError:
+    def _refusal(self, graph: CompiledGraph, choice: Choice, limit: int) -> BudgetError:
         need = self._ledger.peak_with(graph, choice.outcome)
         least = int(need / (1 - graph.margin)) + _SMALL
         held = self._ledger.held
@@ -187,7 +179,7 @@ class CompileBudget:
         for graph, choice in self._together(calls).items():
             graph.change_to(choice)
 
-    def _together(self, calls: list[_Graph]) -> dict[_Graph, Choice]:
+    def _together(self, calls: list[CompiledGraph]) -> dict[CompiledGraph, Choice]:
         """A choice for each graph of a step, all calls of which are known."""
         limit = self._limit_of(calls)
         graphs = list(dict.fromkeys(calls))
@@ -200,172 +192,8 @@ class CompileBudget:
                 choices[graph] = between_rungs(graph, calls, allowed, choices)
         return choices
 
-    def _choose_again(self, graph: _Graph) -> Choice:
+    def _choose_again(self, graph: CompiledGraph) -> Choice:
         """The same as before, now that more is known of what the code of this graph takes."""
         if graph in self._settled:
             return self._together(self._settled)[graph]
         return self._choose(graph)
-
-
-class _Graph:
-    """One graph of Dynamo's, what was chosen for it, and the code that was made of it."""
-
-    def __init__(self, budget: CompileBudget, graph: Any, mode: Any, options: Any) -> None:
-        self.budget = budget
-        self.traced = graph
-        self.mode = mode
-        self.options = options
-        self.more_follows = partitioner.broken_off(graph)
-        self.context = partitioner.tracing_context()
-        self.search: Search = None  # type: ignore[assignment]  # until it has been split
-        self.choice: Choice | None = None
-        self.wanted: frozenset[str] | None = None
-        self.code: Callable[..., Any] | None = None
-        self.refused: BudgetError | None = None
-        self.margin = _READ if budget.compiler == "inductor" else 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        budget = self.budget
-        if budget._ledger.begin():
-            budget._settle()
-        if self.refused is not None:
-            raise _again(self.refused)
-        if self.choice is not None and not self._fits():
-            self.change_to(budget._choose(self))
-        if self.code is None:
-            with partitioner.tracing_again(self.context):
-                self.compile(args)
-        assert self.code is not None
-        results = self.code(*args)
-        if self.choice is not None:
-            budget._ledger.enter(self, self.choice.outcome, results)
-        return results
-
-    def _fits(self) -> bool:
-        assert self.choice is not None
-        budget = self.budget
-        need = budget._ledger.peak_with(self, self.choice.outcome)
-        return need <= budget._limit_with(self)
-
-    def change_to(self, choice: Choice) -> None:
-        """Save something else from the next call on."""
-        if self.choice is None or choice.saved != self.choice.saved:
-            self.choice = choice
-            self.wanted = self.search.names(choice)
-            self.code = None
-
-    def compile(self, examples: Any) -> None:
-        """Make the code, more than once where what it takes is not what was chosen for."""
-        try:
-            for _ in range(_ROUNDS):
-                lowered = self._compile(examples)
-                if self.choice is None or self.budget.compiler != "inductor":
-                    return
-                if not self._corrected(lowered):
-                    return
-            self._settle_for_known()
-            self._compile(examples)
-        except BudgetError as error:
-            # Dynamo would wrap it in an error of its own; raised by the code, it comes through.
-            self.refused = error
-            self.code = None
-
-    def _compile(self, examples: Any) -> list[Lowered]:
-        with partitioner.uncached_partitions():
-            if self.budget.compiler == "aot_eager":
-                self.code = partitioner.compile_with_aot_eager(self.traced, examples, self._split)
-                return []
-            options = {**(self.options or {})}
-            options["custom_partitioner_fn"] = partitioner.as_hook(self._split)
-            with watching_lowering() as lowered:
-                self.code = partitioner.compile_with_inductor(
-                    self.traced, examples, options, self.mode
-                )
-            return lowered
-
-    def _corrected(self, lowered: list[Lowered]) -> bool:
-        """Whether, now that it is known what the code takes, something else is to be saved."""
-        assert self.choice is not None
-        budget = self.budget
-        read = peaks(self.search.joint, lowered)
-        if read is not None:
-            self.choice = self.search.learn(self.choice, *read)
-        elif self.margin == _UNREAD:
-            return False
-        else:
-            self.margin = _UNREAD
-        limit = budget._limit_with(self)
-        if self.margin == _UNREAD:
-            limit = budget._allowed(limit, [self])
-        better = budget._choose_again(self)
-        if better.saved == self.choice.saved:
-            return False
-        fits = budget._ledger.peak_with(self, self.choice.outcome) <= limit
-        if fits and better.outcome.seconds > (1 - _GAIN) * self.choice.outcome.seconds:
-            return False
-        self.choice, self.wanted = better, self.search.names(better)
-        return True
-
-    def _settle_for_known(self) -> None:
-        """The fastest of the choices whose code was read and that fit."""
-        budget = self.budget
-        limit = budget._limit_with(self)
-        known = self.search.known()
-        fits = [c for c in known if budget._ledger.peak_with(self, c.outcome) <= limit]
-        if not fits:
-            least = min(known, key=lambda c: c.outcome.peak)
-            raise budget._refusal(self, least, limit)
-        self.choice = min(fits, key=lambda c: c.outcome.seconds)
-        self.wanted = self.search.names(self.choice)
-
-    def _split(
-        self,
-        module: Any,
-        inputs: Any,
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: list[int] | None = None,
-        **_: Any,
-    ) -> tuple[Any, Any]:
-        """The partitioner: called by AOTAutograd with a joint graph."""
-        traced = partitioner.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
-        if not traced.has_backward:
-            return traced.split_without_backward()
-        joint = Joint(
-            traced,
-            fuse=self.budget.compiler == "inductor",
-            results_last=not self.more_follows,  # read by the graph after a break, and gone with it
-        )
-        search = Search(joint)
-        wanted = None if self.wanted is None else search.named(self.wanted)
-        if wanted is None:
-            self.search = search
-            if self.budget.compiler == "inductor" and not joint.on_cpu:
-                self.margin = _UNREAD  # kernels outside of its code were measured on CPUs only
-            if self not in self.budget._graphs:
-                self.budget._graphs.append(self)
-            wanted = self.choice = self.budget._choose(self)
-        for node in traced.nodes:
-            partitioner.untagged(node)
-        for index in wanted.outcome.twice:
-            if draws(joint.ops[index].node):
-                partitioner.recomputed_draw(joint.ops[index].node)
-        return traced.split(search.nodes(wanted))
-
-    def report(self) -> GraphReport:
-        assert self.choice is not None
-        mine, plain = self.choice.outcome, self.search.plain.outcome
-        return GraphReport(
-            operations=sum(not op.late for op in self.search.joint.ops),
-            recomputed=len(mine.twice),
-            saved_bytes=mine.saved,
-            plain_saved_bytes=plain.saved,
-            peak=mine.peak,
-            plain_peak=plain.peak,
-            seconds=mine.seconds / plain.seconds if plain.seconds else 1.0,
-        )
-
-
-def _again(error: BudgetError) -> BudgetError:
-    """The same error without the traceback of where it was raised before."""
-    return BudgetError(str(error), limit=error.limit, minimum=error.minimum)
