@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import _compat
 from lowtide.errors import LowtideError, ReplayError
 
 WORLD = 2
@@ -363,6 +364,45 @@ def collective_scenarios() -> Iterator[tuple[str, Scenario]]:
             yield f"{name} {how}", make(talk, how)
 
 
+# ------------------------------------------------------------------------- compiled code
+
+
+COMPILED = ("around ddp", "inside ddp", "fsdp2 blocks")
+
+
+def compiled_scenarios() -> Iterator[tuple[str, Scenario]]:
+    """The split is that of Inductor's code; without generating it, it is quick to compile."""
+
+    def arranged(how: str, backend: Any) -> Any:
+        torch._dynamo.reset()
+        if how == "fsdp2 blocks":
+            sharded = fsdp(reshard=True)
+            for block in sharded.blocks:  # type: ignore[union-attr]
+                block.compile(backend=backend)
+            return sharded
+        model = Net()
+        if how == "inside ddp":
+            model.compile(backend=backend)
+            return ddp(model)
+        return torch.compile(ddp(model), backend=backend)
+
+    def make(how: str) -> Scenario:
+        def scenario() -> Outcome:
+            expected = train(arranged(how, "aot_eager"))
+            several = how == "fsdp2 blocks"
+            budget = lowtide.CompileBudget(0.8, several_calls=several, compiler="aot_eager")
+            found = compare(expected, train(arranged(how, budget)))
+            report = budget.report()
+            recomputed = sum(graph.recomputed for graph in report.graphs)
+            peaks = {"planned": report.planned_peak, "limit": report.limit}
+            return {**found, "recomputed": recomputed, **peaks}
+
+        return scenario
+
+    for how in COMPILED:
+        yield f"compiled {how}", make(how)
+
+
 # ------------------------------------------------------------------------- running the ranks
 
 
@@ -371,6 +411,7 @@ def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
     yield from parallel_scenarios()
     yield from collective_scenarios()
     yield from fsdp_scenarios()
+    yield from compiled_scenarios()
 
 
 def rank_main(group: str, rank: int, folder: Path) -> None:
@@ -444,6 +485,17 @@ def test_ddp(outcomes: list[dict[str, Outcome]], setting: str, how: str) -> None
 @pytest.mark.parametrize("reshard", [False, True])
 def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> None:
     check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
+
+
+@pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch")
+@pytest.mark.parametrize("how", COMPILED)
+def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: str) -> None:
+    for rank in outcomes:
+        found = rank[f"compiled {how}"]
+        assert "error" not in found, found["text"]
+        assert found["same"]
+        assert found["recomputed"] > 0
+        assert found["planned"] <= found["limit"]
 
 
 def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:

@@ -169,6 +169,13 @@ def test_a_limit_that_cannot_be_met() -> None:
     again = torch.compile(model, backend=lowtide.CompileBudget(error.minimum, compiler="aot_eager"))
     step(model, again)
     assert peak(model, again) <= error.minimum
+    assert "several_calls" not in str(error)
+
+
+def test_a_fraction_that_cannot_be_met_says_what_it_is_of() -> None:
+    model, backend = Net(), lowtide.CompileBudget(0.05, compiler="aot_eager")
+    with pytest.raises(BudgetError, match="call.* more than once, give several_calls=True or a l"):
+        step(model, torch.compile(model, backend=backend))
 
 
 def test_arguments() -> None:

@@ -158,12 +158,18 @@ class CompileBudget:
             if held
             else ""
         )
+        fraction = (
+            " A fraction is one of the graphs that are known so far: where a step calls compiled "
+            "code more than once, give several_calls=True or a limit in bytes."
+            if isinstance(self.limit, float) and not self.several_calls
+            else ""
+        )
         return BudgetError(
             f"the compiled step does not fit in {format_bytes(limit)}: graph "
             f"{self._graphs.index(graph)} takes at least {format_bytes(choice.outcome.peak)} for "
             f"its forward and backward, of which {format_bytes(choice.outcome.gradients)} are "
             f"gradients.{others} The smallest limit that would do is {least} bytes "
-            f"({format_bytes(least)}). Use a smaller batch or a larger limit.",
+            f"({format_bytes(least)}). Use a smaller batch or a larger limit.{fraction}",
             limit=limit,
             minimum=least,
         )
