@@ -47,6 +47,8 @@ class CompiledGraph:
         self.refused: BudgetError | None = None
         self.known: dict[frozenset[str], tuple[int, int]] = {}
         """Of what was compiled, by the names of what it saves, the peaks of its two halves."""
+        self.made: frozenset[str] | None = None
+        """What the code saves that was read last."""
         self.margin = _READ if budget.compiler == "inductor" else 0.0
 
     def __call__(self, *args: Any) -> Any:
@@ -98,8 +100,7 @@ class CompiledGraph:
                 return
             if not self._corrected(lowered):
                 return
-        self._settle_for_known()
-        self._compile(examples)
+        self._settle_for_known(examples)
 
     def _compile_lowest(self, examples: Any, error: BudgetError) -> BudgetError | None:
         """What takes the least, before a limit is refused: what to refuse it with, or None.
@@ -122,18 +123,18 @@ class CompiledGraph:
                 return error
             search.learn(choice, *self.known[self.wanted])
         try:
-            self._settle_for_known()
+            self._settle_for_known(examples)
         except BudgetError as named:
             return named
-        self._compile(examples)
         return None
 
     def _read(self, lowered: list[Lowered]) -> tuple[int, int] | None:
         """The peaks of the code that was just made, where it can be read."""
         assert self.choice is not None
+        self.made = self.search.names(self.choice)
         found = peaks(self.search.joint, lowered)
         if found is not None:
-            self.known[self.search.names(self.choice)] = found
+            self.known[self.made] = found
         return found
 
     def _compile(self, examples: Any) -> list[Lowered]:
@@ -172,8 +173,8 @@ class CompiledGraph:
         self.choice, self.wanted = better, self.search.names(better)
         return True
 
-    def _settle_for_known(self) -> None:
-        """The fastest of the choices whose code was read and that fit."""
+    def _settle_for_known(self, examples: Any) -> None:
+        """Take the fastest of the choices whose code was read and that fit."""
         budget = self.budget
         limit = budget._limit_with(self)
         known = self.search.known()
@@ -183,6 +184,8 @@ class CompiledGraph:
             raise budget._refusal(self, least, limit)
         self.choice = min(fits, key=lambda c: c.outcome.seconds)
         self.wanted = self.search.names(self.choice)
+        if self.code is None or self.wanted != self.made:
+            self._compile(examples)
 
     def _split(
         self,
