@@ -278,6 +278,30 @@ def test_norms_and_softmax_copy_what_is_not_contiguous(turned: tuple[int, ...]) 
             assert modelled == 0
 
 
+def test_kernels_of_several_steps_take_more_than_they_make() -> None:
+    aten, x = torch.ops.aten, torch.randn(64, 512)
+    target, mask, images = torch.rand(64, 512), x > 0, torch.randn(2, 4, 32, 32)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.native_dropout.default, (x, 0.5, True)),
+        (aten.native_dropout_backward.default, (x, mask, 2.0)),
+        (aten.logsumexp.default, (x, [1])),
+        (aten.im2col.default, (images, [3, 3], [1, 1], [1, 1], [1, 1])),
+    ]
+    for loss in ("mse_loss", "smooth_l1_loss", "huber_loss"):
+        calls += [(getattr(aten, loss).default, (x, target, reduction)) for reduction in (0, 1, 2)]
+    entropy = aten.binary_cross_entropy_with_logits.default
+    calls += [(entropy, (x, target, None, weight, 0)) for weight in (None, target[0])]
+    calls += [(entropy, (x, target, None, weight)) for weight in (None, target[0])]
+    for operator, args in calls:
+        operator(*args)
+        peak = lowtide.measure(lambda o=operator, a=args: o(*a), device="cpu").peak_bytes
+        made = made_by(operator, args, {})
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        name = operator._schema.name
+        modelled = kernel_workspace(name, tensors, args, made)
+        assert modelled == pytest.approx(peak - made, abs=4096), (name, args[2:])
+
+
 def test_what_one_backward_takes() -> None:
     x, y = (torch.randn(256, 256, requires_grad=True) for _ in range(2))
     nbytes = x.nbytes

@@ -43,7 +43,23 @@ _COPIED = {
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
 }
-# The same of their first tensor, where channels may also come last.
+# Kernels of several steps: what they take besides, as a multiple of their first tensor.
+_COMPOSED = {
+    "aten::native_dropout": 1,
+    "aten::native_dropout_backward": 1,
+    "aten::logsumexp": 1,
+    "aten::im2col": 1,
+    "aten::_fused_rms_norm": 1,
+}
+# The same of losses, their result included: the place of the argument `reduction`, the multiple
+# where it reduces, and where it does not. The result of two of them keeps one as its memory.
+_LOSSES = {
+    "aten::huber_loss": (2, 1, 1),
+    "aten::mse_loss": (2, 2, 1),
+    "aten::smooth_l1_loss": (2, 2, 1),
+    "aten::binary_cross_entropy_with_logits": (4, 2, 2),
+}
+# Kernels that copy their first tensor where it is not contiguous, nor has its channels last.
 _COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
 # Small results are computed with the channels last, from a copy and into one.
 _UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
@@ -71,6 +87,12 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
+    if tensors and name in _COMPOSED:
+        return _COMPOSED[name] * _bytes(tensors[0])
+    if tensors and name in _LOSSES:
+        place, reduced, unreduced = _LOSSES[name]
+        several = unreduced if len(args) > place and args[place] == 0 else reduced
+        return max(0, several * _bytes(tensors[0]) - made)
     if tensors and _COPIED_FIRST.fullmatch(name):
         return 0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else _bytes(tensors[0])
     if tensors and _UPSAMPLED.fullmatch(name):
