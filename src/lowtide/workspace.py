@@ -52,8 +52,9 @@ _COMPOSED = {
     "aten::_fused_rms_norm": 1,
 }
 # The same of losses, their result included: the place of the argument `reduction`, the multiple
-# where it reduces, and where it does not. The result of two of them keeps one as its memory.
+# where it reduces, and where it does not. A result of one number may keep one as its memory.
 _LOSSES = {
+    "aten::binary_cross_entropy": (3, 1, 1),
     "aten::huber_loss": (2, 1, 1),
     "aten::mse_loss": (2, 2, 1),
     "aten::smooth_l1_loss": (2, 2, 1),
@@ -89,6 +90,8 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     if tensors and name in _COMPOSED:
         return _COMPOSED[name] * _bytes(tensors[0])
+    if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
+        return max(0, _bytes(tensors[0]) - made)
     if tensors and name in _LOSSES:
         place, reduced, unreduced = _LOSSES[name]
         several = unreduced if len(args) > place and args[place] == 0 else reduced
