@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -92,6 +93,8 @@ def main() -> int:
     print(f"\nlimit {options.limit}")
     limited, found = train(options, [MemoryBudget(limit)])
 
+    if dist.is_initialized():  # by Trainer, under torchrun; it leaves the end to the script
+        dist.destroy_process_group()
     one, two = ([entry["loss"] for entry in log if "loss" in entry] for log in (plain, limited))
     last = [entry for entry in limited if "loss" in entry][-1]
     same_bits = all(torch.equal(expected[name], found[name]) for name in expected)
