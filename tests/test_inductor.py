@@ -493,8 +493,20 @@ def test_shapes_that_change() -> None:
         model, backend=lowtide.CompileBudget(0.85, compiler="aot_eager"), dynamic=True
     )
     usual = torch.compile(plain, backend="aot_eager", dynamic=True)
-    for rows in (2048, 1024, 1536):
+    for rows in (2048, 1536, 1024):
         assert same(step(plain, usual, X[:rows]), step(model, compiled, X[:rows]))
+
+
+def test_a_size_that_was_not_planned_for_is_said() -> None:
+    """Dynamo makes a second size symbolic by itself, and a third one runs the second's code."""
+    model, backend = Net(blocks=2), lowtide.CompileBudget(0.85, compiler="aot_eager")
+    compiled = torch.compile(model, backend=backend)
+    for rows in (512, 1024, 768):
+        step(model, compiled, X[:rows])
+    with pytest.warns(lowtide.CompiledWarning, match="planned for inputs of .* dynamic=False"):
+        step(model, compiled, X)
+    step(model, compiled, X)  # once
+    assert len(backend.report().graphs) == 2
 
 
 class Writes(nn.Module):

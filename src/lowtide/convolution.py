@@ -9,6 +9,8 @@ once to find out, which takes the memory that has to be kept free.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
@@ -83,9 +85,9 @@ def _copied(tensor: torch.Tensor, last: bool) -> int:
 def _columns(source: torch.Tensor, weight: torch.Tensor, out: int, transposed: bool) -> int:
     """Elements of the unfolded input: kernel volume times channels times points."""
     if transposed:
-        return weight.shape[1] * weight[0, 0].numel() * source[0, 0].numel()
+        return weight.shape[1] * math.prod(weight.shape[2:]) * math.prod(source.shape[2:])
     points = out // (source.element_size() * weight.shape[0] * source.shape[0])
-    return source.shape[1] * weight[0, 0].numel() * points
+    return source.shape[1] * math.prod(weight.shape[2:]) * points
 
 
 def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
@@ -94,7 +96,8 @@ def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) 
     if source.shape[1] >= _CHANNEL_BLOCK or _pointwise(weight, stride):
         # narrower inputs are read as they are
         blocked = padded(blocked, source.shape[1]) + padded(_bytes(source), source.shape[1])
-    if weight[0, 0].numel() == 1 and stride > 1:  # the points that it reads, of one image each
+    if math.prod(weight.shape[2:]) == 1 and stride > 1:
+        # the points that it reads, of one image each
         blocked += _threads(source) * _columns(source, weight, out, False) * source.element_size()
     return blocked_out + max(blocked, out) - out
 
@@ -104,7 +107,7 @@ def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
     parameter = _bytes(weight)
     out, into = weight.shape[0] // max(1, groups), weight.shape[1]
     blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
-    block = _CHANNEL_BLOCK**2 * weight[0, 0].numel() * weight.element_size()
+    block = _CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
     whole = groups * blocks * block
     narrow = groups % _CHANNEL_BLOCK or max(weight.shape[2:]) <= 3
     if groups == 1 or (out == into == 1 and narrow):
@@ -154,7 +157,7 @@ def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _pointwise(weight: torch.Tensor, stride: int) -> bool:
-    return weight[0, 0].numel() == stride == 1
+    return math.prod(weight.shape[2:]) == stride == 1
 
 
 def _threads(source: torch.Tensor) -> int:

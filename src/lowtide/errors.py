@@ -42,7 +42,8 @@ class UnsupportedError(LowtideError, RuntimeError):
 
 
 class CompiledWarning(UserWarning):
-    """A compiled function runs without its compilation, or a compiled model without its budget."""
+    """A compiled function runs without its compilation, a compiled model without its budget, or
+    compiled code with inputs larger than its limit was planned for."""
 
 
 class DryRunWarning(UserWarning):

@@ -9,6 +9,7 @@ ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -138,7 +139,7 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: in
     torch unfolds small inputs of batch 1: kernel volume times channels times output points.
     """
     transposed = len(args) > 6 and bool(args[6])
-    kernel = weight[0, 0].numel()
+    kernel = math.prod(weight.shape[2:])
     channels_out = weight.shape[1] if transposed else weight.shape[0]
     if not transposed and unfolded(source, weight):
         return source.shape[1] * kernel * made // max(1, channels_out)

@@ -158,6 +158,9 @@ class CompileBudget:
             if held
             else ""
         )
+        # In a step's first run nobody knows what follows the calls so far.
+        more = bool(self._ledger.open) or self.several_calls or graph.more_follows
+        so_far = " for the graphs so far" if more and graph not in self._ledger.last_step else ""
         fraction = (
             " A fraction is one of the graphs that are known so far: where a step calls compiled "
             "code more than once, give several_calls=True or a limit in bytes."
@@ -168,7 +171,7 @@ class CompileBudget:
             f"the compiled step does not fit in {format_bytes(limit)}: graph "
             f"{self._graphs.index(graph)} takes at least {format_bytes(choice.outcome.peak)} for "
             f"its forward and backward, of which {format_bytes(choice.outcome.gradients)} are "
-            f"gradients.{others} The smallest limit that would do is {least} bytes "
+            f"gradients.{others} The smallest limit that would do{so_far} is {least} bytes "
             f"({format_bytes(least)}). Use a smaller batch or a larger limit.{fraction}",
             limit=limit,
             minimum=least,

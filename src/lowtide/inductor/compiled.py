@@ -9,12 +9,15 @@ Rejected: to run a step and measure it, which has exceeded the limit by then.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lowtide._compat import partitioner
 from lowtide._compat.lowered import Lowered, watching_lowering
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, CompiledWarning
 from lowtide.inductor.generated import peaks
 from lowtide.inductor.joint import Joint, draws
 from lowtide.inductor.report import GraphReport
@@ -49,6 +52,9 @@ class CompiledGraph:
         """Of what was compiled, by the names of what it saves, the peaks of its two halves."""
         self.made: frozenset[str] | None = None
         """What the code saves that was read last."""
+        self.dynamic = False
+        self.planned_for: int | None = None
+        """Bytes of the inputs that a graph of symbolic sizes was planned for."""
         self.margin = _READ if budget.compiler == "inductor" else 0.0
 
     def __call__(self, *args: Any) -> Any:
@@ -65,10 +71,27 @@ class CompiledGraph:
             if self.refused is not None:
                 raise _again(self.refused)
         assert self.code is not None
+        if self.dynamic:
+            self._warn_of_larger(args)
         results = self.code(*args)
         if self.choice is not None:
             budget._ledger.enter(self, self.choice.outcome, results)
         return results
+
+    def _warn_of_larger(self, args: tuple[Any, ...]) -> None:
+        """Once: the limit is not kept for inputs that were not planned for."""
+        nbytes = sum(a.nbytes for a in args if isinstance(a, torch.Tensor))
+        if self.planned_for is None:
+            self.planned_for = nbytes
+        elif nbytes > self.planned_for:
+            self.dynamic = False
+            warnings.warn(
+                f"compiled code of symbolic sizes, planned for inputs of {self.planned_for} bytes, "
+                f"is called with {nbytes}: what it takes grows with them, and the limit is not "
+                "kept for it. Give torch.compile dynamic=False, and each size is planned for.",
+                CompiledWarning,
+                stacklevel=2,
+            )
 
     def _fits(self) -> bool:
         assert self.choice is not None
@@ -85,6 +108,7 @@ class CompiledGraph:
 
     def compile(self, examples: Any) -> None:
         """Make the code, more than once where what it takes is not what was chosen for."""
+        self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
         try:
             self._compile_and_correct(examples)
         except BudgetError as error:
