@@ -418,6 +418,12 @@ def test_two_graphs_under_one_limit() -> None:
     assert peak(model, compiled) <= limit
 
 
+def test_a_refusal_before_a_step_is_known_says_so() -> None:
+    model, backend = Net(breaks=True), lowtide.CompileBudget("20 KiB", compiler="aot_eager")
+    with pytest.raises(BudgetError, match=r"that would do for the graphs so far is \d+ bytes"):
+        step(model, torch.compile(model, backend=backend))
+
+
 def test_a_fraction_of_several_graphs() -> None:
     model, backend = Net(breaks=True), lowtide.CompileBudget(0.7, compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)

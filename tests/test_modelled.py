@@ -302,6 +302,28 @@ def test_kernels_of_several_steps_take_more_than_they_make() -> None:
         assert modelled == pytest.approx(peak - made, abs=4096), (name, args[2:])
 
 
+def test_formulas_read_shapes_only() -> None:
+    """Compiled graphs carry fake tensors of a mode that need not be the one that is on."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    source, weight = torch.randn(1, 8, 12, 12, 12), torch.randn(8, 8, 3, 3, 3)
+    given, no = torch.randn(1, 8, 12, 12, 12), [0, 0, 0]
+    rest = ([1] * 3, [1] * 3, [1] * 3, False, no, 1)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (given, source, weight)]
+    with FakeTensorMode():
+        forward = kernel_workspace(
+            "aten::convolution", fake[1:], (*fake[1:], None, *rest), given.nbytes
+        )
+        made = source.nbytes + weight.nbytes
+        mask = [True, True, False]
+        args = (*fake, None, *rest, mask)
+        backward = kernel_workspace("aten::convolution_backward", fake, args, made)
+    columns = 8 * 27 * 12**3 * 4
+    assert forward == columns
+    assert backward >= columns
+
+
 def test_what_one_backward_takes() -> None:
     x, y = (torch.randn(256, 256, requires_grad=True) for _ in range(2))
     nbytes = x.nbytes
