@@ -178,11 +178,27 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             yield from (a.name for a in node.names if re.match(r"torch\b.*\._(?!_)", a.name))
 
 
+# Of its tensors, storages, operators and modules.
+PRIVATE = {"_cdata", "_version", "_base", "_schema", "_parameters", "_buffers", "_modules",
+           "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_saved_tensors"}  # fmt: skip
+
+
+def private_attributes(tree: ast.AST) -> set[str]:
+    """What a file reads of them, the attributes of its own objects aside."""
+    return PRIVATE & {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
+    }
+
+
 def test_private_names_of_torch_stand_in_one_place() -> None:
     assert list(private_names(ast.parse(MODULES["lowtide._compat.dispatch"].read_text())))
     for name, path in MODULES.items():
         if name not in under("lowtide._compat"):
-            assert not list(private_names(ast.parse(path.read_text()))), name
+            tree = ast.parse(path.read_text())
+            assert not list(private_names(tree)), name
+            assert not private_attributes(tree), name
 
 
 # --- the main job -----------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def _torch_contexts(number: int) -> Any:
     policy = _traced_policies[number]
 
     def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = policy(OperationInfo(func._schema.name, func, 0))
+        keep = policy(OperationInfo(_compat.schema_of(func).name, func, 0))
         return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)

@@ -61,20 +61,20 @@ class Counting(_compat.Mode):
         given: dict[int, None] | None = None
         for tensor in flatten(result):
             storage = _compat.storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
-            if storage is None or storage._cdata in self._known:
+            if storage is None or _compat.storage_id(storage) in self._known:
                 continue
             if given is None:
                 given = storage_keys(tensors_in(args, kwargs))
-            if storage._cdata not in given:
-                block = self._known[storage._cdata] = _Block(storage, self._forget)
-                block.key, block.nbytes = storage._cdata, storage.nbytes()
+            if _compat.storage_id(storage) not in given:
+                block = self._known[_compat.storage_id(storage)] = _Block(storage, self._forget)
+                block.key, block.nbytes = _compat.storage_id(storage), storage.nbytes()
                 made += block.nbytes
         self.level += made
         return made
 
     def _workspace(self, func: Any, args: Any, kwargs: Any, made: int) -> int:
         tensors = tensors_in(args, kwargs)
-        return kernel_workspace(func._schema.name, tensors, args, made, self._device)
+        return kernel_workspace(_compat.schema_of(func).name, tensors, args, made, self._device)
 
 
 class _Block(weakref.ref):  # type: ignore[type-arg]
@@ -87,4 +87,4 @@ class _Block(weakref.ref):  # type: ignore[type-arg]
 
 def storage_keys(tensors: list[torch.Tensor]) -> dict[int, None]:
     """What tells the storages of tensors apart while they live, in order."""
-    return {s._cdata: None for s in map(_compat.storage_of, tensors) if s is not None}
+    return {_compat.storage_id(s): None for s in map(_compat.storage_of, tensors) if s is not None}

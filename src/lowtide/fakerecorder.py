@@ -97,7 +97,7 @@ class FakeRecorder(Recorder):
     ) -> Any:
         if fakes.asks_for_device(func):
             return args[0].fake_device
-        if func._schema.name in _SHAPELESS:
+        if _compat.schema_of(func).name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
         if func is torch.ops.aten.add.Tensor and self.adding.in_place:
             func = torch.ops.aten.add_.Tensor

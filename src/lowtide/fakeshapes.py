@@ -110,7 +110,7 @@ def _key(argument: Any) -> Any:
 
 def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
     """How to make this result again; None if it is more than tensors with memory of their own."""
-    given = {t.untyped_storage()._cdata for a in args for t in flatten(a)
+    given = {_compat.storage_id(t.untyped_storage()) for a in args for t in flatten(a)
              if isinstance(t, torch.Tensor)}  # fmt: skip
     several = type(result) if isinstance(result, tuple | list) else None
     made = []
@@ -119,7 +119,7 @@ def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
             return None
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage = tensor.untyped_storage()
-        if storage._cdata in given:  # `_unsafe_view` does not say that it is a view
+        if _compat.storage_id(storage) in given:  # `_unsafe_view` does not say that it is a view
             return None
         if tensor.numel() and storage.nbytes() != span * tensor.element_size():
             return None
@@ -136,7 +136,7 @@ def _plain(func: Any) -> bool:
 def _layout_of_backend(func: Any, args: Any) -> bool:
     """Whether the backend that a fake tensor looks up decides about the strides of the result: the
     short way knows shapes only, and agrees as long as everything is contiguous."""
-    return "convolution" in func._schema.name and any(
+    return "convolution" in _compat.schema_of(func).name and any(
         not t.is_contiguous() for t in args[:3] if isinstance(t, torch.Tensor)
     )
 

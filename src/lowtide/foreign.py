@@ -92,7 +92,7 @@ def _found_on(module: nn.Module) -> Iterator[str]:
         yield "fairscale's checkpoint_wrapper; build the model without it"
     if any(
         getattr(hook, "__module__", None) == _compat.COMPOSABLE_CHECKPOINT_HOME
-        for hook in module._forward_pre_hooks.values()
+        for hook in _compat.forward_pre_hooks(module)
     ):
         yield "torch's composable checkpoint(); build the model without it"
 

@@ -148,7 +148,8 @@ def _own_matrices(module: nn.Module) -> int:
         count += 1
     if isinstance(module, nn.MultiheadAttention):
         count = max(count, 1) + 1  # the output projection, which is never called as a module
-    return min(count, 1) if leaf and "weight" in module._parameters else count
+    own = dict(module.named_parameters(recurse=False))
+    return min(count, 1) if leaf and "weight" in own else count
 
 
 def _is_norm(module: nn.Module) -> bool:

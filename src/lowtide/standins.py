@@ -159,7 +159,7 @@ class StandIns:
         if not fakes.is_fake(tensor):
             return tensor
         storage = _compat.storage_of(tensor)
-        return None if storage is None else self._real.get(storage._cdata)
+        return None if storage is None else self._real.get(_compat.storage_id(storage))
 
     def fake(self, item: Any) -> Any:
         """The same arguments with fake tensors in place of real ones."""
@@ -169,7 +169,7 @@ class StandIns:
                 made = self._made[id(item)] = fakes.faked(self.mode, item, self.device)
                 storage = _compat.storage_of(made)
                 if storage is not None and made is not item and item.device.type != "meta":
-                    self._real.setdefault(storage._cdata, item)
+                    self._real.setdefault(_compat.storage_id(storage), item)
             return made
         if type(item) in (list, tuple):
             return type(item)(map(self.fake, item))

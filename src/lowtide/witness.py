@@ -102,9 +102,9 @@ class Witness:
 
     def _stands(self, kind: str, name: str, tensor: torch.Tensor, seen: torch.Tensor) -> int:
         storage = _compat.storage_of(seen)
-        if storage is None or storage._cdata in self._named:
+        if storage is None or _compat.storage_id(storage) in self._named:
             return 0
-        self._named[storage._cdata] = (kind, name)
+        self._named[_compat.storage_id(storage)] = (kind, name)
         return storage.nbytes()
 
     def operation(self, name: str, made: list[Value]) -> None:
@@ -129,7 +129,7 @@ class Witness:
         storage = None if held is None else _compat.storage_of(held)
         block = None
         if storage is not None and self._memory is not None:
-            block = self._memory.entry(storage._cdata)
+            block = self._memory.entry(_compat.storage_id(storage))
             if block is not None:
                 block.saved = True
                 if value.number not in block.values:
@@ -147,7 +147,7 @@ class Witness:
                     value.number, value.nbytes, shape, dtype, "activation", "", site, place
                 )
             return
-        key = id(value) if storage is None else storage._cdata
+        key = id(value) if storage is None else _compat.storage_id(storage)
         if key in self._foreign:
             return
         known = self._named.get(key)
@@ -217,7 +217,7 @@ class Witness:
             return
         for name, leaf in leaves:
             storage = None if leaf.grad is None else _compat.storage_of(leaf.grad)
-            block = None if storage is None else self._memory.entry(storage._cdata)
+            block = None if storage is None else self._memory.entry(_compat.storage_id(storage))
             if block is not None:
                 block.gradient, block.name = True, name
 
@@ -310,7 +310,7 @@ class _Counted(FakeMemory):
     ) -> Any:
         if fakes.asks_for_device(func):
             return args[0].fake_device
-        self._site = self._witness.site(func._schema.name)
+        self._site = self._witness.site(_compat.schema_of(func).name)
         self.line = self._site.line
         self.reads_grad = any(
             isinstance(t, torch.Tensor) and t.requires_grad for a in args for t in flatten(a)
@@ -327,9 +327,9 @@ class _Counted(FakeMemory):
         if len(self._known) > known:
             for tensor in flatten(result):
                 storage = _compat.storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
-                if storage is None or storage._cdata in self._open:
+                if storage is None or _compat.storage_id(storage) in self._open:
                     continue
-                if storage._cdata in self._known:
+                if _compat.storage_id(storage) in self._known:
                     block = Block(
                         len(self.blocks),
                         storage.nbytes(),
@@ -339,7 +339,7 @@ class _Counted(FakeMemory):
                         len(self.steps),
                         self._witness._backward,
                     )
-                    self._open[storage._cdata] = block
+                    self._open[_compat.storage_id(storage)] = block
                     self.blocks.append(block)
                     self.fresh.append(block)
         return made

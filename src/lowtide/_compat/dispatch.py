@@ -10,10 +10,14 @@ their tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Name, arguments and mutability of an overload; goes when `OpOverload` has them in public."""
 
 # Below-autograd execution. torch offers no public way to run an operator under every mode,
 # autocast and autograd; goes when `torch.library` has a "redispatch below" call.

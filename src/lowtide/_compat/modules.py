@@ -22,6 +22,11 @@ def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dic
     return module._parameters, module._buffers
 
 
+def forward_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]:
+    """The hooks that run before a module's forward; torch has no accessor for them."""
+    return tuple(module._forward_pre_hooks.values())
+
+
 # Where torch's wrapper and its composable function for checkpointing are at home: told by name, as
 # importing them loads torch.distributed. Go when torch can be asked whether a module has them.
 CHECKPOINT_WRAPPER_HOME = "torch.distributed.algorithms._checkpoint"

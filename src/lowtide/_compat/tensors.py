@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 
 from lowtide._compat.dispatch import disable_dispatch
 
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Address of the StorageImpl: what two aliases have in common.
+
+`UntypedStorage._cdata` is the only identity torch gives a storage; it can go when there is another.
+Not a function of Python's: the recorder asks for it several times an operation.
+"""
+
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Address of the tensor's StorageImpl: what two aliases have in common.
+    """`storage_id` of a tensor's storage.
 
     Raises NotImplementedError or RuntimeError for tensors without storage (sparse, oneDNN).
-    `UntypedStorage._cdata` is the only identity torch gives a storage.
     """
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return storage_id(tensor.untyped_storage())
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -37,7 +43,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """How many owners a storage has, its Python wrapper included; 0 where torch cannot tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
-    return int(count(storage._cdata)) if count is not None else 0
+    return int(count(storage_id(storage))) if count is not None else 0
 
 
 # The autograd version counter. `Tensor._version` is documented but has no public name; raises

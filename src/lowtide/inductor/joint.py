@@ -244,7 +244,7 @@ class Joint:
         again = (
             partitioner.is_overload(node.target)
             and node.target.namespace in _AGAIN
-            and not node.target._schema.is_mutable
+            and not _compat.schema_of(node.target).is_mutable
             and not (draws(node) and self.fuse and node.target.namespace != "aten")
             and self._changed.isdisjoint(reads)
         )
@@ -261,7 +261,7 @@ class Joint:
             else:
                 result = _values(result)
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
-                name = node.target._schema.name
+                name = _compat.schema_of(node.target).name
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) else 0
@@ -341,7 +341,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _writes(node: Any) -> bool:
     target = node.target
-    return partitioner.is_overload(target) and bool(target._schema.is_mutable)
+    return partitioner.is_overload(target) and bool(_compat.schema_of(target).is_mutable)
 
 
 def _is_view(node: Any) -> bool:

@@ -86,7 +86,7 @@ class Known:
             version = _compat.version_of(tensor)
         except (NotImplementedError, RuntimeError):
             return None  # opaque, sparse, or an inference tensor
-        entry = self.table.get(storage._cdata)
+        entry = self.table.get(_compat.storage_id(storage))
         if entry is None:
             entry = self._enter(storage, None, version)
             self.live[0] -= entry.counted
@@ -111,7 +111,7 @@ class Known:
 
     def _enter(self, storage: Any, op: Operation | None, version: int) -> Entry:
         entry = self.new_entry(storage, self._forget)
-        entry.key = storage._cdata
+        entry.key = _compat.storage_id(storage)
         entry.version = version
         entry.loose = False
         entry.weak = entry.counter = None
@@ -139,14 +139,14 @@ class Known:
         held, value.held = value.held, None
         if held is None:
             return
-        entry = self.table.get(held.untyped_storage()._cdata)
+        entry = self.table.get(_compat.storage_id(held.untyped_storage()))
         if entry is not None and entry.weak is not None and entry.weak() is value:
             entry.value, entry.weak = value, None
 
     def adopt(self, value: Value, tensor: Tensor) -> None:
         """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
         storage = tensor.untyped_storage()
-        entry = self.table.get(storage._cdata)
+        entry = self.table.get(_compat.storage_id(storage))
         if entry is None:
             entry = self._enter(storage, None, 0)
             entry.value, entry.weak = None, weakref.ref(value)
@@ -179,7 +179,7 @@ class Known:
             return not entry.counter.shares(tensor)
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         held = value.held if value is not None else None
-        if held is None or held.untyped_storage()._cdata != entry.key:
+        if held is None or _compat.storage_id(held.untyped_storage()) != entry.key:
             return False
         return not _compat.shares_counter(held, tensor)
 

@@ -102,7 +102,7 @@ class Recorder(Writes, _compat.Mode):
         for place, argument in enumerate(args):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
-                entry = table.get(argument.untyped_storage()._cdata)
+                entry = table.get(_compat.storage_id(argument.untyped_storage()))
                 value = entry.value if entry is not None else None
                 ref: Ref | None
                 if (
@@ -311,7 +311,7 @@ class Recorder(Writes, _compat.Mode):
                     place += 1
                     continue  # no storage, or an inference tensor: an external if it is ever read
                 # What is in the table is an alias of something known: all there is is its geometry.
-                if storage._cdata not in table:
+                if _compat.storage_id(storage) not in table:
                     value = self._enter(storage, op, version).value
                     if op is not None and value is not None:
                         op.outputs.append((place, weak_value(value)))

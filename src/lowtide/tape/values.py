@@ -4,8 +4,8 @@ Problem: storage is the unit of memory, yet one storage holds different contents
 one content is seen through many views. Invariant: a `Value` is one version of one storage; links
 run handle -> value -> operation -> input values, never back, so reference counts alone decide how
 long anything lives: when autograd drops its last handle, what only that handle needed is freed
-(rule 8). Imports torch. Rejected: a list of all operations, which keeps everything until the step
-ends and leaks when a backward never comes.
+(rule 8). Imports torch and `_compat`. Rejected: a list of all operations, which keeps everything
+until the step ends and leaks when a backward never comes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from lowtide import _compat
 
 R = TypeVar("R", "Value", "Handle")
 
@@ -110,7 +112,7 @@ class Value:
         """
         held = self.held
         assert held is not None
-        version: int = held._version
+        version: int = _compat.version_of(held)
         return version == self.version and held.untyped_storage().nbytes() >= self.nbytes
 
     @property
@@ -335,10 +337,10 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.version: int = -1 if tensor.is_inference() else tensor._version
+        self.version: int = -1 if tensor.is_inference() else _compat.version_of(tensor)
 
     def intact(self) -> bool:
-        return self.version < 0 or self.tensor._version == self.version
+        return self.version < 0 or _compat.version_of(self.tensor) == self.version
 
 
 def flatten(result: Any) -> list[Any]:
