@@ -3,7 +3,8 @@
 Problem: a checkpointing level such as "transformer layers" means nothing to a module tree, and a
 table of model classes is out of date with the next model. Invariant: a module's level follows from
 what it holds (how many weight matrices, which levels its parts have, which parts are repeated);
-names only break ties, and every choice carries its reason. Imports torch only, runs no model.
+names only break ties, and every choice carries its reason. Imports torch and `_compat`; runs no
+model.
 Rejected: levels by depth in the tree, which differ between two spellings of one network.
 
 How a level is found, from the leaves up. A *unit* is a module that is called: lists and
@@ -29,6 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+
+from lowtide import _compat
 
 # More weight matrices than this in one flat module is a run of layers (VGG's features), no block.
 _MOST_IN_A_BLOCK = 8
@@ -148,7 +151,7 @@ def _own_matrices(module: nn.Module) -> int:
         count += 1
     if isinstance(module, nn.MultiheadAttention):
         count = max(count, 1) + 1  # the output projection, which is never called as a module
-    own = dict(module.named_parameters(recurse=False))
+    own, _ = _compat.parameters_and_buffers(module)
     return min(count, 1) if leaf and "weight" in own else count
 
 

@@ -44,16 +44,16 @@ _COPIED = {
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
 }
-# Kernels of several steps: what they take besides, as a multiple of their first tensor.
-_COMPOSED = {
-    "aten::native_dropout": 1,
-    "aten::native_dropout_backward": 1,
-    "aten::logsumexp": 1,
-    "aten::im2col": 1,
-    "aten::_fused_rms_norm": 1,
-}
-# The same of losses, their result included: the place of the argument `reduction`, the multiple
-# where it reduces, and where it does not. A result of one number may keep one as its memory.
+# Kernels of several steps, with a temporary as large as their first tensor.
+_COMPOSED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_dropout", "native_dropout_backward", "logsumexp", "im2col", "_fused_rms_norm",
+    )
+)  # fmt: skip
+# Losses, in multiples of their first tensor, their result included: the place of the argument
+# `reduction`, the multiple where it reduces, and where it does not. A result of one number may keep
+# one as its memory.
 _LOSSES = {
     "aten::binary_cross_entropy": (3, 1, 1),
     "aten::huber_loss": (2, 1, 1),
@@ -90,7 +90,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     if tensors and name in _COMPOSED:
-        return _COMPOSED[name] * _bytes(tensors[0])
+        return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
         return max(0, _bytes(tensors[0]) - made)
     if tensors and name in _LOSSES:

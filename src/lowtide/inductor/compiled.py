@@ -54,7 +54,7 @@ class CompiledGraph:
         """What the code saves that was read last."""
         self.dynamic = False
         self.planned_for: int | None = None
-        """Bytes of the inputs that a graph of symbolic sizes was planned for."""
+        """Bytes of the inputs that a graph of symbolic sizes was planned for, or warned of."""
         self.margin = _READ if budget.compiler == "inductor" else 0.0
 
     def __call__(self, *args: Any) -> Any:
@@ -79,16 +79,16 @@ class CompiledGraph:
         return results
 
     def _warn_of_larger(self, args: tuple[Any, ...]) -> None:
-        """Once: the limit is not kept for inputs that were not planned for."""
+        """The limit is not kept for inputs larger than those that were planned for."""
         nbytes = sum(a.nbytes for a in args if isinstance(a, torch.Tensor))
         if self.planned_for is None:
             self.planned_for = nbytes
         elif nbytes > self.planned_for:
-            self.dynamic = False
+            known, self.planned_for = self.planned_for, nbytes  # said once for each larger size
             warnings.warn(
-                f"compiled code of symbolic sizes, planned for inputs of {self.planned_for} bytes, "
-                f"is called with {nbytes}: what it takes grows with them, and the limit is not "
-                "kept for it. Give torch.compile dynamic=False, and each size is planned for.",
+                f"compiled code of symbolic sizes, planned for inputs and parameters of {known} "
+                f"bytes, is called with {nbytes}: what it takes grows with them, and the limit is "
+                "not kept for it. Give torch.compile dynamic=False, and each size is planned for.",
                 CompiledWarning,
                 stacklevel=2,
             )
