@@ -119,7 +119,10 @@ def main() -> int:
     ]
     rank = dist.get_rank()
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (answers, str(report)))
+    # By a group of its own, whose threads destroy_process_group() waits for. DDP keeps the default
+    # group alive beyond it, and a thread of gloo that still lets go of tensors while Python ends
+    # aborts the process, after all is done (pytorch issue 190489).
+    dist.all_gather_object(every, (answers, str(report)), group=dist.new_group())
     dist.destroy_process_group()
     if rank == 0:
         for number, (_, text) in enumerate(every):
