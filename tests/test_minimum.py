@@ -311,6 +311,20 @@ def test_a_refusal_says_what_the_program_has_in_memory() -> None:
     assert f"of which your program itself has {held} in memory" in str(caught.value)
 
 
+def test_the_minimum_of_a_long_chain_nests_its_anchors() -> None:
+    """One level of k anchors takes at least k + 480 / k of 480 equal values, so 43 of them."""
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(240):
+            x = x + x.sin().exp()
+        return x.sum()
+
+    plan = lowtide.plan(chain, torch.randn(4096, requires_grad=True))
+    one = 4096 * 4
+    assert plan.plain_peak >= 480 * one
+    assert plan.minimum_peak <= 20 * one
+
+
 # ---------------------------------------------------------------------------- one kernel
 
 # input, parameter, stride, groups; transposed: its padding of the output, else None

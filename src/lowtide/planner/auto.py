@@ -31,9 +31,8 @@ from lowtide.planner.greedy import greedy
 from lowtide.planner.lowest import lowest
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.prove import prove as raised
-from lowtide.planner.repair import Candidate, Problem, grow, shrink, trace_of
-from lowtide.planner.retention import HOLD
-from lowtide.planner.search import LARGE, SEGMENTS, Search, offer_anchors
+from lowtide.planner.repair import Problem, grow, shrink, trace_of
+from lowtide.planner.search import LARGE, SCREEN, SEGMENTS, Search, nested_anchors, offer_anchors
 from lowtide.planner.segments import Boundaries
 from lowtide.planner.simulate import Simulation, Simulator
 from lowtide.planner.solution import Solution
@@ -54,10 +53,6 @@ FAR = 3.0
 """A first plan above so many times the bound: replays stand at the peak, anchors are needed."""
 DEAR = 2.0
 """Of a starting point, what an excess as large as the limit counts as, in forwards."""
-SCREEN = 24
-"""Simulations that a search must have for each starting point that it weighs."""
-OUTER, INNER = (2, 4, 8, 12, 16), (2, 3, 4, 6)
-"""Segments whose anchors are held, and into how many of them each is divided again."""
 
 
 def solve(
@@ -220,17 +215,10 @@ def _nested(search: Search) -> bool:
     Whether that is better than the best plan so far.
     """
     before, problem, limit = search.best, search.problem, search.limit
-    bounds = Boundaries(problem.sim)
-    found: list[tuple[float, int, Candidate]] = []
-    for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:
-        for inner in INNER:
-            places = sorted({*bounds.places(outer), *bounds.places(outer * inner)})
-            retain = problem.start(bounds.anchors(bounds.places(outer)))
-            for value, event in bounds.waiting(places).items():
-                if retain[value] != HOLD:
-                    retain[value] = event
-            candidate = Candidate(retain, problem.run(retain))
-            found.append((_promise(search, candidate.result), len(found), candidate))
+    found = [
+        (_promise(search, candidate.result), number, candidate)
+        for number, candidate in enumerate(nested_anchors(search))
+    ]
     stop = problem.sim.evaluations + search.allowed // 2
     for _, _, candidate in sorted(found):
         repaired = grow(problem, shrink(problem, candidate.retain, limit), limit)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from lowtide.planner.cut import free_holds, moment_weights
 from lowtide.planner.descent import descend
 from lowtide.planner.greedy import greedy
 from lowtide.planner.repair import Problem, shrink
-from lowtide.planner.search import LARGE, SEGMENTS, Search, offer_anchors
+from lowtide.planner.search import LARGE, SEGMENTS, Search, nested_anchors, offer_anchors
 from lowtide.planner.segments import Boundaries
-from lowtide.planner.simulate import Simulator
+
+NESTED = 3
+"""Of the anchors of two levels, those from which less is asked for."""
 
 
 def lowest(problem: Problem, enough: int, deadline: float) -> Search:
@@ -26,30 +27,31 @@ def lowest(problem: Problem, enough: int, deadline: float) -> Search:
     if len(problem.sim.cost) > LARGE:
         offer_anchors(search)
     bounds = Boundaries(problem.sim)
-    named = _in_memory_anyway(problem.sim)
     for segments in SEGMENTS:
-        held = _start(problem, bounds.anchors(bounds.places(segments)), named)
+        held = bounds.anchors(bounds.places(segments))
         for limit in (search.best.result.peak * 9 // 10, 0):
             search.offer(shrink(problem, problem.start(held), limit), "anchors")
         if search.best.result.peak <= enough or search.done():
             break
+    if search.best.result.peak > enough and len(problem.sim.cost) <= LARGE:
+        _nested(search)
     _lower(search, enough)
     return search
 
 
-def _in_memory_anyway(sim: Simulator) -> frozenset[int]:
-    """Saved values that nothing can take away from the operation with the least room for others."""
-    if not sim.forward_peak:
-        return frozenset()
-    least = sim.forward_peak.index(max(sim.forward_peak))
-    return free_holds(sim, moment_weights(sim, ("forward", least)))
+def _nested(search: Search) -> None:
+    """Anchors of two levels, those with the lowest peaks pushed down like the others.
 
-
-def _start(problem: Problem, anchors: frozenset[int], named: frozenset[int]) -> frozenset[int]:
-    """Anchors alone, or with what the forward has room for anyway: whatever has the lower peak."""
-    both = anchors | named
-    alone, more = (problem.run(problem.start(held)).peak for held in (anchors, both))
-    return both if more < alone else anchors
+    Where segments are long and many, replays within one want anchors of their own.
+    """
+    problem = search.problem
+    found = sorted(nested_anchors(search), key=lambda candidate: candidate.result.peak)
+    stop = problem.sim.evaluations + search.allowed // 4
+    for candidate in found[:NESTED]:
+        for limit in (search.best.result.peak * 9 // 10, 0):
+            search.offer(shrink(problem, candidate.retain, limit), "anchors")
+        if problem.sim.evaluations > stop:
+            break
 
 
 def _lower(search: Search, enough: int) -> None:

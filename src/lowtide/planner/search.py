@@ -8,12 +8,13 @@ nothing of the work that is left.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from lowtide.planner.exchange import Pool
 from lowtide.planner.repair import Candidate, Problem, grow
-from lowtide.planner.retention import Retention
+from lowtide.planner.retention import HOLD, Retention
 from lowtide.planner.segments import Boundaries
 from lowtide.planner.solution import Solution
 
@@ -27,6 +28,10 @@ DOUBTFUL = 2.0
 """The best plan above so many times the bound: anchors of two levels are tried as well."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 """Parts that the forward is divided into, with an anchor where they meet."""
+OUTER, INNER = (2, 4, 8, 12, 16), (2, 3, 4, 6)
+"""Segments whose anchors are held, and into how many of them each is divided again."""
+SCREEN = 24
+"""Simulations that a search must have for each starting point that it weighs."""
 LARGE = 1000
 """Operations above which a search has too few simulations to try everything in turn."""
 
@@ -112,3 +117,17 @@ def offer_anchors(search: Search) -> None:
     if best.result.peak <= limit:
         search.offer(grow(problem, best, limit), "anchors")
     search.stop += len(SEGMENTS)
+
+
+def nested_anchors(search: Search) -> Iterator[Candidate]:
+    """Anchors of two levels: held, and retained when the replay of a segment passes by."""
+    problem = search.problem
+    bounds = Boundaries(problem.sim)
+    for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:
+        for inner in INNER:
+            places = sorted({*bounds.places(outer), *bounds.places(outer * inner)})
+            retain = problem.start(bounds.anchors(bounds.places(outer)))
+            for value, event in bounds.waiting(places).items():
+                if retain[value] != HOLD:
+                    retain[value] = event
+            yield Candidate(retain, problem.run(retain))
