@@ -29,6 +29,7 @@ from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
 from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
+from lowtide.refusals import Refusals
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
@@ -67,6 +68,8 @@ class Budget:
         self._plain_peak: int | None = None
         self._measured_peak: int | None = None
         self._refusal: BudgetError | None = None
+        self._refused = Refusals()
+        self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
         if given is not None:
             self._prepared.append(given.prepared())
             self._plain_peak = given.plain_peak
@@ -128,9 +131,12 @@ class Budget:
             recording.__exit__(kind, error, trace)
         finally:
             decisions.forward_over()
-            if error is not None:  # nothing is learned from half a step
+            known = self._known_refusal(decisions) if error is None else None
+            if error is not None or known is not None:  # nothing is learned from half a step
                 self._active.remove(decisions)
                 decisions.discard()
+            if known is not None:
+                raise known
 
     # ------------------------------------------------------------------ a step's life
 
@@ -145,11 +151,13 @@ class Budget:
     def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
 
-        A fraction is one of this very step's plain peak, of which so much is known by now.
+        A fraction is one of this very step's plain peak, of which so much is known by now. A loss
+        outside of the context is taken to be to this forward what it was to the last one.
         """
+        outside = int(self._outside * (live + dropped))
         if isinstance(self.limit, float):
-            return int(self.limit * (live + dropped))
-        return int(self.limit * (1 - margins.MODELLED))
+            return int(self.limit * (live + dropped + outside)) - outside
+        return int(self.limit * (1 - margins.MODELLED)) - outside
 
     def limit_bytes(self) -> int | None:
         """The limit in bytes; None for a fraction while the plain peak is not known."""
@@ -177,8 +185,20 @@ class Budget:
             decisions.prepared = prepared
             decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
+        known = self._known_refusal(decisions)
+        if known is not None:
+            observer.mark_end()
+            decisions.begun = False  # should backward be called again, this is said again
+            raise known
         observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
+
+    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
+        """Of a step that was measured before, and that nothing brings under the limit."""
+        observer = decisions.observer
+        if decisions.ended or observer is None:
+            return None
+        return self._refused.of(decisions.seen, observer.parameters)
 
     def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
         """A plan for the same step with gradients to allocate that were there when it was made."""
@@ -247,8 +267,10 @@ class Budget:
             self._learned += 1
         if not observer.requests:
             return
-        measured = observer.timeline is not None
-        learned = Learned(observer.graph(), observer.seen(), observer.ran, measured)
+        measured, graph = observer.timeline is not None, observer.graph()
+        if not measured:  # the loss of another step is the best guess
+            graph = replace(graph, turn=int(self._outside * graph.saved))
+        learned = Learned(graph, observer.seen(), observer.ran, measured)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
         else:
@@ -256,6 +278,7 @@ class Budget:
 
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._plain_peak = learned.plain_peak
+        self._outside = learned.outside
         limit = self.limit_bytes()
         assert limit is not None
         search = partial(learned.solve, limit)
@@ -264,6 +287,8 @@ class Budget:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
             self._refusal = refusal(graph, limit, plan.retain, measured=True, predicted=followed)
+            if self._ranks is None or ranks is not None:  # else the others would not know
+                self._refused.add(learned.seen, self._refusal)
             return
         self._remember(learned.prepared(plan, peak))
 

@@ -39,6 +39,12 @@ class Learned:
         """With nothing recomputed."""
         return Simulator(self.graph).run(keep_all(self.graph).retain).peak
 
+    @cached_property
+    def outside(self) -> float:
+        """What a loss takes that is not among the operations, in parts of what the forward saves
+        for backward."""
+        return self.graph.turn / self.graph.saved if self.graph.saved else 0.0
+
     def solve(self, limit: int) -> tuple[Retention, int]:
         """A plan for the next step, and its peak; that may be above the limit."""
         share = margins.MEASURED if self.measured else margins.MODELLED

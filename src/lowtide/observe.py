@@ -67,6 +67,7 @@ class Observer:
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still there
         self.names = Names()
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
+        self.reached: set[int] = set()  # held as backward began; some may be let go there
         self.pinned: set[int] = set()
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
@@ -277,6 +278,7 @@ class Observer:
             for_good = value.op is None and number not in anchored
             if for_good or _compat.storage_holders(value.held.untyped_storage()) > 2:
                 self.pinned.add(number)
+        self.reached = set(self.held) - self.pinned
 
     def _lives(self, value: Value, start: int) -> None:
         number = value.number

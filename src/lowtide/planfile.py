@@ -20,7 +20,7 @@ from lowtide.planner.graph import read_document
 from lowtide.rebuild import OpLog
 
 FORMAT = "lowtide.plan"
-VERSION = 4
+VERSION = 5
 # Of each operation, see `OpLog`.
 _LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
 _NUMBERS = ("live", "workspace", "temporaries", "left", "besides")

@@ -133,4 +133,5 @@ def merged(graphs: Sequence[Graph]) -> Graph:
         )
         for nodes in zip(*(graph.events for graph in graphs), strict=True)
     )
-    return replace(first, values=values, ops=ops, events=events)
+    turn = max(graph.turn for graph in graphs)
+    return replace(first, values=values, ops=ops, events=events, turn=turn)

@@ -105,7 +105,7 @@ def rebuild(seen: Observer) -> Graph:
         )
     else:
         events = modelled_events(seen, sizes, None)
-    return Graph(values, ops, events)
+    return Graph(values, ops, events, _turn(seen, sizes))
 
 
 def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
@@ -235,6 +235,21 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
             )
         )
     return tuple(events)
+
+
+def _turn(seen: Observer, sizes: list[int]) -> int:
+    """What is in memory besides, at most, between the forward and what backward first asks for.
+
+    Both ends are moments of their own: 0 where nothing rises above them.
+    """
+    if seen.timeline is None or not seen.requests:
+        return 0
+    entry = seen.requests[0][2]
+    begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
+    peak = max(seen.timeline.peaks[begin:entry], default=0)
+    if peak <= max(seen.timeline.levels[begin], seen.timeline.levels[entry]):
+        return 0
+    return max(0, peak - sum(sizes[number] for number in seen.reached))
 
 
 def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:

@@ -114,7 +114,9 @@ def refusal(
         )
     phase, index = result.peak_at
     named = ""
-    if phase == "forward":
+    if phase == "forward" and index == len(graph.ops):
+        where = "what the loss takes outside of the budget, between its forward and backward"
+    elif phase == "forward":
         where = f"operation {index} ({graph.ops[index].name}) of the forward"
         nbytes = _named(graph, index)
         if nbytes:

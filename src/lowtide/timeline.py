@@ -173,7 +173,7 @@ class Reader:
         moments = []
         values = self.graph.values
         kept = 0
-        for index, (op, total) in enumerate(zip(self.graph.ops, self.trace.forward, strict=True)):
+        for index, (op, total) in enumerate(zip(self.graph.ops, self.trace.forward, strict=False)):
             for v in op.outputs:
                 if self.retain[v] == HOLD and self.trace.alive[v] >= 0 and not values[v].pinned:
                     kept += values[v].nbytes

@@ -122,7 +122,7 @@ def test_fingerprint_is_structure_only() -> None:
     ("change", "text"),
     [
         ({"format": "pickle"}, "its format is 'pickle'"),
-        ({"version": 1}, "has version 1; this release of lowtide reads version 2"),
+        ({"version": 1}, "has version 1; this release of lowtide reads version 3"),
         ({"values": 3}, "'values' must be a list of rows of 4 fields"),
         ({"values": [[1, 2]]}, "'values' must be a list of rows of 4 fields"),
         ({"values": [["8", -1, False, -1]]}, "'8' stands where a whole number belongs"),
@@ -132,6 +132,7 @@ def test_fingerprint_is_structure_only() -> None:
         ({"events": [[0, 0, 0, {}]]}, "{} stands where a list of ids belongs"),
         ({"ops": [[1, 0.0, [], [], 0, True, 0, 0]]}, "1 stands where text belongs"),
         ({"ops": [["f", None, [], [], 0, True, 0, 0]]}, "None stands where a number belongs"),
+        ({"turn": None}, "None stands where a whole number belongs"),
     ],
 )
 def test_damaged_graphs_are_refused(change: dict[str, object], text: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from lowtide.errors import UsageError
 
 FORMAT = "lowtide.graph"
-VERSION = 2
+VERSION = 3
 EXTERNAL = -1
 """The producer of a value that was made outside the recorded operations."""
 
@@ -83,6 +83,10 @@ class Graph:
     values: tuple[ValueNode, ...]
     ops: tuple[OpNode, ...]
     events: tuple[Event, ...]
+    turn: int = 0
+    """Bytes not held by the plan, at most, after the last operation and before the first event: a
+    loss that is not among the operations takes them. 0 where that is no more than before or after.
+    """
 
     def __post_init__(self) -> None:
         _check_ops(self)
@@ -169,6 +173,15 @@ class Graph:
         return sum(op.seconds for op in self.ops)
 
     @cached_property
+    def saved(self) -> int:
+        """Bytes that backward asks for and a plan decides on."""
+        return sum(
+            node.nbytes
+            for node, release in zip(self.values, self.release, strict=True)
+            if release >= 0 and node.producer >= 0 and not node.pinned
+        )
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
@@ -207,6 +220,7 @@ class Graph:
                     for o in self.ops
                 ],
                 "events": [[e.value, e.other, e.peak_other, e.releases] for e in self.events],
+                "turn": self.turn,
             },
             separators=(",", ":"),
         )
@@ -239,7 +253,7 @@ class Graph:
             Event(_whole(row[0]), _whole(row[1]), _whole(row[2]), _ids(row[3]))
             for row in _rows(data, "events", 4)
         )
-        return Graph(values, ops, events)
+        return Graph(values, ops, events, _whole(data.get("turn")))
 
 
 def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
@@ -298,6 +312,7 @@ def _check_ops(graph: Graph) -> None:
 
 
 def _check_events(graph: Graph) -> None:
+    _check_sizes("what follows the forward", graph.turn)
     released: dict[int, int] = {}
     for index, event in enumerate(graph.events):
         where = f"event {index}"

@@ -20,7 +20,7 @@ from lowtide.planner.simulate import Simulator
 def forward_over(graph: Graph) -> Graph:
     """The same step where its forward cannot be changed any more: it weighs nothing."""
     ops = tuple(replace(op, other=0, peak_other=0) for op in graph.ops)
-    return Graph(graph.values, ops, graph.events)
+    return Graph(graph.values, ops, graph.events)  # and what followed it
 
 
 def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) -> Candidate:

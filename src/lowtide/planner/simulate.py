@@ -44,7 +44,8 @@ class Trace:
     """Where the bytes of a plan stand: lists by operation, event and value."""
 
     forward: list[int]
-    """Of each operation, the peak while it runs in the forward."""
+    """Of each operation, the peak while it runs in the forward; then, if the graph knows of any,
+    the peak from there to the first event."""
     backward: list[int]
     """Of each event, the peak from its unpack (replay included) to the next."""
     replay: list[int]
@@ -67,7 +68,8 @@ class Simulation:
 
     peak: int
     peak_at: tuple[str, int]
-    """("forward", operation), ("replay", event) or ("backward", event)."""
+    """("forward", operation), ("replay", event) or ("backward", event). The number of operations
+    stands for what follows the last of them."""
     seconds: float
     """Replayed time, `REPLAY_OVERHEAD` included for each operation."""
     replayed_ops: int
@@ -101,6 +103,8 @@ class Simulator:
         self.event_other = [e.other for e in graph.events]
         self.event_peak = [e.peak_other for e in graph.events]
         self.forward_peak = [op.peak_other for op in graph.ops]
+        if graph.turn:
+            self.forward_peak.append(graph.turn)
         self.backwards = [
             (reads, outs) for reads, outs in zip(self.reads, self.outputs, strict=True)
         ][::-1]
@@ -153,7 +157,7 @@ class _Run:
         self.missed: list[tuple[int, int]] = []
 
     def forward(self) -> list[int]:
-        """Totals at each operation of the forward; fills the books for backward."""
+        """Totals at each moment of the forward; fills the books for backward."""
         sim, alive, expire = self.sim, self.alive, self.expire
         steps = [0] * (len(sim.cost) + 1)
         nbytes, stays = sim.nbytes, sim.stays

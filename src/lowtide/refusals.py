@@ -1,0 +1,46 @@
+"""Steps that were refused because they had been measured, should they come again.
+
+Problem: a refused step leaves no plan, so the next one like it would run as an unknown step, which
+is kept inside the limit only as well as its backward is modelled. Invariant: a step is refused
+again only if it is the same one, operation by operation, with no fewer gradients to allocate.
+Imports errors and prepared. Rejected: refusing whatever comes next: it may be a smaller batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from lowtide.errors import BudgetError
+from lowtide.observe import Seen
+from lowtide.prepared import Signature
+
+_KEPT = 16
+
+
+class Refusals:
+    """What was refused, the latest ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Signature, ...], tuple[frozenset[int], BudgetError]] = {}
+
+    def add(self, seen: Seen, error: BudgetError) -> None:
+        """A step that nothing brings under the limit."""
+        forward = seen.ops[: seen.forward]
+        signatures = tuple((log.name, log.sizes, log.reads) for log in forward)
+        self._known[signatures] = frozenset(seen.parameters), error
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+
+    def of(self, forward: Iterable[Signature], to_come: Container[int]) -> BudgetError | None:
+        """The error of a forward that was refused, if it is one.
+
+        Args:
+            forward: what it did.
+            to_come: leaves without a gradient so far.
+        """
+        if not self._known:
+            return None
+        gradients, error = self._known.get(tuple(forward), (frozenset(), None))
+        if error is None or any(leaf not in to_come for leaf in gradients):
+            return None
+        return BudgetError(str(error), limit=error.limit, minimum=error.minimum)

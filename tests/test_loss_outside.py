@@ -1,0 +1,197 @@
+"""Rule 13 where the loss is not in the context: what it takes counts, and what fits is planned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
+from lowtide.ranks import merged
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def deep(width: int = 128, depth: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*layers)
+
+
+def squares(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def classes(y: Tensor) -> Tensor:
+    return F.cross_entropy(y, torch.zeros(len(y), dtype=torch.long), label_smoothing=0.1)
+
+
+def wide(y: Tensor) -> Tensor:
+    """Takes more than the forward saves."""
+    tiled = y.repeat(1, 8)
+    return (tiled.log_softmax(-1) * tiled).sum()
+
+
+def train(
+    model: nn.Module, x: Tensor, loss: Loss, steps: int = 4
+) -> tuple[list[int], list[Tensor]]:
+    """Peaks of the steps, and what came out of them."""
+    peaks, out = [], []
+
+    def step() -> None:
+        value = loss(model(x))
+        value.backward()
+        out.append(value.detach())
+
+    for _ in range(steps):
+        peaks.append(lowtide.measure(step).peak_bytes)
+        out += [p.grad for p in model.parameters()]
+        model.zero_grad()
+    return peaks, out
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("loss", [squares, classes])
+def test_the_limit_holds_once_the_loss_was_seen(loss: Loss, share: float) -> None:
+    model, x = deep(), torch.randn(1024, 128)
+    (plain, *_), expected = train(copy.deepcopy(model), x, loss)
+    limit = int(share * plain)
+    budget = lowtide.fit(model, limit)
+    peaks, found = train(model, x, loss)
+    assert max(peaks[1:]) <= limit
+    assert all(map(torch.equal, expected, found))
+    report = budget.report()
+    assert report.plain_peak == plain
+    assert report.planned_peak == report.measured_peak == peaks[-1]
+    assert 0 < report.replayed_operations < report.recorded_operations
+
+
+def test_a_fraction_is_one_of_the_whole_step() -> None:
+    model, x = deep(), torch.randn(1024, 128)
+    (plain, *_), _ = train(copy.deepcopy(model), x, squares)
+    budget = lowtide.fit(model, 0.5)
+    peaks, _ = train(model, x, squares)
+    assert budget.report().limit == plain // 2
+    assert max(peaks[1:]) <= plain // 2
+
+
+def test_a_loss_that_takes_too_much_is_refused_with_what_would_do() -> None:
+    model, x = deep(64), torch.randn(512, 64)
+    (plain, *_), _ = train(copy.deepcopy(model), x, wide, 1)
+    budget = lowtide.fit(model, plain // 4)
+    with pytest.raises(lowtide.BudgetError) as caught:
+        train(model, x, wide, 2)
+    text, least = str(caught.value), caught.value.minimum
+    assert "at its peak stands what the loss takes outside of the budget" in text
+    assert least is not None
+    budget.detach()
+    lowtide.fit(model, least)
+    peaks, _ = train(model, x, wide)
+    assert max(peaks[1:]) <= least
+
+
+def test_a_larger_batch_leaves_room_for_its_loss() -> None:
+    """Its own is not known before it was measured: it is taken to be in proportion."""
+    model, small, large = deep(), torch.randn(512, 128), torch.randn(1024, 128)
+    (plain, *_), _ = train(copy.deepcopy(model), large, squares, 1)
+    limit = int(0.7 * plain)
+    lowtide.fit(model, limit)
+    train(model, small, squares, 2)
+    peaks, _ = train(model, large, squares, 4)
+    assert max(peaks) <= limit
+
+
+# ---------------------------------------------------------------------------- as a value
+
+
+def step_graph(turn: int) -> Graph:
+    """A dry run of a small network, whose loss is told to take so much."""
+    graph = lowtide.plan(deep(16, 4), torch.randn(64, 16)).step.graph
+    return replace(graph, turn=turn)
+
+
+def test_what_follows_the_forward_is_a_moment_of_its_own() -> None:
+    graph = step_graph(10**6)
+    everything = keep_all(graph).retain
+    result = Simulator(graph).run(everything, trace=True)
+    held = graph.saved
+    assert held > 0
+    assert result.peak == 10**6 + held
+    assert result.peak_at == ("forward", len(graph.ops))
+    assert minimum(graph).peak == 10**6  # everything can go before that moment
+    half = solve(graph, 10**6 + held // 2)
+    assert half.status == "fits"
+    assert 10**6 < half.peak <= 10**6 + held // 2
+    assert half.lower_bound is not None
+    assert 0 < half.lower_bound <= half.seconds
+
+
+def test_it_is_written_and_read_and_agreed_on() -> None:
+    graph = step_graph(12345)
+    assert Graph.from_json(graph.to_json()) == graph
+    assert graph.fingerprint == replace(graph, turn=0).fingerprint  # an observation
+    assert merged([replace(graph, turn=5), graph]).turn == 12345
+    with pytest.raises(lowtide.UsageError, match="what follows the forward"):
+        replace(graph, turn=-1)
+
+
+# ---------------------------------------------------------------------------- refused again
+
+
+class Sampled(nn.Module):
+    """Its backward is a function in Python, of which a first step knows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = deep(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.layers(x).abs() + 1
+        return torch.distributions.Beta(rate, 2.0, validate_args=False).rsample().mean()
+
+
+def test_a_step_that_was_refused_is_refused_whenever_it_comes() -> None:
+    model, x = Sampled(), torch.randn(512, 64)
+    budget = lowtide.budget(1_400_000)
+    peaks: list[int] = []
+    named: list[int | None] = []
+
+    def step(rows: int = 512) -> None:
+        with budget:
+            loss = model(x[:rows])
+        loss.backward()
+
+    for rows in (512, 512, 512, 64, 512, 512):
+        model.zero_grad()
+        try:
+            peaks.append(lowtide.measure(lambda rows=rows: step(rows)).peak_bytes)  # type: ignore[misc]
+        except lowtide.BudgetError as error:
+            named.append(error.minimum)
+    assert len(peaks) == 2  # the first, not known yet, and the small one
+    assert peaks[0] > 1_400_000 > peaks[1]
+    assert len(set(named)) == 1
+    assert named[0] is not None
+    assert named[0] > 1_400_000
+
+
+def test_with_fewer_gradients_to_allocate_it_may_fit() -> None:
+    model, x = Sampled(), torch.randn(512, 64)
+    budget = lowtide.budget(1_400_000)
+    with budget:
+        loss = model(x)
+    loss.backward()
+    with pytest.raises(lowtide.BudgetError), budget:
+        pass
+    for p in model.parameters():
+        assert p.grad is not None  # they are there now, and are added to
+    with budget:
+        loss = model(x)
+    loss.backward()
