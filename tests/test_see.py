@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,23 @@ def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
     assert sum(item.nbytes for item in told.plain.items) == told.plain.peak
     assert told.plain.peak == max(m.total for m in told.plain.moments)
     assert "one real step was recorded" in str(told)
+
+
+def test_what_follows_a_recorded_forward_is_shown() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def step(x: Tensor) -> Tensor:
+        out = model(x).mean()
+        return out if out.item() < 1e9 else -out
+
+    with pytest.warns(DryRunWarning):
+        subject = study(step, (torch.randn(256, 16),))
+    more = replace(subject.step, graph=replace(subject.step.graph, turn=10**7))
+    line = replace(subject, step=more).plain_timeline
+    assert line.peak > 10**7
+    assert line.peak == max(m.total for m in line.moments)
+    assert sum(item.nbytes for item in line.items) == line.peak
+    assert line.moments[line.at].site.operator == "what follows the forward"
 
 
 def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:

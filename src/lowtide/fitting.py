@@ -142,8 +142,8 @@ def fit(
 
     The window of the limit is that of `lowtide.budget`, entered where the model's forward begins:
     what a loss outside of it stores and takes for itself is counted, and not recomputed; in a first
-    step, before it has been measured, it is not known and comes on top. ``model`` stays the object it
-    was: its type, its parameter names, its ``state_dict``, its copies and pickles are those of
+    step, before it has been measured, it is not known and comes on top. ``model`` stays the object
+    it was: its type, its parameter names, its ``state_dict``, its copies and pickles are those of
     the plain model. In eval and with grad disabled the forward is the plain one.
 
     Args:

@@ -185,6 +185,11 @@ class Reader:
             moments.append(
                 Moment("forward", index, site, here, 0, gradient, total - gradient - here)
             )
+        if self.graph.turn:  # seen in real steps only, where nothing more is known of it
+            total, index = self.trace.forward[-1], len(self.graph.ops)
+            here = min(total, kept)
+            site = Site("what follows the forward")
+            moments.append(Moment("forward", index, site, here, 0, 0, total - here))
         return moments
 
     def _backward(self) -> list[Moment]:
