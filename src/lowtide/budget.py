@@ -24,7 +24,7 @@ from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
 from lowtide.planner import Simulator, keep_all, minimum, solve
-from lowtide.planner.resume import forward_over, from_held
+from lowtide.planner.resume import forward_over, from_held, with_margin
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature
 from lowtide.ranks import News, Ranks
@@ -33,7 +33,6 @@ from lowtide.refusals import Refusals
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
-_DEAR = 3.0  # times the forward that a first backward may replay without a second thought
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
@@ -222,18 +221,14 @@ class Budget:
             return
         measured = prepared is not None and prepared.measured
         margin = margins.MEASURED if measured else margins.MODELLED
-        simulator = Simulator(graph)
-        plain = simulator.run(keep_all(graph).retain).peak
+        plain = Simulator(graph).run(keep_all(graph).retain).peak
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
-        graph = forward_over(graph)
         # A fraction of a peak that is only modelled is not refused before it is measured.
         strict = measured or isinstance(self.limit, int)
-        found = from_held(graph, held, int(limit * (1 - margin)), search=strict)
-        if found.result.seconds > _DEAR * sum(simulator.cost):  # that is worth some of the margin
-            closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=strict)
-            found = min(found, closer, key=lambda candidate: candidate.key(limit))
+        graph = forward_over(graph)
+        found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and strict:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again

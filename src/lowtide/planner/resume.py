@@ -16,6 +16,8 @@ from lowtide.planner.repair import Candidate, Problem, grow, shrink
 from lowtide.planner.search import WORK
 from lowtide.planner.simulate import Simulator
 
+_DEAR = 3.0  # times the forward that a backward may replay without a second thought
+
 
 def forward_over(graph: Graph) -> Graph:
     """The same step where its forward cannot be changed any more: it weighs nothing."""
@@ -36,3 +38,14 @@ def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) 
         work = max(WORK // (len(graph.ops) + len(graph.events) + 1), 24)
         found = descend(problem, found, limit, work)
     return grow(problem, found, limit)
+
+
+def with_margin(
+    graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
+) -> Candidate:
+    """The same with a share of the limit left free; less of it where that takes much time."""
+    found = from_held(graph, held, int(limit * (1 - margin)), search=search)
+    if found.result.seconds <= _DEAR * sum(Simulator(graph).cost):
+        return found
+    closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=search)
+    return min(found, closer, key=lambda candidate: candidate.key(limit))
