@@ -64,6 +64,15 @@ def asks():
         return loss if loss.item() < 1e9 else -loss
     return step
 
+def itself(times=1):
+    model, batch = build()
+    def step():
+        for _ in range(times):
+            loss = model(batch).square().mean()
+            loss.backward()
+        return loss
+    return step
+
 def mismatched():
     return nn.Linear(4, 4), torch.randn(2, 5)
 
@@ -162,6 +171,20 @@ def test_run_compares_predicted_with_measured(
     text = printed(capsys, "run", f"{program}:pair", "--limit", "60%", "--steps", "1", "--no-plain")
     assert re.search(r"planned +held$", text, re.M)
     assert "plain" not in text
+
+
+@pytest.mark.parametrize(("times", "limit"), [(1, "50%"), (2, "9 MB")])
+def test_a_step_that_runs_backward_itself_is_run_as_it_is(
+    program: str, capsys: pytest.CaptureFixture[str], times: int, limit: str
+) -> None:
+    line = [f"{program}:itself", "--set", f"times={times}", "--limit", limit, "--json"]
+    ran = json.loads(printed(capsys, "run", *line))
+    shown = json.loads(printed(capsys, "report", *line))
+    assert [trial["label"] for trial in ran["trials"]] == ["plain", *["planned"] * 3]
+    assert len(shown["trials"]) == 3
+    plain, *planned = ran["trials"]
+    assert plain["measured"] == plain["predicted"] == ran["plan"]["plain_peak"]
+    assert max(trial["measured"] for trial in planned) <= ran["plan"]["limit"]
 
 
 def test_explain_and_trace(
