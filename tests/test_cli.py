@@ -283,6 +283,9 @@ ERRORS = [
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
     (["saved", "program.py:build", "--rows", "-1"], r"--rows is a number of rows, 0 for all"),
+    (["plan", "program.py:build", "--rows", "-3"], r"--rows is a number of rows, 0 for all; got"),
+    (["plan", "program.py:build", "-o", "."], r"\. is a folder. Name the file to write with -o"),
+    (["report", "program.py:build", "-o", "", "--force"], r"\. is a folder. Name the file to wr"),
     (["saved", "program.py:build", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
     (["plan", "program.py:build", "--limit", "6 Gib!"], r"cannot read the limit '6 Gib!'"),
     (["plan", "program.py:build", "--limit", "1 kB"], r"the step does not fit in 1000 B. The "),
@@ -334,6 +337,17 @@ def test_nothing_is_overwritten_without_force(
     more = ["--no-run"] if verb == "report" else []
     assert main([*arguments, "--force", *more]) == 0
     assert path.read_bytes() != b"precious"
+
+
+@pytest.mark.parametrize("verb", ["plan", "report", "trace", "snapshot"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "x")
+    more = ["--no-run"] if verb == "report" else []
+    assert main([verb, f"{program}:build", "-o", "astray", *more]) == 1
+    said = capsys.readouterr().err
+    assert said == "lowtide: cannot write astray: No such file or directory. Name another file.\n"
 
 
 def test_wrong_usage_is_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:
