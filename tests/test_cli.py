@@ -143,6 +143,16 @@ def test_a_limit_is_what_it_is_in_python(
     assert data["limit"] == (int(data["plain_peak"] * 0.5) if half else 2_000_000)
 
 
+def test_a_device_is_known_in_small_letters_too(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, large, small = (
+        json.loads(printed(capsys, "plan", f"{program}:build", "--limit", "1.0", *on, "--json"))
+        for on in ((), ("--on", "H100"), ("--on", "h100"))
+    )
+    assert large == small != here
+
+
 def test_curve_has_every_point_in_its_table(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
