@@ -64,6 +64,15 @@ def asks():
         return loss if loss.item() < 1e9 else -loss
     return step
 
+def itself(times=1):
+    model, batch = build()
+    def step():
+        for _ in range(times):
+            loss = model(batch).square().mean()
+            loss.backward()
+        return loss
+    return step
+
 def mismatched():
     return nn.Linear(4, 4), torch.randn(2, 5)
 
@@ -134,6 +143,16 @@ def test_a_limit_is_what_it_is_in_python(
     assert data["limit"] == (int(data["plain_peak"] * 0.5) if half else 2_000_000)
 
 
+def test_a_device_is_known_in_small_letters_too(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, large, small = (
+        json.loads(printed(capsys, "plan", f"{program}:build", "--limit", "1.0", *on, "--json"))
+        for on in ((), ("--on", "H100"), ("--on", "h100"))
+    )
+    assert large == small != here
+
+
 def test_curve_has_every_point_in_its_table(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +181,20 @@ def test_run_compares_predicted_with_measured(
     text = printed(capsys, "run", f"{program}:pair", "--limit", "60%", "--steps", "1", "--no-plain")
     assert re.search(r"planned +held$", text, re.M)
     assert "plain" not in text
+
+
+@pytest.mark.parametrize(("times", "limit"), [(1, "50%"), (2, "9 MB")])
+def test_a_step_that_runs_backward_itself_is_run_as_it_is(
+    program: str, capsys: pytest.CaptureFixture[str], times: int, limit: str
+) -> None:
+    line = [f"{program}:itself", "--set", f"times={times}", "--limit", limit, "--json"]
+    ran = json.loads(printed(capsys, "run", *line))
+    shown = json.loads(printed(capsys, "report", *line))
+    assert [trial["label"] for trial in ran["trials"]] == ["plain", *["planned"] * 3]
+    assert len(shown["trials"]) == 3
+    plain, *planned = ran["trials"]
+    assert plain["measured"] == plain["predicted"] == ran["plan"]["plain_peak"]
+    assert max(trial["measured"] for trial in planned) <= ran["plan"]["limit"]
 
 
 def test_explain_and_trace(
@@ -260,8 +293,16 @@ ERRORS = [
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
     (["saved", "program.py:build", "--rows", "-1"], r"--rows is a number of rows, 0 for all"),
+    (["plan", "program.py:build", "--rows", "-3"], r"--rows is a number of rows, 0 for all; got"),
+    (["plan", "program.py:build", "-o", "."], r"\. is a folder. Name the file to write with -o"),
+    (["report", "program.py:build", "-o", "", "--force"], r"\. is a folder. Name the file to wr"),
     (["saved", "program.py:build", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
     (["plan", "program.py:build", "--limit", "6 Gib!"], r"cannot read the limit '6 Gib!'"),
+    (["plan", "program.py:build", "--limit", "150%"], r"above 0% and at most 100%; got '150%'"),
+    (["plan", "program.py:build", "--limit", "nan%"], r"above 0% and at most 100%; got 'nan%'"),
+    (["plan", "program.py:build", "--limit", "1.5"], r"in \(0, 1\]; got 1.5. Bytes are a whole n"),
+    (["plan", "program.py:build", "--limit", "9" * 400 + " GiB"], r"at most 2\*\*63 - 1 bytes; "),
+    (["plan", "program.py:build", "--limit", "9" * 400], r"is at most 2\*\*63 - 1 bytes; got more"),
     (["plan", "program.py:build", "--limit", "1 kB"], r"the step does not fit in 1000 B. The "),
     (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
     (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),
@@ -311,6 +352,17 @@ def test_nothing_is_overwritten_without_force(
     more = ["--no-run"] if verb == "report" else []
     assert main([*arguments, "--force", *more]) == 0
     assert path.read_bytes() != b"precious"
+
+
+@pytest.mark.parametrize("verb", ["plan", "report", "trace", "snapshot"])
+def test_a_place_that_cannot_be_written_is_one_line(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "x")
+    more = ["--no-run"] if verb == "report" else []
+    assert main([verb, f"{program}:build", "-o", "astray", *more]) == 1
+    said = capsys.readouterr().err
+    assert said == "lowtide: cannot write astray: No such file or directory. Name another file.\n"
 
 
 def test_wrong_usage_is_argparses_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ def trains_on() -> Iterator[None]:
 
 FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
 UNITS = "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
+WHOLE = 'Bytes are a whole number, or a number with a unit: "6 GiB", "800 MB".'
 BAD_LIMITS: list[tuple[Any, str]] = [
     (0, "a limit in bytes must be positive; got 0."),
     (-5, "a limit in bytes must be positive; got -5."),
@@ -48,26 +51,39 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (-0.5, "a float limit is a fraction of the plain step's peak, in (0, 1]; got -0.5."),
     (math.nan, "a float limit is a fraction of the plain step's peak, in (0, 1]; got nan."),
     (math.inf, "a float limit is a fraction of the plain step's peak, in (0, 1]; got inf."),
-    (1.5e9, "in (0, 1]; got 1500000000.0. For bytes write int(1.5e+09)."),
-    (1.0001, "in (0, 1]; got 1.0001. For bytes write int("),
+    (math.inf, f"got inf. {WHOLE}"),
+    (1.5e9, f"in (0, 1]; got 1500000000.0. {WHOLE}"),
+    (1.0001, f"in (0, 1]; got 1.0001. {WHOLE}"),
+    (np.float32(1.5), f"in (0, 1]; got {np.float32(1.5)!r}. {WHOLE}"),
+    (Fraction(10**400), "a float limit is a fraction of the plain step's peak, in (0, 1]; got "),
+    (2**63, "a limit is at most 2**63 - 1 bytes; got more. Where nothing is to be limited, leave"),
+    (10**5000, "a limit is at most 2**63 - 1 bytes; got more. "),
+    ("9" * 400 + " GiB", "at most 2**63 - 1 bytes; '99999999999999999999...999999 GiB' is more. "),
+    ("9" * 5000 + " B", "at most 2**63 - 1 bytes; '99999999999999999999...99999999 B' is more. "),
+    ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. Where nothing"),
     ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
-               f'"6 GiB" or "800 MB"; {UNITS}'),
+               f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as a'
+               " number: 0.6."),
     ("six GiB", "cannot read the limit 'six GiB'"),
     ("6", "cannot read the limit '6': write a number and a unit"),
     ("", "cannot read the limit ''"),
     ("-6 GiB", "cannot read the limit '-6 GiB'"),
     ("nan GiB", "cannot read the limit 'nan GiB'"),
     ("50 %", "cannot read the limit '50 %'"),
+    ("60%", "A fraction of the plain step's peak is written as a number: 0.6."),
+    ("0.6", "A fraction of the plain step's peak is written as a number: 0.6."),
     ("0 GiB", "a limit must be positive; '0 GiB' is 0 bytes."),
     ("0.2 B", "a limit must be positive; '0.2 B' is 0 bytes."),
     (None, f"a limit is {FORMS}; got None of type NoneType."),
     (True, f"a limit is {FORMS}; got True of type bool."),
+    (np.bool_(True), f"a limit is {FORMS}; got {np.True_!r} of type "),
+    (torch.tensor(0.5), f"a limit is {FORMS}; got tensor(0.5000) of type Tensor."),
     ([1], f"a limit is {FORMS}; got [1] of type list."),
     (1 + 2j, f"a limit is {FORMS}; got (1+2j) of type complex."),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("limit", "text"), BAD_LIMITS, ids=[repr(b[0]) for b in BAD_LIMITS])
+@pytest.mark.parametrize(("limit", "text"), BAD_LIMITS, ids=[text[-24:] for _, text in BAD_LIMITS])
 def test_bad_limits(limit: Any, text: str) -> None:
     with pytest.raises(lowtide.UsageError) as caught:
         lowtide.budget(limit)
@@ -83,7 +99,9 @@ def test_bad_limits(limit: Any, text: str) -> None:
     [
         (1, 1), (6 << 30, 6 << 30), ("6 GiB", 6 << 30), ("800 MB", 800_000_000), ("1B", 1),
         ("1.5 KiB", 1536), (" 2 mib ", 2 << 20), (".5 kB", 500), ("3 TB", 3 * 10**12),
-        (1.0, 1.0), (0.25, 0.25),
+        (1.0, 1.0), (0.25, 0.25), (2**63 - 1, 2**63 - 1), (np.int64(6 << 30), 6 << 30),
+        (np.int32(7), 7), (np.float32(0.5), 0.5), (np.float64(0.6), 0.6),
+        (Fraction(1, 2), 0.5), (torch.tensor(5), 5),
     ],
 )  # fmt: skip
 def test_good_limits(limit: Any, expected: float) -> None:

@@ -189,6 +189,12 @@ def test_a_fit_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the limit 'much'"):
         MemoryBudget("much")
+    late = Net()
+    with pytest.raises(
+        UsageError, match=r"has 2 of these callbacks \(limits 0.7, '1 MiB'\), and a"
+    ):
+        fit(tmp_path, MemoryBudget(0.7), MemoryBudget("1 MiB"), module=late)
+    assert late.parts is None  # before anything was set up
     manual = Net()
     manual.automatic_optimization = False
     with pytest.raises(UsageError, match="this Net has manual optimization, so its training_step"):

@@ -9,11 +9,12 @@ import copy
 import functools
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import lowtide
@@ -162,6 +163,39 @@ def test_what_is_not_a_policy_is_refused() -> None:
         lowtide.checkpoint(torch.sin, leaf(3), policy="products")  # type: ignore[arg-type]
     assert "policy must be callable with an OperationInfo" in str(caught.value)
     assert "got 'products'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("way", "caller"),
+    [
+        (lambda policy: lowtide.checkpoint(torch.sin, leaf(3), policy=policy), "checkpoint"),
+        (lambda policy: lowtide.checkpoint(policy=policy)(torch.sin), "checkpoint"),
+        (
+            lambda policy: lowtide.checkpoint_sequential([torch.sin, torch.cos], 2, leaf(3),
+                                                         policy=policy),
+            "checkpoint",
+        ),
+        (
+            lambda policy: lowtide.checkpoint_modules(nn.Sequential(nn.Linear(2, 2)), nn.Linear,
+                                                      policy=policy),
+            "checkpoint_modules",
+        ),
+        (
+            lambda policy: lowtide.ActivationCheckpointWrapper(nn.Linear(2, 2), policy=policy),
+            "ActivationCheckpointWrapper",
+        ),
+        (lambda policy: KeepNamed("x") | policy, "a | b"),
+        (lambda policy: KeepNamed("x") & policy, "a & b"),
+    ],
+)  # fmt: skip
+def test_a_class_in_place_of_a_policy_is_refused_before_it_is_asked(
+    way: Callable[[Any], Any], caller: str
+) -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        way(KeepProducts)
+    assert str(caught.value).startswith(
+        f"{caller}: policy is the class KeepProducts. Call it: KeepProducts(), with its"
+    )
 
 
 # torch's selective checkpointing.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +319,51 @@ def test_a_step_of_nothing_is_explained() -> None:
     told = lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4))
     assert told.changes == ()
     assert "Nothing stands at the peak." in str(told)
+
+
+def without_a_backward() -> dict[str, Callable[[], Tensor]]:
+    """Steps whose forward saves for a backward that never asks for it."""
+    model, batch = wide(2), torch.randn(64, 32)
+    alone = nn.Parameter(torch.ones(()))
+
+    def aside() -> Tensor:
+        model(batch)
+        return alone
+
+    def recorded() -> Tensor:
+        found = model(batch).square()
+        return found.argmax() if found.sum().item() < 1e9 else found.argmin()
+
+    return {
+        "no gradient": lambda: model(batch).argmax(),
+        "cut off": lambda: model(batch).detach(),
+        "aside": aside,
+        "recorded": recorded,
+    }
+
+
+@pytest.mark.parametrize("name", without_a_backward())
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+def test_a_step_that_backward_asks_nothing_of_is_its_forward_alone(
+    name: str, tmp_path: Path
+) -> None:
+    step = without_a_backward()[name]
+    step()
+    real = lowtide.measure(step, device="cpu").peak_bytes
+    assert lowtide.saved_tensors(step).total > 0
+    assert lowtide.plan(step).plain_peak == real
+    told = lowtide.explain(step, limit=1)
+    assert told.plain.peak == real
+    assert {moment.phase for moment in told.plain.moments} == {"forward"}
+    assert told.refused is not None
+    assert "of its backward" not in str(told.refused)
+    document(told)
+    trace_events(told)
+    path = tmp_path / "snapshot.pickle"
+    memory_snapshot(path, step)
+    sizes = {"alloc": 1, "free_completed": -1}
+    [events] = pickle.loads(path.read_bytes())["device_traces"]
+    assert max(accumulate(e["size"] * sizes.get(e["action"], 0) for e in events)) == real
 
 
 def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:

@@ -207,6 +207,10 @@ def test_what_is_refused() -> None:
         set_checkpointing_function(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not int"):
         enable(3)  # type: ignore[arg-type]
+    for switch_on in (enable, set_checkpointing_function):
+        with pytest.raises(UsageError, match=r"policy is the class KeepProducts. Call it: KeepPro"):
+            switch_on(model, policy=KeepProducts)  # type: ignore[operator]
+    assert not model.is_activation_checkpointing
 
 
 @pytest.mark.parametrize("way", list(WAYS))

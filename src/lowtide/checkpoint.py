@@ -17,7 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.policies import OperationInfo, Policy
+from lowtide.policies import OperationInfo, Policy, check_policy
 from lowtide.step import Nested, Recording, current_recorder, recordable
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def checkpoint(
             f"checkpoint got {', '.join(kwargs) or 'arguments'} and no function. Call "
             "checkpoint(function, *args, **kwargs), or checkpoint(policy=...) for a decorator."
         )
+    check_policy(policy, "checkpoint")
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -244,6 +245,7 @@ _traced_policies: list[Policy] = []
 @_compat.constant_while_compiling
 def _number_of(policy: Policy) -> int:
     """A number for a policy: torch's checkpoint takes constants only while it is traced."""
+    check_policy(policy, "checkpoint")
     if not _is_whole(policy):
         raise UnsupportedError(
             f"a {type(policy).__name__} policy was made inside a function that torch.compile "
@@ -274,11 +276,7 @@ def _torch_contexts(number: int) -> Any:
 
 
 def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
-    if policy is not None and not callable(policy):
-        raise UsageError(
-            f"policy must be callable with an OperationInfo, for instance "
-            f"lowtide.policies.KeepProducts(); got {policy!r}."
-        )
+    check_policy(policy, "checkpoint")
     if context_fn is None:
         return policy
     if policy is not None:

@@ -94,7 +94,7 @@ def device_model(device: torch.device) -> DeviceModel:
 
 def named_model(name: str) -> DeviceModel:
     """The model of a device that need not be there."""
-    known = _KNOWN.get(name)
+    known = _KNOWN.get(name.upper())
     if known is None:
         raise UsageError(
             f"no rates are known of a device named {name!r}; known are {', '.join(_KNOWN)}."

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -373,4 +373,7 @@ def _nothing(observer: Observer) -> None:
 
 
 def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
-    return Dry(observer.graph(), observer.seen(), tuple(observer.modules), seconds, source, device)
+    graph = observer.graph()
+    if not observer.requests:  # over, and nothing was asked for: the events that it has are guesses
+        graph = replace(graph, events=())
+    return Dry(graph, observer.seen(), tuple(observer.modules), seconds, source, device)

@@ -65,8 +65,8 @@ class MemoryBudget(Callback):
         budget: that of the last fit, whose ``report()`` tells what its last step took; None before.
 
     Raises:
-        UsageError: an unreadable limit; at the start of a fit, a module with manual optimization
-            or one that checkpoints parts of itself by its own flag.
+        UsageError: an unreadable limit; at the start of a fit, a second of these callbacks, a
+            module with manual optimization or one that checkpoints parts of itself by its own flag.
         BudgetError: in a step, if the limit cannot be met.
     """
 
@@ -86,6 +86,15 @@ class MemoryBudget(Callback):
         self.log_figures = log
         self.budget: Budget | None = None
         self._entry: _TrainingStep | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        budgets = [one for one in trainer.callbacks if isinstance(one, MemoryBudget)]
+        if stage == "fit" and len(budgets) > 1:
+            limits = ", ".join(repr(one.limit) for one in budgets)
+            raise UsageError(
+                f"MemoryBudget: this Trainer has {len(budgets)} of these callbacks (limits "
+                f"{limits}), and a step has one budget. Leave one of them in its callbacks."
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not in `setup`: `configure_model` and the strategy have had their turn only now.

@@ -7,8 +7,10 @@ that a small int means GiB.
 
 from __future__ import annotations
 
-import math
+import numbers
+import operator
 import re
+from typing import Any
 
 from lowtide.errors import UsageError
 
@@ -25,6 +27,8 @@ _UNITS = {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
+_MOST = 2**63 - 1  # what counters of bytes hold
+_NO_LIMIT = "Where nothing is to be limited, leave the limit out."
 
 
 def parse_limit(limit: object) -> int | float:
@@ -33,20 +37,39 @@ def parse_limit(limit: object) -> int | float:
     Raises:
         UsageError: if it is zero, negative, NaN, above 1 as a float, or unreadable.
     """
-    if isinstance(limit, bool) or not isinstance(limit, int | float | str):
-        raise UsageError(f"a limit is {_FORMS}; got {limit!r} of type {type(limit).__name__}.")
     if isinstance(limit, str):
         return _parse_text(limit)
-    if isinstance(limit, int):
-        if limit <= 0:
-            raise UsageError(f"a limit in bytes must be positive; got {limit}.")
-        return limit
-    if math.isnan(limit) or not 0 < limit <= 1:
-        hint = f" For bytes write int({limit:g})." if limit > 1 and math.isfinite(limit) else ""
+    nbytes = None if isinstance(limit, bool) else _index(limit)
+    if nbytes is not None:
+        return _in_range(nbytes)
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
+        raise UsageError(f"a limit is {_FORMS}; got {limit!r} of type {type(limit).__name__}.")
+    number: Any = limit  # to a type checker, a Real cannot be compared
+    fraction = float(number) if 0 < number <= 1 else 0.0
+    if not fraction:
+        hint = ""
+        if number > 1:
+            hint = ' Bytes are a whole number, or a number with a unit: "6 GiB", "800 MB".'
         raise UsageError(
             f"a float limit is a fraction of the plain step's peak, in (0, 1]; got {limit!r}.{hint}"
         )
-    return limit
+    return fraction
+
+
+def _index(limit: object) -> int | None:
+    """The int that a thing stands for, whoever's integer type it is; None where it is none."""
+    try:
+        return operator.index(limit)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _in_range(nbytes: int) -> int:
+    if nbytes > _MOST:
+        raise UsageError(f"a limit is at most 2**63 - 1 bytes; got more. {_NO_LIMIT}")
+    if nbytes <= 0:
+        raise UsageError(f"a limit in bytes must be positive; got {nbytes}.")
+    return nbytes
 
 
 def _parse_text(text: str) -> int:
@@ -55,12 +78,20 @@ def _parse_text(text: str) -> int:
     if match is None or unit is None:
         raise UsageError(
             f"cannot read the limit {text!r}: write a number and a unit, for instance "
-            f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}.'
+            f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}. A fraction of the '
+            "plain step's peak is written as a number: 0.6."
         )
-    nbytes = int(float(match[1]) * unit)
+    size = float(match[1]) * unit
+    if size > _MOST:
+        raise UsageError(f"a limit is at most 2**63 - 1 bytes; {_short(text)} is more. {_NO_LIMIT}")
+    nbytes = int(size)
     if nbytes <= 0:
         raise UsageError(f"a limit must be positive; {text!r} is {nbytes} bytes.")
     return nbytes
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:20]}...{text[-10:]}")
 
 
 def _names() -> list[str]:

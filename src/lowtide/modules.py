@@ -31,6 +31,7 @@ from lowtide.override import (
     has_override,
     override_forward,
 )
+from lowtide.policies import check_policy
 from lowtide.selection import Every, Which, every, is_container, select
 
 __all__ = [
@@ -130,11 +131,7 @@ def switch_on(
     description: str = "",
 ) -> Handle:
     """Checkpoint `chosen`, all of them or, if one refuses, none."""
-    if policy is not None and not callable(policy):
-        raise UsageError(
-            f"{caller}: policy must be callable with an OperationInfo, for instance "
-            f"lowtide.policies.KeepProducts(); got {policy!r}"
-        )
+    check_policy(policy, caller)
     refuse_active_checkpointing(model, caller)
     _refuse_unfit(model, chosen, caller)
     restores: list[Restore] = []

@@ -3,7 +3,7 @@
 Problem: users know that matrix products are dear and activations cheap, and want to say so once.
 Invariant: a policy is a frozen, comparable, picklable value, called with an `OperationInfo` and
 answering "keep?"; it never sees a tensor. Policies combine with `|` (either keeps) and `&` (both
-keep). Imports torch. Rejected: torch's dispatch-mode contexts, which re-run Python to work.
+keep). Imports errors. Rejected: torch's dispatch-mode contexts, which re-run Python to work.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 from typing import Any
+
+from lowtide.errors import UsageError
 
 _PRODUCTS = frozenset(
     {
@@ -77,6 +79,24 @@ class Policy(abc.ABC):
 
     def __and__(self, other: Policy) -> Policy:
         return Both(self, other)
+
+
+def check_policy(policy: object, caller: str) -> None:
+    """Refuse what cannot be asked, before the first operation asks it.
+
+    Raises:
+        UsageError: a class in place of a policy of it, or something that cannot be called.
+    """
+    if isinstance(policy, type):
+        raise UsageError(
+            f"{caller}: policy is the class {policy.__name__}. Call it: "
+            f"{policy.__name__}(), with its arguments if it takes any."
+        )
+    if policy is not None and not callable(policy):
+        raise UsageError(
+            f"{caller}: policy must be callable with an OperationInfo, for instance "
+            f"lowtide.policies.KeepProducts(); got {policy!r}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +173,10 @@ class Either(Policy):
     first: Policy
     second: Policy
 
+    def __post_init__(self) -> None:
+        check_policy(self.first, "a | b")
+        check_policy(self.second, "a | b")
+
     def __call__(self, operation: OperationInfo) -> bool:
         return self.first(operation) or self.second(operation)
 
@@ -163,6 +187,10 @@ class Both(Policy):
 
     first: Policy
     second: Policy
+
+    def __post_init__(self) -> None:
+        check_policy(self.first, "a & b")
+        check_policy(self.second, "a & b")
 
     def __call__(self, operation: OperationInfo) -> bool:
         return self.first(operation) and self.second(operation)

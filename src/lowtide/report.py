@@ -106,7 +106,9 @@ def refusal(
     if measured:  # a limit that the plain step keeps is kept by doing nothing
         plain = Simulator(graph).run(keep_all(graph).retain).peak
         minimum = min(minimum, max(plain, result.peak))
-    known = "" if measured else " The memory of its backward is computed from sizes so far."
+    known = ""
+    if graph.events and not measured:
+        known = " The memory of its backward is computed from sizes so far."
     if predicted is not None:
         known = (
             f" The plan that was followed had been predicted, from sizes, to take "

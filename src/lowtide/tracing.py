@@ -141,7 +141,7 @@ def write_snapshot(
     try:
         if step is not None and _on_cuda(Found(*step)):
             with profiling.cuda_history():
-                run_step(*step, plan)
+                run_step(*step, plan, subject.ledger.own_backward)
                 torch.cuda.synchronize()
                 profiling.write_cuda_snapshot(os.fspath(path))
         else:

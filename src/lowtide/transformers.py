@@ -22,7 +22,7 @@ from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.modules import Handle, check_model, checkpoint_modules, every
-from lowtide.policies import Policy
+from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
 
 try:
@@ -166,6 +166,7 @@ def set_checkpointing_function(
             f"set_checkpointing_function takes a model of transformers or peft, not a "
             f"{type(model).__name__}; for any module use lowtide.checkpoint_modules."
         )
+    check_policy(policy, "set_checkpointing_function")
     refuse_active_checkpointing(model, "set_checkpointing_function")
     _check_layers(model, "set_checkpointing_function")
     function = functools.partial(checkpoint, policy=policy)

@@ -60,10 +60,12 @@ def try_steps(
     *,
     steps: int = 3,
     plain: bool = True,
+    own_backward: bool = False,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Tried:
     """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
 
+    With `own_backward` the function runs backward itself, as a dry run has found, and none follows.
     A step that leaves its plan and is refused ends it, without an error. The first call of some
     kernels allocates what later ones find: a plain step runs once before the one that counts.
     """
@@ -73,7 +75,7 @@ def try_steps(
     trials: list[Trial] = []
 
     def step(limit: Budget | None) -> None:
-        _step(function, args, kwargs, limit)
+        _step(function, args, kwargs, limit, own_backward)
 
     def measured(label: str, limit: Budget | None, predicted: int) -> None:
         _clear(found)
@@ -100,14 +102,18 @@ def try_steps(
 
 
 def run_step(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    own_backward: bool = False,
 ) -> None:
     """One real step under a plan, from no gradients; those that were there are put back."""
     found = Found(function, args, kwargs)
     with _gradients(found):
         _clear(found)
         limit = None if plan.limit is None else Budget(plan, device=_device(found))
-        _step(function, args, kwargs, limit)
+        _step(function, args, kwargs, limit, own_backward)
 
 
 def _device(found: Found) -> torch.device:
@@ -119,9 +125,12 @@ def _step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     limit: Budget | None,
+    own_backward: bool,
 ) -> None:
     with limit or nullcontext():
-        loss = loss_of(function(*args, **kwargs))
+        result = function(*args, **kwargs)
+        loss = None if own_backward else loss_of(result)
+        del result
     if loss is not None and loss.grad_fn is not None:
         loss.backward()
 

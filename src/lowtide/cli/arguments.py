@@ -8,6 +8,7 @@ from a verb's own file what it takes.
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 
 from lowtide.cli.progress import Progress
@@ -63,14 +64,26 @@ def limit_of(arguments: argparse.Namespace) -> int | float | None:
     if text is None:
         return None
     text = text.strip()
+    if text.endswith("%"):
+        return _share(text)
     try:
-        if text.endswith("%"):
-            return parse_limit(float(text[:-1]) / 100)
-        return parse_limit(float(text) if "." in text else int(text))
-    except UsageError:
-        raise
+        number = float(text) if "." in text else int(text)
     except ValueError:
         return parse_limit(text)
+    return parse_limit(number)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(
+            "a limit in percent is a share of the plain step's peak, above 0% and at most 100%; "
+            f"got {text!r}."
+        )
+    return share
 
 
 def target_of(arguments: argparse.Namespace) -> Target:

@@ -12,6 +12,8 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,27 @@ def add_output(parser: argparse.ArgumentParser, what: str, default: str | None =
     parser.add_argument("--force", action="store_true", help="overwrite FILE if it is there")
 
 
+def add_rows(parser: argparse.ArgumentParser, what: str) -> None:
+    """How long a table may be."""
+    parser.add_argument(
+        "--rows", type=int, default=24, help=f"{what} to print, 0 for all (default: %(default)s)"
+    )
+
+
+def rows_of(arguments: argparse.Namespace) -> int | None:
+    """The most rows to print; None: all of them."""
+    if arguments.rows < 0:
+        raise UsageError(f"--rows is a number of rows, 0 for all; got {arguments.rows}.")
+    return arguments.rows or None
+
+
 def free_place(arguments: argparse.Namespace) -> Path | None:
     """The file to write, if one was named. Raises `UsageError` if it must not be written."""
     if arguments.output is None:
         return None
     path = Path(arguments.output)
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder. Name the file to write with -o, {path / 'NAME'}.")
     if path.exists() and not arguments.force:
         raise UsageError(
             f"{path} exists and is not overwritten. Name another file with -o, or add --force."
@@ -40,8 +58,15 @@ def free_place(arguments: argparse.Namespace) -> Path | None:
 
 
 def write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system says against writing a file becomes a `UsageError`."""
+    try:
+        yield
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}. Name another file.") from error
 

@@ -10,7 +10,16 @@ from __future__ import annotations
 import argparse
 
 from lowtide.cli import arguments as common
-from lowtide.cli.output import add_output, free_place, show, show_json, wrote
+from lowtide.cli.output import (
+    add_output,
+    add_rows,
+    free_place,
+    rows_of,
+    show,
+    show_json,
+    writing,
+    wrote,
+)
 from lowtide.cli.progress import Progress
 from lowtide.document import plan_dict
 from lowtide.limits import format_bytes
@@ -23,12 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_target(parser)
     common.add_limit(parser, "50%")
     add_output(parser, "write the plan here, for lowtide.load_plan")
-    parser.add_argument(
-        "--rows", type=int, default=24, help="modules to print, 0 for all (default: %(default)s)"
-    )
+    add_rows(parser, "modules")
 
 
 def main(arguments: argparse.Namespace) -> None:
+    rows = rows_of(arguments)
     path = free_place(arguments)
     limit = common.limit_of(arguments)
     with Progress(3) as progress:
@@ -36,12 +44,13 @@ def main(arguments: argparse.Namespace) -> None:
         progress.stage("planning")
         plan = subject.plan(limit)
     if path is not None:
-        plan.save(path)
+        with writing(path):
+            plan.save(path)
         wrote(path)
     if arguments.json:
         show_json(plan_dict(plan))
     else:
-        show(format_plan(plan, arguments.rows or None))
+        show(format_plan(plan, rows))
 
 
 def format_plan(plan: Plan, rows: int | None = 24) -> str:

@@ -76,6 +76,7 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
             subject.plain.peak,
             steps=2,
             plain=plain,
+            own_backward=subject.ledger.own_backward,
             tell=progress.stage,
         )
     )

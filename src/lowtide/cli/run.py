@@ -51,6 +51,7 @@ def main(arguments: argparse.Namespace) -> None:
                 subject.plain.peak,
                 steps=arguments.steps,
                 plain=not arguments.no_plain,
+                own_backward=subject.ledger.own_backward,
                 tell=progress.stage,
             )
         )

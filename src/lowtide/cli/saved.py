@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 
 from lowtide.cli import arguments as common
-from lowtide.cli.output import show, show_json
+from lowtide.cli.output import add_rows, rows_of, show, show_json
 from lowtide.cli.progress import Progress
-from lowtide.errors import UsageError
 from lowtide.saved import format_saved_tensors
 
 
@@ -23,17 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEYS",
         help="what to sum by: any of module, operator, line, dtype (default: %(default)s)",
     )
-    parser.add_argument(
-        "--rows", type=int, default=24, help="rows to print, 0 for all (default: %(default)s)"
-    )
+    add_rows(parser, "rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    if arguments.rows < 0:
-        raise UsageError(f"--rows is a number of rows, 0 for all; got {arguments.rows}.")
+    rows = rows_of(arguments)
     with Progress(2) as progress:
         held = common.study_of(arguments, progress).saved
-        text = format_saved_tensors(held, by=arguments.by.split(","), rows=arguments.rows or None)
+        text = format_saved_tensors(held, by=arguments.by.split(","), rows=rows)
     if arguments.json:
         show_json(held.to_dict())
     else:
