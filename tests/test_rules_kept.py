@@ -261,6 +261,48 @@ def test_state_that_stands_only_in_the_backward(way: Way) -> None:
     check(scenario, way)
 
 
+def _of_integers(x: Tensor) -> Tensor:
+    """Numbers that have the default dtype because nothing says what they should be."""
+    ramp = torch.arange(1, 9)
+    positive = x.detach() > 0
+    made = [
+        ramp / 3, ramp * 0.3, ramp.sqrt(), torch.atan2(ramp, ramp + 1),
+        torch.tensor(3) * 0.3 * ramp, torch.tensor(0.3) * ramp, positive.exp(),
+        torch.where(positive, 0.1, 0.3), F.one_hot(ramp % 8).sum(0).sigmoid(),
+    ]  # fmt: skip
+    return torch.cat([(x.exp() * factor).sin() * factor for factor in made])
+
+
+@every_way
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float16, torch.bfloat16),  # as many bytes, and other numbers in them
+        (torch.bfloat16, torch.float16),
+    ],
+)
+def test_what_becomes_of_integers_under_the_default_dtype(
+    way: Way, forward: torch.dtype, backward: torch.dtype
+) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        try:
+            torch.set_default_dtype(forward)
+            y = way(_of_integers, x)
+            torch.set_default_dtype(backward)
+            return [y, *gradients(y.sum(), x)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    replayed = check(scenario, way)
+    if way is lowtide.checkpoint:
+        assert {"div", "mul", "sqrt", "atan2", "exp", "where", "sigmoid"} <= {
+            name.removeprefix("aten::") for name in replayed.names()
+        }
+
+
 # Tensors that are not plain memory.
 
 

@@ -155,7 +155,12 @@ def run(
             elif type(argument) is list:
                 argument = _tensors(argument, bases, live)
             kwargs[name] = argument
-    if op.draws or op.stream is not None or (op.ambient is not None and op.ambient != now):
+    if (
+        op.draws
+        or op.stream is not None
+        or op.default_dtype is not torch.get_default_dtype()
+        or (op.ambient is not None and op.ambient != now)
+    ):
         result = _under_recorded_state(op, args, kwargs, now)
     else:
         result = op.facts.func(*args, **kwargs)
@@ -203,6 +208,10 @@ def _under_recorded_state(
     with contextlib.ExitStack() as stack:
         if op.ambient is not None and op.ambient != now:
             stack.enter_context(switches.restored_ambient(op.ambient))
+        default = torch.get_default_dtype()
+        if op.default_dtype is not default:
+            torch.set_default_dtype(op.default_dtype)
+            stack.callback(torch.set_default_dtype, default)
         if op.stream is not None:
             stack.enter_context(_compat.on_stream(op.stream))
         if op.draws:

@@ -68,6 +68,7 @@ struct Operation : Record {
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
   bool grad_mode = false;
+  c10::ScalarType default_dtype = c10::ScalarType::Undefined;
   c10::OperatorHandle op;
   c10::SmallVector<c10::IValue, 4> arguments;
   c10::SmallVector<Input, 3> inputs;
@@ -276,6 +277,10 @@ inline PyObject* operation_ambient(PyObject* self, void*) {
   return Py_NewRef(or_none(as<Operation>(self)->ambient));
 }
 
+inline PyObject* operation_default_dtype(PyObject* self, void*) {
+  return Py_NewRef(object_of(torch::getTHPDtype(as<Operation>(self)->default_dtype)));
+}
+
 inline PyObject* operation_stream(PyObject* self, void*) {
   auto* op = as<Operation>(self);
   const auto& stream = op->rare().stream;
@@ -343,6 +348,7 @@ inline PyGetSetDef operation_getset[] = {
     {"args", operation_args, nullptr},
     {"kwargs", operation_kwargs, nullptr},
     {"ambient", operation_ambient, nullptr},
+    {"default_dtype", operation_default_dtype, nullptr},
     {"stream", operation_stream, nullptr},
     {"outputs", operation_outputs, nullptr},
     {"writes", operation_writes, nullptr},

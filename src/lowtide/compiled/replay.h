@@ -43,6 +43,22 @@ struct RestoredGradMode {
   ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
 };
 
+// The default dtype of an operation, and back (rule 5).
+class RestoredDtype {
+ public:
+  explicit RestoredDtype(c10::ScalarType recorded) {
+    if (recorded == c10::get_default_dtype_as_scalartype()) return;
+    before_ = c10::get_default_dtype();
+    c10::set_default_dtype(c10::scalarTypeToTypeMeta(recorded));
+  }
+  ~RestoredDtype() {
+    if (before_) c10::set_default_dtype(*before_);
+  }
+
+ private:
+  std::optional<caffe2::TypeMeta> before_;
+};
+
 // The CPU generator in a recorded state, and back (rule 3).
 class RestoredGenerator {
  public:
@@ -204,6 +220,7 @@ class Replay {
     c10::GradMode::set_enabled(op->grad_mode);
     {
       RestoredGenerator generator(op->rare().drawn);
+      RestoredDtype dtype(op->default_dtype);
       WithoutGil released;
       op->op.callBoxed(&stack);
     }

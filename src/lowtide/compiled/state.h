@@ -62,7 +62,6 @@ inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
 struct Switches {
   bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
   int threads;
-  c10::ScalarType dtype;
   std::array<at::Float32Precision, 7> precisions;
   bool operator==(const Switches&) const = default;
 };
@@ -80,7 +79,6 @@ inline Switches switches_now() {
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
           at::get_num_threads(),
-          c10::typeMetaToScalarType(c10::get_default_dtype()),
           {context.float32Precision(Backend::GENERIC, Op::ALL),
            context.float32Precision(Backend::CUDA, Op::MATMUL),
            context.float32Precision(Backend::CUDA, Op::CONV),

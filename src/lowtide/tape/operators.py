@@ -155,7 +155,8 @@ class Facts:
         fills_saved: such an argument that autograd saved before the call, or None.
         statistics: positions (mean, var, training) of hidden running statistics, or None.
         lazy_bits: makes a tensor whose content is not just what is in its storage.
-        ambient: consults global switches, the default dtype among them.
+        ambient: consults global switches: a family of kernels, or a factory, whose ranges are
+            counted from where each thread begins.
         casts_inside: what it calls is cast where autocast is on, which a dispatch mode cannot see:
             not replayed in that case, in Python never (rule 5).
     """

@@ -201,6 +201,7 @@ class Operation:
         grad_mode: whether gradients were enabled; kernels ask, and leave out what only backward
             needs.
         ambient: the global switches that it ran under, or None (rule 5).
+        default_dtype: in force when it ran; what any operator makes of integers depends on it.
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
         stream: the CUDA stream it ran on, or None.
@@ -209,6 +210,7 @@ class Operation:
     __slots__ = (
         "ambient",
         "args",
+        "default_dtype",
         "facts",
         "grad_mode",
         "kwargs",
@@ -240,6 +242,7 @@ class Operation:
         self.sequence = sequence
         self.grad_mode = grad_mode
         self.ambient = ambient
+        self.default_dtype = torch.get_default_dtype()
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
 
     def values(self) -> list[Value]:
