@@ -262,6 +262,16 @@ def test_what_follows_a_recorded_forward_is_shown() -> None:
     assert line.moments[line.at].site.operator == "what follows the forward"
 
 
+def test_what_a_sum_takes_that_is_not_the_steps_own_is_shown() -> None:
+    """A step that returns no scalar is summed up."""
+    told = lowtide.explain(nn.Sequential(nn.Linear(16, 4096), nn.Softplus()), torch.randn(64, 16))
+    after = [m for m in told.plain.moments if m.phase == "forward"][-1]
+    assert after.place == len(told.study.step.graph.ops)
+    assert after.temporary == (64 * 4096 + 1) * 4  # the output and its sum
+    assert after.total <= told.plain.peak == max(m.total for m in told.plain.moments)
+    assert sum(item.nbytes for item in told.plain.items) == told.plain.peak
+
+
 def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:
     """The dry run that failed on the way had written down as much."""
     model = nn.ModuleDict({"first": nn.Linear(16, 64), "last": nn.Linear(64, 32)})

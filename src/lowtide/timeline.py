@@ -30,7 +30,8 @@ class Moment:
 
     Attributes:
         phase: "forward", "replay" or "backward".
-        place: the operation of the forward, or the event of backward.
+        place: the operation of the forward, or the event of backward; the number of operations
+            stands for what follows the last of them, such as a loss that is not among them.
         site: what runs, in which module, on which line; in backward that of its forward.
         kept: activations that live for backward.
         recomputed: activations that were recomputed, and what their recomputation takes.
@@ -147,6 +148,8 @@ class Reader:
     def _operation_instant(self, index: int) -> int:
         if not self.ledger.steps:
             return -1
+        if index == len(self.graph.ops):  # what follows the last
+            return self._instant(self.ledger.marks[-1][1], self.ledger.requests[0][2])
         begin, end = self.ledger.marks[index]
         # What was let go, or looked at, before it ran is no part of it.
         first, last = bisect_left(self.segments, begin), bisect_left(self.segments, end)
@@ -173,24 +176,25 @@ class Reader:
         moments = []
         values = self.graph.values
         kept = 0
-        for index, (op, total) in enumerate(zip(self.graph.ops, self.trace.forward, strict=False)):
-            for v in op.outputs:
+        for index, total in enumerate(self.trace.forward):
+            for v in self.sim.outputs[index] if index < len(self.graph.ops) else ():
                 if self.retain[v] == HOLD and self.trace.alive[v] >= 0 and not values[v].pinned:
                     kept += values[v].nbytes
             instant = self._operation_instant(index)
             gradient = min(total, self.gradients[instant] if instant >= 0 else 0)
             pinned = self.pinned[instant] if instant >= 0 else 0
             here = min(total - gradient, kept + pinned)
-            site = self.ledger.sites[index]
+            site = self._operation_site(index, instant)
             moments.append(
                 Moment("forward", index, site, here, 0, gradient, total - gradient - here)
             )
-        if self.graph.turn:  # seen in real steps only, where nothing more is known of it
-            total, index = self.trace.forward[-1], len(self.graph.ops)
-            here = min(total, kept)
-            site = Site("what follows the forward")
-            moments.append(Moment("forward", index, site, here, 0, 0, total - here))
         return moments
+
+    def _operation_site(self, index: int, instant: int) -> Site:
+        if index < len(self.graph.ops):
+            return self.ledger.sites[index]
+        site = self.ledger.steps[instant].site if instant >= 0 else Site()
+        return site if site.operator else Site("what follows the forward")
 
     def _backward(self) -> list[Moment]:
         graph, trace, count = self.graph, self.trace, len(self.graph.events)
