@@ -178,6 +178,7 @@ class MemoryEvents:
         self._addresses: list[int] = []
         self._waiting: list[Callable[[Timeline | None], None]] = []
         self._over = False
+        self._step: weakref.WeakMethod[Callable[[], bool]] | None = None
         self._held = False  # garbage was collected and this recording was not among it
         self._early: list[Timeline | None] = []
 
@@ -188,8 +189,26 @@ class MemoryEvents:
         """
         self._over = True
 
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """It is of one step, wanted for as long as the step's object says that it is `pending`."""
+        self._step = weakref.WeakMethod(pending)
+
+    def wanted(self) -> bool:
+        """Whether somebody may still ask for more of this recording."""
+        if self._step is None or self._over:
+            return not self._over
+        pending = self._step()
+        return pending is not None and pending()
+
     def _give_way(self) -> None:
-        self._early.append(self._stop())
+        timeline = self._stop()
+        self._early.append(timeline)
+        self._tell(timeline)
+
+    def _tell(self, timeline: Timeline | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(timeline)
 
     def when_stopped(self, then: Callable[[Timeline | None], None]) -> None:
         """Call `then` with the timeline when this recording ends."""
@@ -198,7 +217,7 @@ class MemoryEvents:
     def start(self) -> bool:
         """Begin recording. False, with the reason in `obstacle`, where that is not possible."""
         global _recording
-        active = recording_on_this_thread(over=True)
+        active = recording_on_this_thread(wanted=False)
         if active is not None:
             active._give_way()
         del active
@@ -238,9 +257,7 @@ class MemoryEvents:
         """End the recording; `None`, with the reason in `obstacle`, where it was disturbed."""
         timeline = self._early[0] if self._early else self._stop()
         self._early.clear()
-        waiting, self._waiting = self._waiting, []
-        for then in waiting:
-            then(timeline)
+        self._tell(timeline)
         return timeline
 
     def _stop(self) -> Timeline | None:
@@ -275,12 +292,12 @@ def _stop_at_exit() -> None:
         _drop_memory_profiler()
 
 
-def recording_on_this_thread(*, over: bool = False) -> MemoryEvents | None:
-    """The recording that runs on this thread, if any; with `over`, one that nobody needs."""
+def recording_on_this_thread(*, wanted: bool = True) -> MemoryEvents | None:
+    """The recording that runs on this thread, if any; one that nobody needs if not `wanted`."""
     active = _recording() if _recording is not None else None
-    if active is None or active._marker is None or active._over is not over:
+    if active is None or active._marker is None or active._thread != threading.get_ident():
         return None
-    return active if active._thread == threading.get_ident() else None
+    return active if active.wanted() is wanted else None
 
 
 def _collect_abandoned() -> None:
@@ -301,7 +318,10 @@ def _obstacle() -> str:
     active = _recording() if _recording is not None else None
     if active is not None:
         here = active._thread == threading.get_ident()
-        return f"{'this' if here else 'another'} thread already records memory events"
+        held = f"{'this' if here else 'another'} thread already records memory events"
+        if here and active._step is not None:
+            held += " of a step under a budget (run its backward first, or let go of its loss)"
+        return held
     return "a torch profiler is active" if profiling.profiler_of_another() else ""
 
 

@@ -101,6 +101,8 @@ class Budget:
         observer = self._observer()
         prepared = self._prepared[0] if self._prepared else None
         decisions = StepDecisions(prepared, observer, self)
+        if observer is not None and observer.memory is not None:
+            observer.memory.of_step(decisions.pending)
         learning = observer is not None
         recording = Recording(decisions, timed=learning)
         try:

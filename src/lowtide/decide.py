@@ -267,6 +267,11 @@ class StepDecisions:
         """Whether autograd has let go of everything: no backward of this step can come."""
         return not self._handles.any()
 
+    def pending(self) -> bool:
+        """Whether its forward or its backward runs, or a backward may come."""
+        forward = self.tape is None or self.tape.recorder is not None
+        return forward or self.begun or not self.abandoned()
+
     # ------------------------------------------------------------------ backward
 
     def requested(self, handle: Handle) -> None:

@@ -57,6 +57,9 @@ class FakeMemory(Counting):
         self.peak = 0  # from now on
         return len(self._levels) - 1
 
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """Nobody else wants what is only for this step."""
+
     def over(self) -> None:
         """Nothing runs after the step."""
 

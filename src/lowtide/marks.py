@@ -26,6 +26,10 @@ class Marks(Protocol):
         """Put a mark here; returns its index."""
         ...
 
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """It is wanted no longer than a step's object says that the step is `pending`."""
+        ...
+
     def over(self) -> None:
         """Nothing more is measured, unless another mark follows."""
         ...
@@ -43,6 +47,9 @@ class OwnEvents:
 
     def mark(self) -> int:
         return self._events.mark()
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        self._events.of_step(pending)
 
     def over(self) -> None:
         self._events.over()
@@ -67,6 +74,9 @@ class SharedEvents:
 
     def mark(self) -> int:
         return 0 if self._over else self._events.mark() - self._base
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def over(self) -> None:
         pass
@@ -149,6 +159,9 @@ class CudaCounters:
         self._levels.append(torch.cuda.memory_allocated(self._device) - self._entry)
         self._peaks.append(reset_cuda_peak(self._device) - self._entry)
         return len(self._levels) - 1
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        pass
 
     def over(self) -> None:
         pass
