@@ -118,6 +118,35 @@ def test_the_limit_holds_when_steps_change(shapes: list[int], skips: list[int]) 
         assert all(map(torch.equal, expected, found)), f"step {number}"
 
 
+def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.BudgetReport:
+    """After one step, which the budget may measure for itself."""
+    model.zero_grad()
+    with limit:
+        loss = model(x).square().mean()
+    loss.backward()
+    return limit.report()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_fraction_is_one_of_the_step_that_runs() -> None:
+    """Two shapes in turn: each step follows its own plan, under its own share."""
+    model, limit = tower(), lowtide.budget(0.6)
+    batches = torch.randn(512, 32), torch.randn(128, 32)
+    known = []
+    for x in batches:
+        for _ in range(3):
+            report_of(limit, model, x)
+        known.append(report_of(limit, model, x))
+    assert known[0].plain_peak > 3 * known[1].plain_peak  # type: ignore[operator]
+    for _ in range(3):
+        for x, before in zip(batches, known, strict=True):
+            now = report_of(limit, model, x)
+            assert now.planned
+            assert (now.limit, now.plain_peak) == (before.limit, before.plain_peak)
+            assert now.planned_peak == before.planned_peak
+            assert now.replayed_operations == before.replayed_operations > 0
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_backward_inside_the_context() -> None:
     x = torch.randn(512, 32)

@@ -72,7 +72,7 @@ class Budget:
         if given is not None:
             self._prepared.append(given.prepared())
             self._plain_peak = given.plain_peak
-        self.limit_now: int | None = None  # in bytes, as far as known when the step began
+        self.limit_now: int | None = None  # in bytes, as far as known of the step that runs
 
     # ------------------------------------------------------------------ the context
 
@@ -314,6 +314,8 @@ class Budget:
             if list(prepared.signatures[:count]) == seen:
                 self._prepared.remove(prepared)
                 self._prepared.insert(0, prepared)
+                self._plain_peak = prepared.plain_peak  # a fraction is one of this step's
+                self.limit_now = self.limit_bytes()
                 return prepared
         return None
 

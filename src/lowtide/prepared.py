@@ -14,7 +14,7 @@ from typing import Any
 
 from lowtide import engine
 from lowtide.observe import Seen
-from lowtide.planner import NEVER, Graph, Retention, Simulator
+from lowtide.planner import NEVER, Graph, Retention, Simulator, keep_all
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
@@ -52,6 +52,11 @@ class Prepared:
             elif self.graph.release[value] >= 0:
                 recomputed += node.nbytes
         return kept, recomputed
+
+    @functools.cached_property
+    def plain_peak(self) -> int:
+        """What the same step takes with nothing recomputed, in bytes."""
+        return Simulator(self.graph).run(keep_all(self.graph).retain).peak
 
     @functools.cached_property
     def script(self) -> Any:
