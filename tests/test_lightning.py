@@ -6,6 +6,7 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -135,6 +136,29 @@ def test_the_figures_are_logged(tmp_path: Path) -> None:
     run = trainer(tmp_path, MemoryBudget(0.7, log=False))
     run.fit(Net())
     assert not any("/" in name for name in run.logged_metrics)
+
+
+class Uneven(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch[:40] if batch_idx == 3 else batch, batch_idx)
+
+
+class Figures(Callback):
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        self.steps.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+
+def test_a_peak_that_was_measured_in_another_step_is_not_logged(tmp_path: Path) -> None:
+    figures = Figures()
+    options = {"max_epochs": 1, "accumulate_grad_batches": 1}
+    fit(tmp_path, MemoryBudget(0.7), figures, module=Uneven(), **options)
+    before, last = figures.steps[2:]
+    assert 0 < before["lowtide/measured_peak"] <= before["lowtide/limit"]
+    assert last["lowtide/limit"] < before["lowtide/measured_peak"]  # would look like an overrun
+    assert math.isnan(last["lowtide/measured_peak"])
 
 
 def test_nothing_stays_on_the_module(tmp_path: Path, replayed: Callable[[], int]) -> None:

@@ -148,6 +148,31 @@ def test_a_fraction_is_one_of_the_step_that_runs() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [True, False], ids=["fraction", "bytes"])
+def test_a_measured_peak_is_not_held_against_another_steps_limit(share: bool) -> None:
+    large, small = torch.randn(512, 32), torch.randn(128, 32)
+    plain, _ = step(tower(), large)
+    model, limit = tower(), lowtide.budget(0.6 if share else int(0.6 * plain))
+    for _ in range(3):
+        first = report_of(limit, model, large)
+        assert first.measured_alike
+    assert "another" not in str(first)
+    other = report_of(limit, model, small)
+    assert not other.measured_alike
+    if share:
+        assert other.limit is not None
+        assert first.measured_peak is not None
+        assert other.limit < first.measured_peak  # what would look like an overrun
+        assert other.measured_peak is None
+        assert "measured peak           unknown" in str(other)
+    else:
+        assert other.measured_peak == first.measured_peak
+        assert "B (of another step)\n" in str(other)
+    again = report_of(limit, model, large)
+    assert (again.measured_peak, again.measured_alike) == (first.measured_peak, True)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_backward_inside_the_context() -> None:
     x = torch.randn(512, 32)
     plain, expected = step(tower(), x)

@@ -26,7 +26,7 @@ from lowtide.observe import Observer
 from lowtide.planner import Simulator, keep_all, minimum, solve
 from lowtide.planner.resume import forward_over, from_held, with_margin
 from lowtide.plans import Plan
-from lowtide.prepared import Prepared, Signature
+from lowtide.prepared import Prepared, Signature, signatures_of
 from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
@@ -65,7 +65,7 @@ class Budget:
         self._active: list[StepDecisions] = []  # steps whose backward is not over
         self._last: StepDecisions | None = None
         self._plain_peak: int | None = None
-        self._measured_peak: int | None = None
+        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
         self._refusal: BudgetError | None = None
         self._refused = Refusals()
         self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
@@ -260,7 +260,7 @@ class Budget:
     def _learn(self, observer: Observer) -> None:
         """Plan the next step from one that was watched."""
         if observer.timeline is not None:
-            self._measured_peak = observer.timeline.peak
+            self._measured = observer.timeline.peak, signatures_of(observer.ops)
             self._learned += 1
         if not observer.requests:
             return
@@ -348,10 +348,14 @@ class Budget:
         prepared = last.prepared if last is not None else None
         tally = last.tally if last is not None else Tally()
         kept, recomputed = (0, 0) if prepared is None else prepared.bytes()
+        measured, whose = self._measured or (None, ())
+        alike = last is not None and measured is not None and tuple(last.seen) == whose
+        if not (alike or isinstance(self.limit, int)):
+            measured = None  # a fraction gives each step its own limit
         return BudgetReport(
             limit=self.limit_bytes(),
             planned_peak=None if prepared is None else prepared.peak,
-            measured_peak=self._measured_peak,
+            measured_peak=measured,
             plain_peak=self._plain_peak,
             kept_bytes=kept,
             recomputed_bytes=recomputed,
@@ -360,6 +364,7 @@ class Budget:
             replay_seconds=tally.replay_seconds,
             steps=self._steps,
             planned=prepared is not None,
+            measured_alike=alike,
         )
 
 

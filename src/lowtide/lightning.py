@@ -9,6 +9,7 @@ around the module's ``forward``, which many training steps never call.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lowtide.errors import UsageError
 from lowtide.foreign import refuse_active_checkpointing
 from lowtide.limits import parse_limit
 from lowtide.override import InstanceEntry
-from lowtide.report import logged
+from lowtide.report import LOGGED, logged
 
 try:
     from lightning.pytorch import Callback
@@ -52,8 +53,9 @@ class MemoryBudget(Callback):
         Trainer(callbacks=[MemoryBudget("6 GiB")]).fit(module)
 
     Logs ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, each
-    time that the trainer logs; the last one is of the last step that was measured. Around the fit
-    nothing stays: checkpoints, the module and its copies are those of a training without it.
+    time that the trainer logs, NaN where not known of that step: see `lowtide.BudgetReport`.
+    Around the fit nothing stays: checkpoints, the module and its copies are those of a training
+    without it.
 
     Args:
         limit, device, group: as for `lowtide.budget`. A limit is counted from where
@@ -115,10 +117,12 @@ class MemoryBudget(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.log_figures and self.budget is not None:
-            # float64: the default of float32 cannot tell bytes above 16 MiB apart.
+            known = logged(self.budget.report())
+            # NaN: Lightning would log what is left out as it was before. float64: the default of
+            # float32 cannot tell bytes above 16 MiB apart.
             figures = {
-                name: torch.tensor(nbytes, dtype=torch.float64)
-                for name, nbytes in logged(self.budget.report()).items()
+                name: torch.tensor(known.get(name, math.nan), dtype=torch.float64)
+                for name in (f"lowtide/{name}" for name in LOGGED)
             }
             pl_module.log_dict(figures, on_step=True, on_epoch=False, batch_size=1)
 

@@ -9,18 +9,24 @@ looking the graph up while the step runs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide import engine
 from lowtide.observe import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, keep_all
+from lowtide.rebuild import OpLog
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
 # What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
 # numbers, -1 for what was made outside). Two steps of equal signatures have the same graph.
 Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
+    return tuple((log.name, log.sizes, log.reads) for log in ops)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Prepared:
 
     @staticmethod
     def of(plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
-        signatures = tuple((log.name, log.sizes, log.reads) for log in seen.ops)
+        signatures = signatures_of(seen.ops)
         needed = Simulator(graph).lifetimes(plan.retain)
         choices = list(plan.retain)
         for value, choice in enumerate(choices):

@@ -25,7 +25,8 @@ class BudgetReport:
     Attributes:
         limit: the limit.
         planned_peak: what the plan in force predicts.
-        measured_peak: of the last step that was measured (on the CPU not every step is).
+        measured_peak: of the last step that was measured (on the CPU not every step is), if its
+            limit was the same. A fraction gives steps of other operations other limits: None then.
         plain_peak: what the same step would take with nothing recomputed.
         kept_bytes: activations that the plan keeps.
         recomputed_bytes: activations that autograd saves and the plan recomputes.
@@ -34,6 +35,8 @@ class BudgetReport:
         replay_seconds: how long that took.
         steps: forwards run under the budget.
         planned: whether the last step followed a plan, not online eviction.
+        measured_alike: whether what was measured ran the operations of the last step, on the same
+            shapes. If not, ``measured_peak`` is another step's and the other figures are not.
     """
 
     limit: int | None
@@ -47,12 +50,17 @@ class BudgetReport:
     replay_seconds: float
     steps: int
     planned: bool
+    measured_alike: bool = False
 
     def __str__(self) -> str:
+        another = self.measured_peak is not None and not self.measured_alike
         rows = [
             ("limit", format_bytes(self.limit)),
             ("planned peak", format_bytes(self.planned_peak)),
-            ("measured peak", format_bytes(self.measured_peak)),
+            (
+                "measured peak",
+                format_bytes(self.measured_peak) + (" (of another step)" if another else ""),
+            ),
             ("plain peak", format_bytes(self.plain_peak)),
             ("activations kept", format_bytes(self.kept_bytes)),
             ("activations recomputed", format_bytes(self.recomputed_bytes)),
@@ -67,13 +75,12 @@ class BudgetReport:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
+LOGGED = ("limit", "planned_peak", "measured_peak")
+
+
 def logged(report: BudgetReport) -> dict[str, int]:
     """The figures of a report that a training log takes: bytes, those that are known."""
-    figures = {
-        "lowtide/limit": report.limit,
-        "lowtide/planned_peak": report.planned_peak,
-        "lowtide/measured_peak": report.measured_peak,
-    }
+    figures = {f"lowtide/{name}": getattr(report, name) for name in LOGGED}
     return {name: nbytes for name, nbytes in figures.items() if nbytes is not None}
 
 

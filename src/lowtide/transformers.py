@@ -191,7 +191,7 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         Trainer(model=model, args=args, callbacks=[MemoryBudget("6 GiB")], ...).train()
 
     Adds ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, to
-    what Trainer logs; the last one is of the last step that was measured.
+    what Trainer logs, those that are known: see `lowtide.BudgetReport`.
 
     Args:
         limit, device, group: as for `lowtide.fit`.
