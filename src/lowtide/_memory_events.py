@@ -132,7 +132,7 @@ class MemoryEvents:
         """
         global _recording
         active = recording_on_this_thread(wanted=False)
-        if active is not None:
+        if active is not None and not profiling.profiler_is_a_copy():
             active._give_way()
         del active
         _collect_abandoned()
@@ -140,6 +140,11 @@ class MemoryEvents:
             _take_over(patient)
             self.obstacle = _obstacle()
             if self.obstacle:
+                return False
+            if profiling.profiler_is_a_copy():
+                self.obstacle = (
+                    "an earlier recording of this thread cannot end inside of this backward"
+                )
                 return False
             if profiling.profiler_token.token is not None:
                 drop_memory_profiler()
@@ -188,6 +193,9 @@ class MemoryEvents:
                 _recording = None
             if threading.get_ident() != self._thread:
                 self.obstacle = "the recording was stopped on another thread than started it"
+                return None
+            if not ending and profiling.profiler_is_a_copy():
+                self.obstacle = "the recording was stopped inside of a backward"
                 return None
             if not profiling.profiler_untouched(self._token):
                 self.obstacle = "another profiler was started during the recording"
@@ -293,7 +301,9 @@ def _obstacle() -> str:
     if active is not None:
         here = active._thread == threading.get_ident()
         held = f"{'this' if here else 'another'} thread already records memory events"
-        if here and active._step is not None:
+        if here and not active.wanted():
+            held += ", which cannot end inside of this backward"
+        elif here and active._step is not None:
             held += " of a step under a budget (run its backward first, or let go of its loss)"
         return held
     return "a torch profiler is active" if profiling.profiler_of_another() else ""

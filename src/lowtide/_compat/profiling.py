@@ -34,8 +34,16 @@ class _Untouched:
     this very object in it afterwards proves that nobody did.
     """
 
+    def __init__(self) -> None:
+        self.outside = not _in_backward()
+
     def __bool__(self) -> bool:
         return False
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs on this thread; torch's own checkpoint asks in the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _OfThread(threading.local):
@@ -55,6 +63,15 @@ def profiler_of_another() -> bool:
     """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
     unknown = _bindings._profiler_enabled() and profiler_token.token is None
     return _scheduled() or unknown or bool(_profiler._is_profiler_enabled)
+
+
+def profiler_is_a_copy() -> bool:
+    """Whether what is on here is what a backward has of the profiler that was started outside.
+
+    Stopped in there, it would be on again after the backward, with no recorder behind it.
+    """
+    token = profiler_token.token
+    return token is not None and token.outside and _in_backward()
 
 
 def profiler_on_this_thread() -> bool:
