@@ -7,7 +7,7 @@ until it is let go of; torch has one recorder a process, and the next step wants
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import UsageError
+from lowtide._memory_events import MemoryEvents
 
 LIMIT = 0.7
 
@@ -130,3 +131,51 @@ def test_nothing_gives_way_inside_the_forward() -> None:
         loss.backward()
         model.zero_grad()
     assert budget.report().measured_peak is not None
+
+
+def in_a_backward(function: Callable[[], object]) -> None:
+    """Call a function from a gradient's hook."""
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda gradient: function() and None)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_nothing_gives_way_inside_a_backward(ended: bool) -> None:
+    # What is stopped in there is on again after it, and nobody could measure any more.
+    budget, refused = lowtide.budget(LIMIT), []
+    loss = forward(blocks(), budget)
+    if ended:
+        loss.backward()
+    del loss
+
+    def refuse() -> None:
+        with pytest.raises(UsageError, match="cannot end inside of this backward") as caught:
+            lowtide.measure(lambda: None, device="cpu")
+        refused.append(caught)
+
+    in_a_backward(refuse)
+    assert len(refused) == 1
+    assert lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
+
+
+def test_a_recording_stopped_inside_a_backward_is_void() -> None:
+    events, results = MemoryEvents(), []
+    assert events.start()
+    in_a_backward(lambda: results.append((events.stop(), MemoryEvents().start())))
+    assert results == [(None, False)]
+    assert events.obstacle == "the recording was stopped inside of a backward"
+    assert lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
+
+
+def test_a_measurement_inside_a_backward() -> None:
+    peaks = []
+
+    def measure() -> None:
+        peaks.append(lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes)
+
+    measure()  # after which nothing is on
+    in_a_backward(measure)
+    measure()
+    assert peaks == [1024, 1024, 1024]

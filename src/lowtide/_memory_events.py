@@ -4,118 +4,26 @@ Problem: a budget is checked against the true peak, and on the CPU torch keeps n
 profiler can report each allocation, and with operators switched off that costs a microsecond per
 allocation while the step runs and ten afterwards. Invariant: watching never disturbs a profiler
 that the user runs: whoever came first keeps the profiler, and a timeline that cannot be trusted is
-`None`, never a guess. Imports torch and `_compat`. Rejected: sampling the resident size of the
-process, which sees neither short peaks nor what the allocator keeps back; counting in a dispatch
-mode, which does not see the temporaries inside an operator.
+`None`, never a guess. Imports torch, `_compat` and `_memory_profiler`. Rejected: sampling the
+resident size of the process, which sees neither short peaks nor what the allocator keeps back;
+counting in a dispatch mode, which does not see the temporaries inside an operator.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
-import os
-import tempfile
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowtide._compat import profiling
-
-# --- the terminal -----------------------------------------------------------------------------
-
-_first_use = True
-
-
-@contextlib.contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Keep two notes of the profiler's C++ side off the user's terminal.
-
-    Kineto reports every start and stop on stderr unless a variable says otherwise when it is first
-    used; the variable is set for that moment only, and a value of the user's is left alone. The
-    CPU allocator notes the first block (then every thousandth) that is older than the profile and
-    freed in it; one such block is freed here with stderr held back, and whatever else arrives on
-    stderr in that instant is passed on.
-    """
-    global _first_use
-    if not _first_use:
-        yield
-        return
-    _first_use = False
-    block = torch.UntypedStorage(1)
-    ours = "KINETO_LOG_LEVEL" not in os.environ
-    if ours:
-        os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        yield
-    finally:
-        if ours:
-            del os.environ["KINETO_LOG_LEVEL"]
-    with _without_lines(b"Memory block of unknown size"):
-        del block
-
-
-@contextlib.contextmanager
-def _without_lines(unwanted: bytes) -> Iterator[None]:
-    """Hold back file descriptor 2, then write to it every line that does not contain `unwanted`."""
-    try:
-        stderr = os.dup(2)
-    except OSError:  # a process without stderr has no terminal to keep clean
-        yield
-        return
-    try:
-        with tempfile.TemporaryFile() as held:
-            os.dup2(held.fileno(), 2)
-            try:
-                yield
-            finally:
-                os.dup2(stderr, 2)
-            held.seek(0)
-            for line in held.read().splitlines(keepends=True):
-                if unwanted not in line:
-                    os.write(2, line)
-    finally:
-        os.close(stderr)
-
-
-def _start_memory_profiler() -> None:
-    with _quiet_kineto():
-        profiling.start_memory_profiler()
-
-
-def _drop_memory_profiler() -> None:
-    """Take down what an unfinished or disturbed recording left on this thread, events unread.
-
-    Nothing is done while a profiler of the user's is on: the next recording tries again. Where
-    another thread took the recorder over and gave it back, this thread still carries a profiler
-    without a recorder, and torch crashes when that is stopped; so one is started for the occasion
-    on a thread of its own, whose end takes the rest away.
-    """
-    if profiling.profiler_of_another():
-        return
-    if not profiling.profiler_on_this_thread():
-        profiling.profiler_token.token = None
-    elif profiling.profiler_untouched():
-        profiling.stop_memory_profiler()
-    else:
-        started, finished = threading.Event(), threading.Event()
-
-        def hold_recorder() -> None:
-            _start_memory_profiler()
-            started.set()
-            finished.wait()
-
-        holder = threading.Thread(target=hold_recorder)
-        holder.start()
-        started.wait()
-        profiling.stop_memory_profiler()
-        finished.set()
-        holder.join()
-
+from lowtide._memory_profiler import drop_memory_profiler, start_memory_profiler
 
 # --- one recording at a time ------------------------------------------------------------------
 
@@ -174,6 +82,8 @@ class MemoryEvents:
         self.device = device
         self.obstacle = ""
         self._thread = 0
+        self._token: object = None  # what the profiler's flag shows while it is this recording's
+        self._turned_away: set[int] = set()  # threads that wanted the recorder when this was over
         self._marker: torch.UntypedStorage | None = None
         self._addresses: list[int] = []
         self._waiting: list[Callable[[Timeline | None], None]] = []
@@ -214,27 +124,39 @@ class MemoryEvents:
         """Call `then` with the timeline when this recording ends."""
         self._waiting.append(then)
 
-    def start(self) -> bool:
-        """Begin recording. False, with the reason in `obstacle`, where that is not possible."""
+    def start(self, *, patient: bool = False) -> bool:
+        """Begin recording. False, with the reason in `obstacle`, where that is not possible.
+
+        What another thread recorded and is done with is lost if it has to give way: its profiler
+        cannot be stopped from here. One who is `patient` leaves it the time of a step to take it.
+        """
         global _recording
         active = recording_on_this_thread(wanted=False)
-        if active is not None:
+        if active is not None and not profiling.profiler_is_a_copy():
             active._give_way()
         del active
         _collect_abandoned()
         with _lock:
+            _take_over(patient)
             self.obstacle = _obstacle()
             if self.obstacle:
                 return False
+            if profiling.profiler_is_a_copy():
+                self.obstacle = (
+                    "an earlier recording of this thread cannot end inside of this backward"
+                )
+                return False
             if profiling.profiler_token.token is not None:
-                _drop_memory_profiler()
+                drop_memory_profiler()
             try:
-                _start_memory_profiler()
+                start_memory_profiler()
             except RuntimeError as error:  # torch 2.10, after a recording on another thread
                 self.obstacle = f"torch's profiler does not start ({error})"
                 return False
             _recording = weakref.ref(self)
-        self._thread = threading.get_ident()
+            self._thread = threading.get_ident()
+            self._token = profiling.profiler_token.token
+            _thread_end.of_recording(self)
         self._marker = torch.UntypedStorage(_MARKER_SIZES[0], device="cpu")
         self._addresses = [self._marker.data_ptr()]
         return True
@@ -260,26 +182,68 @@ class MemoryEvents:
         self._tell(timeline)
         return timeline
 
-    def _stop(self) -> Timeline | None:
+    def _stop(self, *, ending: bool = False) -> Timeline | None:
+        """With `ending`, the thread is: nothing that is its own can be looked at any more."""
         global _recording
-        if self._marker is None:
-            return None
-        self._marker = None
         with _lock:
+            if self._marker is None:
+                return None
+            self._marker = None
             if _recording is not None and _recording() is self:
                 _recording = None
             if threading.get_ident() != self._thread:
                 self.obstacle = "the recording was stopped on another thread than started it"
                 return None
-            if not profiling.profiler_untouched():
-                self.obstacle = "another profiler was started during the recording"
-                _drop_memory_profiler()
+            if not ending and profiling.profiler_is_a_copy():
+                self.obstacle = "the recording was stopped inside of a backward"
                 return None
+            if not profiling.profiler_untouched(self._token):
+                self.obstacle = "another profiler was started during the recording"
+                if not ending:
+                    drop_memory_profiler()
+                return None
+            if not ending:
+                profiling.profiler_token.token = None
             fields = profiling.stop_memory_profiler()
         timeline = read_timeline(fields, self.device, self._addresses)
         if timeline is None:
             self.obstacle = "part of the recording is missing"
         return timeline
+
+
+class _OfThread(threading.local):
+    """Goes when its thread ends, on that thread, and ends the recording that still runs there.
+
+    No other thread could: it would find the recorder in use for as long as the process lives.
+    """
+
+    end: _ThreadEnd | None = None
+
+    def of_recording(self, events: MemoryEvents) -> None:
+        if self.end is None:
+            self.end = _ThreadEnd()
+        self.end.events, self.end.token = weakref.ref(events), events._token
+
+
+class _ThreadEnd:
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.events: weakref.ref[MemoryEvents] | None = None
+        self.token: object = None
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or threading.get_ident() != self.thread:
+            return
+        events = self.events() if self.events is not None else None
+        if events is not None and events._marker is not None:
+            events._early.append(events._stop(ending=True))
+            return
+        with _lock:  # one that was let go of, and not stopped
+            if profiling.profiler_untouched(self.token):
+                profiling.stop_memory_profiler()
+
+
+_thread_end = _OfThread()
 
 
 @atexit.register
@@ -289,7 +253,7 @@ def _stop_at_exit() -> None:
     if active is not None:
         active.stop()
     if profiling.profiler_token.token is not None:
-        _drop_memory_profiler()
+        drop_memory_profiler()
 
 
 def recording_on_this_thread(*, wanted: bool = True) -> MemoryEvents | None:
@@ -314,12 +278,32 @@ def _collect_abandoned() -> None:
     gc.collect()
 
 
+def _take_over(patient: bool) -> None:
+    """Void a recording that another thread, which still runs, has no use for any more.
+
+    The profiler stays on over there until that thread starts a recording or ends.
+    """
+    global _recording
+    active = _recording() if _recording is not None else None
+    here = threading.get_ident()
+    if active is None or active._thread == here or active.wanted():
+        return
+    if patient and active._over and here not in active._turned_away:
+        active._turned_away.add(here)
+        return
+    _recording = active._marker = None
+    active.obstacle = "another thread needed the recorder"
+    active._early.append(None)
+
+
 def _obstacle() -> str:
     active = _recording() if _recording is not None else None
     if active is not None:
         here = active._thread == threading.get_ident()
         held = f"{'this' if here else 'another'} thread already records memory events"
-        if here and active._step is not None:
+        if here and not active.wanted():
+            held += ", which cannot end inside of this backward"
+        elif here and active._step is not None:
             held += " of a step under a budget (run its backward first, or let go of its loss)"
         return held
     return "a torch profiler is active" if profiling.profiler_of_another() else ""

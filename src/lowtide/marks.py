@@ -181,4 +181,4 @@ def start_marks(device: torch.device | None) -> Marks | None:
     if around is not None:
         return SharedEvents(around)
     events = MemoryEvents()
-    return OwnEvents(events) if events.start() else None
+    return OwnEvents(events) if events.start(patient=True) else None

@@ -34,8 +34,16 @@ class _Untouched:
     this very object in it afterwards proves that nobody did.
     """
 
+    def __init__(self) -> None:
+        self.outside = not _in_backward()
+
     def __bool__(self) -> bool:
         return False
+
+
+def _in_backward() -> bool:
+    """Whether a backward runs on this thread; torch's own checkpoint asks in the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _OfThread(threading.local):
@@ -45,13 +53,25 @@ class _OfThread(threading.local):
 profiler_token = _OfThread()
 
 
-def profiler_of_another() -> bool:
-    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
+def _scheduled() -> bool:
     # A profiler with a schedule is armed a step before the flag shows it; it is found by its
     # step counter, which exists from its construction to the end of its `with`.
-    scheduled = torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
+    return torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
+
+
+def profiler_of_another() -> bool:
+    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
     unknown = _bindings._profiler_enabled() and profiler_token.token is None
-    return scheduled or unknown or bool(_profiler._is_profiler_enabled)
+    return _scheduled() or unknown or bool(_profiler._is_profiler_enabled)
+
+
+def profiler_is_a_copy() -> bool:
+    """Whether what is on here is what a backward has of the profiler that was started outside.
+
+    Stopped in there, it would be on again after the backward, with no recorder behind it.
+    """
+    token = profiler_token.token
+    return token is not None and token.outside and _in_backward()
 
 
 def profiler_on_this_thread() -> bool:
@@ -76,16 +96,18 @@ def start_memory_profiler() -> None:
     flagged._is_profiler_enabled = profiler_token.token
 
 
-def profiler_untouched() -> bool:
-    """Whether the recorder still runs as this thread started it."""
+def profiler_untouched(token: object) -> bool:
+    """Whether the recorder still runs as this thread started it, which gave it that token."""
     flag: object = _profiler._is_profiler_enabled
-    mine = flag is profiler_token.token and _bindings._profiler_enabled()
-    return mine and not profiler_of_another()
+    mine = flag is token and bool(_bindings._profiler_enabled())
+    return mine and not _scheduled()
 
 
 def stop_memory_profiler() -> list[Any]:
-    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`."""
-    profiler_token.token = None
+    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`.
+
+    The token is left to the caller: a thread that ends has none any more.
+    """
     _profiler._is_profiler_enabled = False
     events = _bindings._disable_profiler().experimental_event_tree()
     fields = [event.extra_fields for event in events]
