@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 
 from lowtide.errors import BudgetError
 from lowtide.observe import Seen
-from lowtide.prepared import Signature
+from lowtide.prepared import Signature, signatures_of
 
 _KEPT = 16
 
@@ -25,9 +25,8 @@ class Refusals:
 
     def add(self, seen: Seen, error: BudgetError) -> None:
         """A step that nothing brings under the limit."""
-        forward = seen.ops[: seen.forward]
-        signatures = tuple((log.name, log.sizes, log.reads) for log in forward)
-        self._known[signatures] = frozenset(seen.parameters), error
+        forward = signatures_of(seen.ops[: seen.forward])
+        self._known[forward] = frozenset(seen.parameters), error
         if len(self._known) > _KEPT:
             del self._known[next(iter(self._known))]
 
