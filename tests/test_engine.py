@@ -54,8 +54,8 @@ class Told(RegionDecisions):
         writes = [(op.refs.index(ref), weak().number) for ref, weak in op.writes]  # type: ignore[union-attr]
         outputs = [(place, weak().number) for place, weak in op.outputs]  # type: ignore[union-attr]
         self.lines.append(
-            (op.facts.name, op.sequence, op.grad_mode, op.ambient, op.default_dtype, reads,
-             constants, writes, outputs, [(v.number, v.nbytes) for v in made], len(op.draws),
+            (op.facts.name, op.sequence, op.grad_mode, op.ambient, op.default_dtype, op.threads,
+             reads, constants, writes, outputs, [(v.number, v.nbytes) for v in made], len(op.draws),
              len(args), sorted(kwargs))
         )  # fmt: skip
 

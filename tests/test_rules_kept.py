@@ -303,6 +303,32 @@ def test_what_becomes_of_integers_under_the_default_dtype(
         }
 
 
+@every_way
+@pytest.mark.parametrize(("forward", "backward"), [(1, 3), (3, 1)])
+def test_the_number_of_threads_that_an_operation_had(way: Way, forward: int, backward: int) -> None:
+    def region(x: Tensor) -> Tensor:
+        positive = x.exp() + 0.1
+        made = [F.silu(x), F.mish(x), x.sigmoid(), F.softplus(x), F.elu(x), positive.pow(1.7),
+                torch.atan2(x, positive), x.sinh(), torch.logaddexp(x, positive)]  # fmt: skip
+        return torch.stack([(part * part).sin() for part in made])
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, before = leaf(100_003), torch.get_num_threads()
+        try:
+            torch.set_num_threads(forward)
+            y = way(region, x)
+            torch.set_num_threads(backward)
+            return [y, *gradients(y.sum(), x)]
+        finally:
+            torch.set_num_threads(before)
+
+    replayed = check(scenario, way)
+    if way is lowtide.checkpoint:
+        assert {"silu", "mish", "pow", "sigmoid"} <= {
+            name.removeprefix("aten::") for name in replayed.names()
+        }
+
+
 # Tensors that are not plain memory.
 
 

@@ -159,6 +159,7 @@ def run(
         op.draws
         or op.stream is not None
         or op.default_dtype is not torch.get_default_dtype()
+        or op.threads != torch.get_num_threads()
         or (op.ambient is not None and op.ambient != now)
     ):
         result = _under_recorded_state(op, args, kwargs, now)
@@ -212,6 +213,10 @@ def _under_recorded_state(
         if op.default_dtype is not default:
             torch.set_default_dtype(op.default_dtype)
             stack.callback(torch.set_default_dtype, default)
+        threads = torch.get_num_threads()
+        if op.threads != threads:
+            torch.set_num_threads(op.threads)
+            stack.callback(torch.set_num_threads, threads)
         if op.stream is not None:
             stack.enter_context(_compat.on_stream(op.stream))
         if op.draws:

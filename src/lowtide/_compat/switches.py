@@ -36,7 +36,6 @@ def ambient() -> tuple[Any, ...]:
         _C._get_mkldnn_enabled(),
         _C._get_deterministic_algorithms(),
         _or_none(_C._get_float32_matmul_precision),
-        torch.get_num_threads(),
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
         _cuda_switches() if devices.cuda_seen else None,
     )
@@ -77,7 +76,6 @@ def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
             on, warn_only=_C._get_deterministic_algorithms_warn_only()
         ),
         torch.set_float32_matmul_precision,
-        torch.set_num_threads,
     )
     cuda: tuple[Callable[[Any], object], ...] = (
         _C._set_cudnn_enabled,
@@ -92,6 +90,6 @@ def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
             if value != old and value is not None:
                 setter(value)
-    for pair, value in zip(_PRECISIONS, state[4], strict=True):  # the older ones set these as well
+    for pair, value in zip(_PRECISIONS, state[3], strict=True):  # the older ones set these as well
         if _precision_of(*pair) != value:
             _C._set_fp32_precision_setter(*pair, value)

@@ -69,6 +69,7 @@ struct Operation : Record {
   int64_t sequence = 0;
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
+  int threads = 0;  // within operations
   c10::OperatorHandle op;
   c10::SmallVector<c10::IValue, 4> arguments;
   c10::SmallVector<Input, 3> inputs;
@@ -281,6 +282,10 @@ inline PyObject* operation_default_dtype(PyObject* self, void*) {
   return Py_NewRef(object_of(torch::getTHPDtype(as<Operation>(self)->default_dtype)));
 }
 
+inline PyObject* operation_threads(PyObject* self, void*) {
+  return checked(PyLong_FromLong(as<Operation>(self)->threads));
+}
+
 inline PyObject* operation_stream(PyObject* self, void*) {
   auto* op = as<Operation>(self);
   const auto& stream = op->rare().stream;
@@ -349,6 +354,7 @@ inline PyGetSetDef operation_getset[] = {
     {"kwargs", operation_kwargs, nullptr},
     {"ambient", operation_ambient, nullptr},
     {"default_dtype", operation_default_dtype, nullptr},
+    {"threads", operation_threads, nullptr},
     {"stream", operation_stream, nullptr},
     {"outputs", operation_outputs, nullptr},
     {"writes", operation_writes, nullptr},

@@ -59,6 +59,22 @@ class RestoredDtype {
   std::optional<caffe2::TypeMeta> before_;
 };
 
+// The number of threads of an operation, and back: it says where vectors end, and so some bits.
+class RestoredThreads {
+ public:
+  explicit RestoredThreads(int recorded) : before_(at::get_num_threads()) {
+    changed_ = recorded != before_;
+    if (changed_) at::set_num_threads(recorded);
+  }
+  ~RestoredThreads() {
+    if (changed_) at::set_num_threads(before_);
+  }
+
+ private:
+  int before_;
+  bool changed_;
+};
+
 // The CPU generator in a recorded state, and back (rule 3).
 class RestoredGenerator {
  public:
@@ -221,6 +237,7 @@ class Replay {
     {
       RestoredGenerator generator(op->rare().drawn);
       RestoredDtype dtype(op->default_dtype);
+      RestoredThreads threads(op->threads);
       WithoutGil released;
       op->op.callBoxed(&stack);
     }

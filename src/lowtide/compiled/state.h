@@ -61,7 +61,6 @@ inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
 
 struct Switches {
   bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
-  int threads;
   std::array<at::Float32Precision, 7> precisions;
   bool operator==(const Switches&) const = default;
 };
@@ -78,7 +77,6 @@ inline Switches switches_now() {
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
-          at::get_num_threads(),
           {context.float32Precision(Backend::GENERIC, Op::ALL),
            context.float32Precision(Backend::CUDA, Op::MATMUL),
            context.float32Precision(Backend::CUDA, Op::CONV),

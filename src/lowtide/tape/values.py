@@ -202,6 +202,7 @@ class Operation:
             needs.
         ambient: the global switches that it ran under, or None (rule 5).
         default_dtype: in force when it ran; what any operator makes of integers depends on it.
+        threads: how many it could use; where they divide it decides some of its bits.
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
         stream: the CUDA stream it ran on, or None.
@@ -217,6 +218,7 @@ class Operation:
         "outputs",
         "refs",
         "sequence",
+        "threads",
     )
 
     # What most operations do without; `RareOperation` has room for it.
@@ -243,6 +245,7 @@ class Operation:
         self.grad_mode = grad_mode
         self.ambient = ambient
         self.default_dtype = torch.get_default_dtype()
+        self.threads = torch.get_num_threads()
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
 
     def values(self) -> list[Value]:
