@@ -185,7 +185,7 @@ def test_an_error_in_a_backward_hook(error: type[BaseException], way: Way) -> No
 
 
 def test_a_budget_serves_on_after_an_error() -> None:
-    limit = lowtide.budget(0.5)
+    limit = lowtide.budget(0.8)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
     batch = torch.randn(64, 16)
 
