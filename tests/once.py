@@ -1,6 +1,7 @@
 """Tests that start whole programs run on one recorder: the compiled one, where it can be built.
 
-Programs take seconds to start, and what differs between the recorders is tested without them.
+Programs take seconds to start, and what differs between the recorders is tested without them. So do
+tests in which nothing is recorded: of searches for plans, of kernels, of compiled code.
 """
 
 from __future__ import annotations

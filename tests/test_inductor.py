@@ -18,8 +18,10 @@ from lowtide._compat import lowered, partitioner
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 from lowtide.inductor import generated
 from lowtide.inductor.schedule import Scheduler
+from once import on_one_recorder
 
 pytestmark = [
+    on_one_recorder,
     # torch's own, while it compiles
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -17,6 +17,9 @@ from torch import Tensor
 import lowtide
 from lowtide.tape.values import flatten
 from lowtide.workspace import kernel_workspace, made_by
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 aten = torch.ops.aten
 SLACK = 32 << 10  # bytes: scalars, rows of statistics

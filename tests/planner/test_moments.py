@@ -26,6 +26,9 @@ from lowtide.planner.heights import BLOCK, Heights
 from lowtide.planner.moments import Moments, raise_bound, worst_moments
 from lowtide.planner.reference import brute_force
 from lowtide.planner.repair import Problem
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 
 def profile(graph: Graph) -> list[int]:

@@ -19,6 +19,9 @@ from lowtide.planner.greedy import greedy
 from lowtide.planner.reference import brute_force, choices
 from lowtide.planner.repair import Problem
 from lowtide.planner.simulate import REPLAY_OVERHEAD
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 
 def forward(graph: Graph) -> float:
