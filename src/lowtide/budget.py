@@ -23,7 +23,7 @@ from lowtide.learned import Learned
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
-from lowtide.planner import Simulator, keep_all, minimum, solve
+from lowtide.planner import minimum, plain_peak, solve
 from lowtide.planner.resume import forward_over, from_held, with_margin
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature, signatures_of
@@ -223,7 +223,7 @@ class Budget:
             return
         measured = prepared is not None and prepared.measured
         margin = margins.MEASURED if measured else margins.MODELLED
-        plain = Simulator(graph).run(keep_all(graph).retain).peak
+        plain = plain_peak(graph)
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)

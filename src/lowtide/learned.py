@@ -14,7 +14,7 @@ from functools import cached_property
 
 from lowtide import margins
 from lowtide.observe import Seen
-from lowtide.planner import Graph, Retention, Simulator, Solution, keep_all, minimum, solve
+from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
 from lowtide.prepared import Prepared
 
 
@@ -37,7 +37,7 @@ class Learned:
     @cached_property
     def plain_peak(self) -> int:
         """With nothing recomputed."""
-        return Simulator(self.graph).run(keep_all(self.graph).retain).peak
+        return plain_peak(self.graph)
 
     @cached_property
     def outside(self) -> float:

@@ -33,6 +33,7 @@ from lowtide.planner import (
     Solution,
     keep_all,
     minimum,
+    plain_peak,
     solve,
 )
 from lowtide.prepared import Prepared
@@ -111,8 +112,7 @@ class Plan:
     @cached_property
     def plain_peak(self) -> int:
         """Predicted peak with nothing recomputed."""
-        graph = self.step.graph
-        return Simulator(graph).run(keep_all(graph).retain).peak
+        return plain_peak(self.step.graph)
 
     @cached_property
     def minimum_peak(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from lowtide import engine
 from lowtide.observe import Seen
-from lowtide.planner import NEVER, Graph, Retention, Simulator, keep_all
+from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.rebuild import OpLog
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
@@ -62,7 +62,7 @@ class Prepared:
     @functools.cached_property
     def plain_peak(self) -> int:
         """What the same step takes with nothing recomputed, in bytes."""
-        return Simulator(self.graph).run(keep_all(self.graph).retain).peak
+        return plain_peak(self.graph)
 
     @functools.cached_property
     def script(self) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.planner import Graph, Simulator, keep_all
+from lowtide.planner import Graph, Simulator, plain_peak
 
 _DRIFT = 0.006  # of a measured peak, that a refusal adds for what differs from step to step
 _MISJUDGED = 0.02  # of a modelled one
@@ -111,8 +111,7 @@ def refusal(
     result = Simulator(graph).run(retain)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps is kept by doing nothing
-        plain = Simulator(graph).run(keep_all(graph).retain).peak
-        minimum = min(minimum, max(plain, result.peak))
+        minimum = min(minimum, max(plain_peak(graph), result.peak))
     known = ""
     if graph.events and not measured:
         known = " The memory of its backward is computed from sizes so far."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from lowtide.planner.auto import minimum, solve
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 from lowtide.planner.retention import HOLD, NEVER, Retention, keep_all
-from lowtide.planner.simulate import Simulation, Simulator, simulate
+from lowtide.planner.simulate import Simulation, Simulator, plain_peak, simulate
 from lowtide.planner.solution import Solution
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ValueNode",
     "keep_all",
     "minimum",
+    "plain_peak",
     "simulate",
     "solve",
 ]

@@ -30,7 +30,7 @@ from operator import add
 
 from lowtide.errors import UsageError
 from lowtide.planner.graph import Graph
-from lowtide.planner.retention import HOLD
+from lowtide.planner.retention import HOLD, keep_all
 
 REPLAY_OVERHEAD = 20e-6
 """Seconds added to each replayed operation: dispatch costs time even where no kernel does."""
@@ -287,4 +287,18 @@ def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Sim
     return Simulator(graph).run(retain, trace=trace)
 
 
-__all__ = ["ABSENT", "HOLD", "REPLAY_OVERHEAD", "Simulation", "Simulator", "Trace", "simulate"]
+def plain_peak(graph: Graph) -> int:
+    """Bytes of the step with nothing recomputed."""
+    return Simulator(graph).run(keep_all(graph).retain).peak
+
+
+__all__ = [
+    "ABSENT",
+    "HOLD",
+    "REPLAY_OVERHEAD",
+    "Simulation",
+    "Simulator",
+    "Trace",
+    "plain_peak",
+    "simulate",
+]
