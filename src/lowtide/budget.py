@@ -3,27 +3,32 @@
 Problem: nobody knows which activations to recompute, and the answer changes with every shape.
 Invariant: the limit is a promise (rule 13): the first step is kept inside it by dropping values
 while it runs, every later one by a plan made from what the first one showed; what cannot fit is
-refused with the smallest limit that would do. Imports step, decide, observe, learned. Rejected:
-planning from the model's code, which does not say what autograd saves.
+refused with the smallest limit that would do. A backward ends a step, also inside the context:
+what is saved after it belongs to the next one, which has what is left of the limit. Imports step,
+decide, observe, learned. Rejected: planning from the model's code, which does not say what autograd
+saves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import margins
+from lowtide import _compat, margins
 from lowtide.decide import StepDecisions, Tally
+from lowtide.earlier import Earlier
 from lowtide.errors import BudgetError, UsageError
+from lowtide.known_plans import PLACES, KnownPlans
 from lowtide.learned import Learned
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
-from lowtide.observe import Observer
-from lowtide.planner import minimum, plain_peak, solve
+from lowtide.observe import Observer, Seen
+from lowtide.planner import Graph, minimum, plain_peak, solve
 from lowtide.planner.resume import forward_over, from_held, with_margin
 from lowtide.plans import Plan
 from lowtide.prepared import Prepared, Signature, signatures_of
@@ -33,10 +38,12 @@ from lowtide.refusals import Refusals
 from lowtide.report import BudgetReport, refusal, too_small
 from lowtide.step import Recording, current_recorder, recordable
 
+if TYPE_CHECKING:
+    from lowtide.tape.tape import Tape
+
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
-_PLANS_KEPT = 16
 
 
 class Budget:
@@ -61,7 +68,9 @@ class Budget:
         self._steps = 0
         self._learned = 0  # steps whose memory was measured and planned from
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
-        self._prepared: list[Prepared] = []  # most recently used first
+        self._plans = KnownPlans()
+        self._earlier = Earlier(self.device)  # steps of this context that are over
+        self.before = 0  # bytes that they left to the one that runs
         self._active: list[StepDecisions] = []  # steps whose backward is not over
         self._last: StepDecisions | None = None
         self._plain_peak: int | None = None
@@ -70,7 +79,7 @@ class Budget:
         self._refused = Refusals()
         self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
         if given is not None:
-            self._prepared.append(given.prepared())
+            self._plans.add(given.prepared())
             self._plain_peak = given.plain_peak
         self.limit_now: int | None = None  # in bytes, as far as known of the step that runs
 
@@ -97,25 +106,49 @@ class Budget:
         if self._refusal is not None:
             refused, self._refusal = self._refusal, None  # the step after that may be another one
             raise refused
-        self.limit_now = self.limit_bytes()
-        observer = self._observer()
-        prepared = self._prepared[0] if self._prepared else None
-        decisions = StepDecisions(prepared, observer, self)
-        if observer is not None and observer.memory is not None:
-            observer.memory.of_step(decisions.pending)
-        learning = observer is not None
-        recording = Recording(decisions, timed=learning)
+        self._earlier, self.before = Earlier(self.device), 0
+        decisions = self._next_decisions()
+        recording = Recording(decisions, timed=decisions.observer is not None)
         try:
             tape = recording.__enter__()
         except BaseException:
             decisions.discard()
             raise
-        decisions.attach(tape)
+        self._started(decisions, tape)
         self._entered = True
-        self._steps += 1
         self._recording = recording
-        self._active.append(decisions)
         return self
+
+    def _next_decisions(self) -> StepDecisions:
+        observer = self._observer(self._plans.at(self._place))
+        prepared = self._plans.at(self._place)  # to measure may have ended what brings a plan
+        if prepared is not None:
+            self._plain_peak = prepared.plain_peak
+            prepared = self._fitting(prepared)
+        if prepared is None and observer is None:
+            observer = self._observer(None)
+        self.limit_now = self.limit_bytes()
+        decisions = StepDecisions(prepared, observer, self)
+        if observer is not None and observer.memory is not None:
+            observer.memory.of_step(decisions.pending)
+        return decisions
+
+    def _started(self, decisions: StepDecisions, tape: Tape) -> None:
+        decisions.attach(tape)
+        self._steps += 1
+        self._active.append(decisions)
+
+    def next_step(self) -> None:
+        """Inside of the context a backward has run, and autograd saves something again."""
+        recording, over = self._recording, self._active[-1]
+        if recording is None or _compat.in_backward() or not recording.at_its_root:
+            return
+        over.drop_replayed()
+        self._finish(over)
+        self._earlier.add(recording.recorder)
+        self.before = self._earlier.nbytes
+        decisions = self._next_decisions()
+        self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))
 
     def __exit__(
         self,
@@ -141,13 +174,21 @@ class Budget:
 
     # ------------------------------------------------------------------ a step's life
 
-    def _observer(self) -> Observer | None:
+    @property
+    def _place(self) -> int:
+        """Of the step that runs, among those of its context."""
+        return min(self._earlier.steps, PLACES - 1)
+
+    def _observer(self, prepared: Prepared | None) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        known = bool(self._prepared) and self._prepared[0].measured
-        earlier = self._prepared[0].seen.ops if self._prepared else ()
-        if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
-            return Observer(None, earlier) if self._alike < _LEARNING_STEPS else None
-        return Observer(start_marks(self.device), earlier)
+        known = prepared is not None and prepared.measured
+        earlier = prepared.seen.ops if prepared is not None else ()
+        measure = not (self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS)
+        if not measure and self._alike >= _LEARNING_STEPS:
+            return None
+        observer = Observer(start_marks(self.device) if measure else None, earlier)
+        observer.place, observer.before = self._place, self.before
+        return observer
 
     def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
@@ -155,16 +196,22 @@ class Budget:
         A fraction is one of this very step's plain peak, of which so much is known by now. A loss
         outside of the context is taken to be to this forward what it was to the last one.
         """
-        outside = int(self._outside * (live + dropped))
+        outside = int(self._outside * (live + dropped)) + self.before
         if isinstance(self.limit, float):
             return int(self.limit * (live + dropped + outside)) - outside
         return int(self.limit * (1 - margins.MODELLED)) - outside
 
     def limit_bytes(self) -> int | None:
-        """The limit in bytes; None for a fraction while the plain peak is not known."""
+        """What the step that runs may take; None for a fraction of a peak that is not known."""
+        if isinstance(self.limit, float) and self._plain_peak is None:
+            return None
+        return self._limit(self._plain_peak or 0, self.before)
+
+    def _limit(self, plain: int, before: int) -> int:
+        """Bytes that a step of this plain peak may take, of the whole limit what is left."""
         if isinstance(self.limit, int):
-            return self.limit
-        return None if self._plain_peak is None else int(self.limit * self._plain_peak)
+            return self.limit - before
+        return int(self.limit * (plain + before)) - before
 
     def backward_begins(self, decisions: StepDecisions) -> None:
         """Called at the first request of a backward, before it is answered."""
@@ -199,19 +246,32 @@ class Budget:
         observer = decisions.observer
         if decisions.ended or observer is None:
             return None
-        return self._refused.of(decisions.seen, observer.parameters)
+        return self._refused.of(decisions.seen, observer.parameters, observer.before)
 
     def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
         """A plan for the same step with gradients to allocate that were there when it was made."""
         graph = with_gradients(prepared.graph, appeared.values())
         limit = self.limit_bytes()
         assert limit is not None
-        margin = int(limit * (margins.MEASURED if prepared.measured else margins.MODELLED))
-        solution = solve(graph, limit, margin=margin)
         seen = prepared.seen
         seen = replace(seen, parameters={**seen.parameters, **appeared})
-        found = Prepared.of(solution.plan, graph, solution.peak, seen, prepared.measured)
-        self._remember(found)
+        return self._planned_again(graph, seen, limit, measured=prepared.measured)
+
+    def _fitting(self, prepared: Prepared) -> Prepared | None:
+        """This plan, or another for the step where those before it have left less room than they
+        had when it was made; None: it would not fit."""
+        limit = self._limit(prepared.plain_peak, self.before)
+        if self.before <= prepared.seen.before or prepared.peak <= limit:
+            return prepared
+        seen = replace(prepared.seen, before=self.before)
+        found = self._planned_again(prepared.graph, seen, limit, measured=prepared.measured)
+        return found if found.peak <= limit else None
+
+    def _planned_again(self, graph: Graph, seen: Seen, limit: int, *, measured: bool) -> Prepared:
+        margin = int(limit * (margins.MEASURED if measured else margins.MODELLED))
+        solution = solve(graph, limit, margin=margin)
+        found = Prepared.of(solution.plan, graph, solution.peak, seen, measured)
+        self._plans.add(found)
         return found
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
@@ -226,7 +286,7 @@ class Budget:
         plain = plain_peak(graph)
         if self._plain_peak is None:
             self._plain_peak = plain
-        limit = self.limit if isinstance(self.limit, int) else int(self.limit * plain)
+        limit = self._limit(plain, self.before)
         # A fraction of a peak that is only modelled is not refused before it is measured.
         strict = measured or isinstance(self.limit, int)
         graph = forward_over(graph)
@@ -234,7 +294,7 @@ class Budget:
         if found.result.peak > limit and strict:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again
-            raise refusal(graph, limit, found.retain, measured=measured)
+            raise self._refusing(graph, limit, found.retain, self.before, measured=measured)
         decisions.settle(found.retain)
 
     def _finish(self, decisions: StepDecisions) -> None:
@@ -260,7 +320,8 @@ class Budget:
     def _learn(self, observer: Observer) -> None:
         """Plan the next step from one that was watched."""
         if observer.timeline is not None:
-            self._measured = observer.timeline.peak, signatures_of(observer.ops)
+            peak = observer.timeline.peak + observer.before
+            self._measured = peak, signatures_of(observer.ops)
             self._learned += 1
         if not observer.requests:
             return
@@ -276,18 +337,26 @@ class Budget:
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._plain_peak = learned.plain_peak
         self._outside = learned.outside
-        limit = self.limit_bytes()
-        assert limit is not None
+        before = learned.seen.before
+        limit = self._limit(learned.plain_peak, before)
         search = partial(learned.solve, limit)
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if peak > limit and learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
-            self._refusal = refusal(graph, limit, plan.retain, measured=True, predicted=followed)
+            self._refusal = self._refusing(
+                graph, limit, plan.retain, before, measured=True, predicted=followed
+            )
             if self._ranks is None or ranks is not None:  # else the others would not know
                 self._refused.add(learned.seen, self._refusal)
             return
-        self._remember(learned.prepared(plan, peak))
+        self._plans.add(learned.prepared(plan, peak))
+
+    @staticmethod
+    def _refusing(
+        graph: Graph, limit: int, retain: Sequence[int], before: int, **known: Any
+    ) -> BudgetError:
+        return refusal(graph, limit + before, retain, before=before, **known)
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
@@ -301,27 +370,19 @@ class Budget:
         refused, self._refusal = self._refusal, None
         ranks.refuse_together(refused)
 
-    def _remember(self, prepared: Prepared) -> None:
-        others = [p for p in self._prepared if p.signatures != prepared.signatures]
-        self._prepared = [prepared, *others][:_PLANS_KEPT]
-
     def matching(self, seen: list[Signature], *, whole: bool) -> Prepared | None:
         """A plan for another step that began like this one, or that was the whole of it."""
-        count = len(seen)
-        for prepared in self._prepared:
-            if whole and prepared.seen.forward != count:
-                continue
-            if list(prepared.signatures[:count]) == seen:
-                self._prepared.remove(prepared)
-                self._prepared.insert(0, prepared)
-                self._plain_peak = prepared.plain_peak  # a fraction is one of this step's
-                self.limit_now = self.limit_bytes()
-                return prepared
-        return None
+        found = self._plans.of_step(seen, self._place, whole=whole)
+        if found is None:
+            return None
+        self._plain_peak = found.plain_peak  # a fraction is one of this step's
+        self.limit_now = self.limit_bytes()
+        return self._fitting(found)
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward."""
-        if not isinstance(self.limit, int) or live + need <= self.limit:
+        before = self.before
+        if not isinstance(self.limit, int) or live + need <= self.limit - before:
             return
         least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
         if observer.last_save:
@@ -332,8 +393,9 @@ class Budget:
         count = len(observer.ops)
         # The less is known, the more is added: else each attempt gets a few operations further.
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
-        named = int((least + rest + to_come) / (1 - margins.MODELLED))
-        raise too_small(name, live, need, self.limit, count, least + to_come, named)
+        named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
+        least += to_come + before
+        raise too_small(name, live, need, self.limit, count, least, named, before)
 
     def gradients_to_come(self, observer: Observer) -> int:
         """Bytes of gradients known to be allocated that no operation so far has asked for."""
@@ -352,11 +414,12 @@ class Budget:
         alike = last is not None and measured is not None and tuple(last.seen) == whose
         if not (alike or isinstance(self.limit, int)):
             measured = None  # a fraction gives each step its own limit
+        limit = self.limit_bytes()
         return BudgetReport(
-            limit=self.limit_bytes(),
-            planned_peak=None if prepared is None else prepared.peak,
+            limit=None if limit is None else limit + self.before,
+            planned_peak=None if prepared is None else prepared.peak + self.before,
             measured_peak=measured,
-            plain_peak=self._plain_peak,
+            plain_peak=None if self._plain_peak is None else self._plain_peak + self.before,
             kept_bytes=kept,
             recomputed_bytes=recomputed,
             recorded_operations=0 if last is None else last.operations,

@@ -125,6 +125,13 @@ class StepDecisions:
         self._made.clear()
         self.anchors.settle()
 
+    def drop_replayed(self) -> None:
+        """What its backward has made again, of a graph that is retained, can be made once more."""
+        made = self._made.alive() if self.observer is None else self.observer.alive()
+        for value in made:
+            if value.op is not None:
+                value.held = None
+
     def stop_measuring(self) -> None:
         if self.observer is not None:
             self.observer.stop_measuring()
@@ -305,8 +312,11 @@ class StepDecisions:
         self.ended = True
         if self.observer is not None:
             self.observer.mark_end()
-        if self.tape is not None and self.tape.recorder is not None:
-            self.tape.recorder.paused = False
+        recorder = None if self.tape is None else self.tape.recorder
+        if recorder is not None:
+            self._on_our_own()
+            self._room = None
+            recorder.over(self.owner.next_step)
 
     def complete(self) -> None:
         """Backward begins: is the forward that ran the whole of the planned one?"""
@@ -339,6 +349,8 @@ class StepDecisions:
                 self._handles.alive(),
                 None if self.tape is None else self.tape.recorder,
             )
+            self.observer.place = self.prepared.seen.place
+            self.observer.before = self.owner.before
         return self.observer
 
     @property

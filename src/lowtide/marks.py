@@ -171,12 +171,18 @@ class CudaCounters:
         then(Timeline(self._levels[:-1], self._peaks, self._levels[-1]))
 
 
+def cuda_device(device: torch.device | None) -> torch.device | None:
+    """The CUDA device on which a budget for `device` counts; None: it counts on the CPU."""
+    if device is None and _compat.cuda_in_use():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device if device is not None and device.type == "cuda" else None
+
+
 def start_marks(device: torch.device | None) -> Marks | None:
     """Begin to measure; None where another profiler is in the way."""
-    if device is None and _compat.cuda_in_use():
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device is not None and device.type == "cuda":
-        return CudaCounters(device)
+    cuda = cuda_device(device)
+    if cuda is not None:
+        return CudaCounters(cuda)
     around = recording_on_this_thread()
     if around is not None:
         return SharedEvents(around)

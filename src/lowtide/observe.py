@@ -42,6 +42,10 @@ class Seen:
     """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
     forward: int
     """Operations before backward began."""
+    place: int = 0
+    """Among the steps of its context, see `lowtide.known_plans`."""
+    before: int = 0
+    """Bytes that those before it had left in memory."""
 
     def appeared(self) -> dict[int, tuple[int, int]]:
         """Leaves that had a gradient in this step and have none now: it will be allocated."""
@@ -59,6 +63,7 @@ class Observer:
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
         self.memory = memory
         self.earlier = earlier  # operations of the step before, whose times count as well
+        self.place = self.before = 0  # as in `Seen`
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
@@ -121,6 +126,8 @@ class Observer:
             dict(self.parameters),
             dict(self.leaves),
             self._forward,
+            self.place,
+            self.before,
         )
 
     # ------------------------------------------------------------------ forward

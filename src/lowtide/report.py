@@ -85,13 +85,14 @@ def logged(report: BudgetReport) -> dict[str, int]:
 
 
 def too_small(
-    name: str, live: int, need: int, limit: int, count: int, least: int, named: int
+    name: str, live: int, need: int, limit: int, count: int, least: int, named: int, before: int
 ) -> BudgetError:
-    """Nothing is left to drop at an operation of a forward that is not planned yet."""
+    """Nothing is left to drop at an operation of a forward that is not planned yet. All but `live`
+    and `need` count what earlier steps have left, `before`."""
     making = f", and it allocates {format_bytes(need)}" if need else ""
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}: at operation {count} of the forward "
-        f"({name}), {format_bytes(live)} are allocated of which nothing more can be "
+        f"the step does not fit in {format_bytes(limit)}{_left(before)}: at operation {count} of "
+        f"the forward ({name}), {format_bytes(live)} are allocated of which nothing more can be "
         f"dropped{making}. What has run so far needs at least {format_bytes(least)} with its "
         "backward; the rest of the step is not known yet. A limit that gets past it, with room "
         f"for the rest, is {named} bytes ({format_bytes(named)}). Use a smaller batch or a larger "
@@ -101,17 +102,34 @@ def too_small(
     )
 
 
+def _left(before: int) -> str:
+    """What there is to say of the steps before this one."""
+    if not before:
+        return ""
+    return (
+        f", of which earlier steps of the same context have left {format_bytes(before)} in memory"
+    )
+
+
 def refusal(
-    graph: Graph, limit: int, retain: Sequence[int], *, measured: bool, predicted: int | None = None
+    graph: Graph,
+    limit: int,
+    retain: Sequence[int],
+    *,
+    measured: bool,
+    predicted: int | None = None,
+    before: int = 0,
 ) -> BudgetError:
     """A known step whose smallest reachable peak, that of this plan, is above the limit.
 
-    `predicted`: the peak that a dry run told of the plan that was followed.
+    `predicted`: the peak that a dry run told of the plan that was followed. `before`: bytes that
+    earlier steps of the same context have left; they count for the limit.
     """
     result = Simulator(graph).run(retain)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps is kept by doing nothing
         minimum = min(minimum, max(plain_peak(graph), result.peak))
+    minimum += before
     known = ""
     if graph.events and not measured:
         known = " The memory of its backward is computed from sizes so far."
@@ -136,8 +154,8 @@ def refusal(
         maker = graph.ops[graph.values[graph.events[index].value].producer]
         where = f"the backward that reads the output of {maker.name}"
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}. The smallest limit that would do is "
-        f"{minimum} bytes ({format_bytes(minimum)}): at its peak stands {where}, with "
+        f"the step does not fit in {format_bytes(limit)}{_left(before)}. The smallest limit that "
+        f"would do is {minimum} bytes ({format_bytes(minimum)}): at its peak stands {where}, with "
         f"{format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
         f"kernel workspace{named}.{known} Use a smaller batch or a larger limit.",

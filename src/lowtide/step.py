@@ -96,6 +96,24 @@ class Recording:
         self._recorder = _open.recorder = recorder
         return self.tape
 
+    @property
+    def recorder(self) -> Recorder:
+        assert self._recorder is not None
+        return self._recorder
+
+    @property
+    def at_its_root(self) -> bool:
+        """Whether no nested region is open."""
+        return self.recorder.region is self.tape.root
+
+    def renew(self, decisions: Decisions, *, timed: bool) -> Tape:
+        """Record onto a tape of its own what comes from here on."""
+        self.tape.recorder = None
+        self.tape = Tape(decisions, Region(None, None), timed=timed)
+        self.recorder.begin(self.tape)
+        self.tape.recorder = self.recorder
+        return self.tape
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

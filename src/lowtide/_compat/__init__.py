@@ -19,6 +19,7 @@ import torch
 
 from lowtide._compat.autograd import (
     gradient_of_part,
+    in_backward,
     in_functorch,
     leaf_of,
     leaves_behind,
@@ -85,6 +86,7 @@ __all__ = [
     "forward_pre_hooks",
     "gradient_of_part",
     "has_own_dispatch",
+    "in_backward",
     "in_functorch",
     "inner_tensors",
     "is_compiled_module",

@@ -36,6 +36,11 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def in_backward() -> bool:
+    """Whether a backward runs on this thread; torch's own checkpoint asks in the same way."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def newest_node() -> int:
     """The number that autograd gave the node it made last on this thread.
 

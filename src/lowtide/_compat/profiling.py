@@ -18,6 +18,8 @@ from torch._C import _autograd as _bindings
 from torch._C import _profiler as _kinds
 from torch.autograd import profiler as _profiler
 
+from lowtide._compat.autograd import in_backward
+
 # torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
 # counter for the CPU.
 _ACTIVITIES = {_kinds.ProfilerActivity.CPU}
@@ -35,15 +37,10 @@ class _Untouched:
     """
 
     def __init__(self) -> None:
-        self.outside = not _in_backward()
+        self.outside = not in_backward()
 
     def __bool__(self) -> bool:
         return False
-
-
-def _in_backward() -> bool:
-    """Whether a backward runs on this thread; torch's own checkpoint asks in the same way."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _OfThread(threading.local):
@@ -71,7 +68,7 @@ def profiler_is_a_copy() -> bool:
     Stopped in there, it would be on again after the backward, with no recorder behind it.
     """
     token = profiler_token.token
-    return token is not None and token.outside and _in_backward()
+    return token is not None and token.outside and in_backward()
 
 
 def profiler_on_this_thread() -> bool:

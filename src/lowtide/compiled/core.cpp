@@ -23,6 +23,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->script);
   Py_VISIT(state->made);
   Py_VISIT(state->handles);
+  Py_VISIT(state->next_step);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -40,6 +41,7 @@ int clear(PyObject* self) {
   Py_CLEAR(state->script);
   Py_CLEAR(state->made);
   Py_CLEAR(state->handles);
+  Py_CLEAR(state->next_step);
   return 0;
 }
 
@@ -89,6 +91,7 @@ PyMemberDef state_members[] = {
     {"script", T_OBJECT, offsetof(State, script), 0, nullptr},
     {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
     {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
+    {"next_step", T_OBJECT, offsetof(State, next_step), 0, nullptr},
     {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
     {"numbers", T_LONGLONG, offsetof(State, numbers), 0, nullptr},

@@ -27,7 +27,7 @@ inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.r
 
 inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
   const at::Tensor& tensor = THPVariable_Unpack(wrapped);
-  if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0) {
+  if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0 || !is_none(state->next_step)) {
     return call_python_pack(state, wrapped);
   }
   Owned key = key_of(tensor), owner;

@@ -195,6 +195,34 @@ inline void run_unrecorded(
   add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
 }
 
+// Whether a call may write what somebody watches: where that cannot be told at a glance it may.
+inline bool may_write_watched(const Fact& fact, const c10::OperatorHandle& op, const Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const c10::IValue* values = stack.data() + stack.size() - arguments.size();
+  if (fact.mean >= 0) return true;
+  for (int place : fact.writes) {
+    if (place < 0 || arguments[place].kwarg_only() || !values[place].isTensor()) return true;
+    const at::Tensor& tensor = values[place].toTensor();
+    if (!tensor.defined() || !is_ordinary(tensor)) return true;
+    if (watched->storages.find(key_number(tensor)) != watched->storages.end()) return true;
+  }
+  return false;
+}
+
+// Run what follows a backward inside of the recording; false if Python has to look closer.
+inline bool run_between(
+    State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+    Stack* stack) {
+  if (fact.opaque || may_write_watched(fact, op, *stack)) return false;
+  if (fact.writes.empty()) {
+    run_unrecorded(state, op, keys, stack);
+  } else {
+    WithoutGil released;
+    run_below(op, keys, stack);
+  }
+  return true;
+}
+
 inline void look_for_freed(State* state) {
   static PyObject* name = interned("_look_for_freed");
   PyObject* arguments[] = {object_of(state), state->read};
@@ -217,9 +245,19 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
       look_for_freed(state);
     }
     if (fact->lazy_bits) state->lazy_bits = 1;
-    return run_below(op, keys, stack);
+    run_below(op, keys, stack);
+    if (state->paused && !fact->view && fact->writes.empty()) {  // only its bytes are counted
+      Gil gil;
+      Made none;
+      add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
+    }
+    return;
   }
   Gil gil;
+  if (!is_none(state->next_step)) {
+    if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
+    return;
+  }
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !fact->chunks && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !(fact->casts_inside && casting()) &&

@@ -35,6 +35,7 @@ struct State {
   PyObject* script;   // the plan to follow, or none
   PyObject* made;     // where to note what was made while it is followed: a `WeakList`
   PyObject* handles;  // and what autograd got
+  PyObject* next_step;  // to be called before autograd saves anything more, or none
   long long sequence, numbers, group;
   long long limit;  // bytes that may be alive while the script is followed, -1: any
   char lazy_bits, paused, asks, timed;

@@ -46,6 +46,8 @@ class Recorder(Writes, _compat.Mode):
 
     Attributes:
         unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
+        next_step: called before autograd saves anything more, where a backward has ended what was
+            recorded so far. It may call `begin` with another tape.
     """
 
     unpack: Callable[[Any], Any]
@@ -53,6 +55,10 @@ class Recorder(Writes, _compat.Mode):
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
+        self.begin(tape)
+
+    def begin(self, tape: Tape) -> None:
+        """Record onto this tape, as if nothing had been recorded before."""
         Writes.__init__(self, tape)
         self.tape = tape
         self.decisions = tape.decisions
@@ -60,6 +66,7 @@ class Recorder(Writes, _compat.Mode):
         self.cuda = _compat.cuda_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
+        self.next_step: Callable[[], None] | None = None
         self.paused = False  # a backward runs inside the recording
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.cuda
@@ -78,10 +85,14 @@ class Recorder(Writes, _compat.Mode):
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self.paused and not facts.view and not facts.writes:
+                self._register(None, result, [])  # only its bytes are counted
+            return result
         if (
             facts.opaque
             or facts.casts_inside
+            or self.next_step is not None
             or (types and any(map(_compat.has_own_dispatch, types)))
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
@@ -340,10 +351,17 @@ class Recorder(Writes, _compat.Mode):
                     self._hold(entry, value, tensor)
 
     def pause(self) -> None:
-        """A backward begins inside the recording. What is known is forgotten, for a table that
-        leads to the loss would keep every value that the loss was made from."""
+        """A backward begins inside the recording. The values are forgotten, for a table that leads
+        to the loss would keep every value that the loss was made from; not the storages, whose
+        bytes are counted for as long as they are there."""
         self.paused = True
-        self.table.clear()
+        for entry in list(self.table.values()):  # storages go with their values
+            entry.value = None
+
+    def over(self, next_step: Callable[[], None]) -> None:
+        """That backward has ended. Nobody wants to know what follows, up to the next step."""
+        self.paused = False
+        self.next_step = next_step
 
     def close(self) -> None:
         """Forget the table; values live on as long as handles need them.
@@ -356,6 +374,8 @@ class Recorder(Writes, _compat.Mode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Saved-tensor hook: a handle in place of the tensor."""
+        if self.next_step is not None:
+            self.next_step()
         entry = self.entry_of(tensor)
         if entry is None or (self._lazy_bits and needs_care(tensor)):
             return self._kept(tensor)

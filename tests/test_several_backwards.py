@@ -1,0 +1,284 @@
+"""Rule 13 where backward runs several times inside one context: each ends a step, and they share
+one limit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, BATCH = 128, 1024
+Context = contextlib.AbstractContextManager[object]
+
+
+def deep(inside: int = WIDTH, outside: int = WIDTH, depth: int = 6) -> nn.Module:
+    layers: list[nn.Module] = [nn.Linear(inside, WIDTH)]
+    for _ in range(depth - 1):
+        layers += [nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(WIDTH, outside))
+
+
+class Attack:
+    """Training on what an attack has made of the input: one gradient of the input after another."""
+
+    def __init__(self) -> None:
+        self.model = deep()
+        self.x = torch.randn(BATCH, WIDTH)
+        self.parts = [self.model]
+
+    def step(self) -> Tensor:
+        x = self.x.clone()
+        for _ in range(3):
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.model(x).square().mean(), x)
+            x = x + 0.01 * slope.sign()
+        loss: Tensor = self.model(x.detach()).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+class Adversaries:
+    """A GAN: two networks, two optimizers, each of which steps in between."""
+
+    def __init__(self) -> None:
+        self.maker, self.judge = deep(), deep(outside=1)
+        self.optimizers = [
+            torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.maker, self.judge)
+        ]
+        self.real, self.noise = torch.randn(2, BATCH, WIDTH)
+        self.parts = [self.maker, self.judge]
+
+    def step(self) -> Tensor:
+        made, judged = self.optimizers
+        judged.zero_grad()
+        fake = self.maker(self.noise)
+        lost = F.softplus(-self.judge(self.real)) + F.softplus(self.judge(fake.detach()))
+        lost.mean().backward()
+        judged.step()
+        made.zero_grad()
+        fooled = F.softplus(-self.judge(self.maker(self.noise))).mean()
+        fooled.backward()
+        made.step()
+        return torch.stack([lost.detach().mean(), fooled.detach()])
+
+
+class Sharpness:
+    """Sharpness-aware minimization: the gradient at the worst point nearby."""
+
+    def __init__(self) -> None:
+        self.model = deep()
+        self.x = torch.randn(BATCH, WIDTH)
+        self.parts = [self.model]
+
+    def step(self) -> Tensor:
+        self.model(self.x).square().mean().backward()
+        with torch.no_grad():
+            for p in self.model.parameters():
+                assert p.grad is not None
+                p.add_(p.grad.sign(), alpha=1e-3)
+        climbed = [p.grad.sign() for p in self.model.parameters() if p.grad is not None]
+        self.model.zero_grad()
+        loss: Tensor = self.model(self.x).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for p, up in zip(self.model.parameters(), climbed, strict=True):
+                p.sub_(up, alpha=1e-3)
+        return loss.detach()
+
+
+class Accumulation:
+    """Four small batches: from the second on their gradients are there."""
+
+    def __init__(self) -> None:
+        self.model = deep()
+        self.batches = torch.randn(4, BATCH, WIDTH)
+        self.parts = [self.model]
+
+    def step(self) -> Tensor:
+        losses = []
+        for x in self.batches:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+class TwoHeads:
+    """The second backward goes through what the first has gone through, and was kept for it."""
+
+    def __init__(self) -> None:
+        self.body, self.first, self.second = deep(), deep(depth=2), deep(depth=2)
+        self.x = torch.randn(BATCH, WIDTH)
+        self.parts = [self.body, self.first, self.second]
+
+    def step(self) -> Tensor:
+        features = self.body(self.x)
+        one = self.first(features).square().mean()
+        one.backward(retain_graph=True)
+        two = self.second(features).abs().mean()
+        two.backward()
+        return torch.stack([one.detach(), two.detach()])
+
+
+class Adapted:
+    """Meta-learning to first order: the loss of parameters that gradients have moved."""
+
+    def __init__(self) -> None:
+        self.model = deep()
+        self.x, self.y = torch.randn(2, BATCH, WIDTH)
+        self.parts = [self.model]
+
+    def step(self) -> Tensor:
+        names = [name for name, _ in self.model.named_parameters()]
+        moved = dict(self.model.named_parameters())
+        for _ in range(2):
+            loss = torch.func.functional_call(self.model, moved, self.x).square().mean()
+            slopes = torch.autograd.grad(loss, [moved[name] for name in names])
+            moved = {
+                name: moved[name] - 0.01 * slope for name, slope in zip(names, slopes, strict=True)
+            }
+        loss = torch.func.functional_call(self.model, moved, self.y).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+LOOPS: list[Callable[[], Attack | Adversaries | Sharpness | Accumulation | Adapted]] = [
+    Attack,
+    Adversaries,
+    Sharpness,
+    Accumulation,
+    Adapted,
+]
+
+
+def train(
+    make: Callable[[], object], context: Callable[[], Context], steps: int = 4
+) -> tuple[list[int], list[Tensor]]:
+    """Peaks of the steps in bytes, and everything that came out of them."""
+    torch.manual_seed(0)
+    loop = make()
+    peaks, out = [], []
+
+    def step() -> None:
+        with context():
+            out.append(loop.step())  # type: ignore[attr-defined]
+
+    for _ in range(steps):
+        for part in loop.parts:  # type: ignore[attr-defined]
+            part.zero_grad()
+        peaks.append(lowtide.measure(step, device="cpu").peak_bytes)
+        for part in loop.parts:  # type: ignore[attr-defined]
+            out += [p.grad.clone() for p in part.parameters() if p.grad is not None]
+            out += [p.detach().clone() for p in part.parameters()]
+    return peaks, out
+
+
+@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize("share", [0.8, 0.95])
+def test_one_limit_for_all_of_them(make: Callable[[], object], share: float) -> None:
+    plain, expected = train(make, contextlib.nullcontext)
+    limit = int(share * max(plain))
+    budget = lowtide.budget(limit)
+    peaks, found = train(make, lambda: budget)
+    assert max(peaks) <= limit
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+    report = budget.report()
+    assert report.planned
+    if share < 0.9:
+        assert report.replayed_operations > 0
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_each_of_them_is_a_step_with_a_plan(make: Callable[[], object]) -> None:
+    plain, _ = train(make, contextlib.nullcontext, 1)
+    steps = {Attack: 4, Accumulation: 4, Adapted: 3}.get(make, 2)  # type: ignore[call-overload]
+    budget = lowtide.budget(int(0.9 * plain[0]))
+    train(make, lambda: budget, 1)
+    assert budget.report().steps == steps
+    assert not budget.report().planned
+    train(make, lambda: budget, 2)
+    assert budget.report().steps == 3 * steps
+    assert budget.report().planned
+
+
+def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
+    plain, expected = train(TwoHeads, contextlib.nullcontext)
+    budget = lowtide.budget(max(plain))
+    peaks, found = train(TwoHeads, lambda: budget)
+    assert max(peaks) <= max(plain)
+    assert all(map(torch.equal, expected, found))
+    tight = lowtide.budget(int(0.8 * max(plain)))
+    with pytest.raises(lowtide.BudgetError, match="earlier steps of the same context have left 9"):
+        train(TwoHeads, lambda: tight)
+
+
+def test_a_whole_loop_in_one_context() -> None:
+    """Its steps are planned, and nothing of them is left but gradients and optimizer states."""
+
+    def loop(context: Context) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = deep(), torch.randn(BATCH, WIDTH)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        losses = []
+        with context:
+            for _ in range(30):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        return losses
+
+    out = []
+    plain = lowtide.measure(lambda: out.extend(loop(contextlib.nullcontext())), device="cpu")
+    limit = int(0.8 * plain.peak_bytes)
+    budget = lowtide.budget(limit)
+    found = lowtide.measure(lambda: out.extend(loop(budget)), device="cpu")
+    assert found.peak_bytes <= limit
+    assert all(map(torch.equal, out[:30], out[30:]))
+    assert budget.report().steps == 30
+
+
+def test_what_an_optimizer_does_after_backward_is_no_part_of_the_step() -> None:
+    torch.manual_seed(0)
+    model, x = deep(), torch.randn(BATCH, WIDTH)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    budget = lowtide.budget(0.8)
+    for _ in range(3):
+        with budget:
+            model(x).square().mean().backward()
+            forward = budget._active[-1].operations
+            optimizer.step()
+            optimizer.zero_grad()
+        assert budget.report().recorded_operations == forward
+
+
+def test_a_backward_in_a_nested_region_ends_no_step() -> None:
+    """A region is a part of the tape that stands around it."""
+
+    def inside(model: nn.Module, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).square().mean(), x, retain_graph=True)
+        out: Tensor = model(x + slope)
+        return out
+
+    def step(context: Context) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = deep(), torch.randn(BATCH, WIDTH, requires_grad=True)
+        with context:
+            loss = lowtide.checkpoint(inside, model, x).square().mean()
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = step(contextlib.nullcontext())
+    budget = lowtide.budget(0.9)
+    for _ in range(3):
+        assert all(map(torch.equal, expected, step(budget)))
