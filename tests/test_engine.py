@@ -55,8 +55,8 @@ class Told(RegionDecisions):
         outputs = [(place, weak().number) for place, weak in op.outputs]  # type: ignore[union-attr]
         self.lines.append(
             (op.facts.name, op.sequence, op.grad_mode, op.ambient, op.default_dtype, op.threads,
-             reads, constants, writes, outputs, [(v.number, v.nbytes) for v in made], len(op.draws),
-             len(args), sorted(kwargs))
+             op.flushes, reads, constants, writes, outputs,
+             [(v.number, v.nbytes) for v in made], len(op.draws), len(args), sorted(kwargs))
         )  # fmt: skip
 
     def packed(self, handle: Any, value: Value) -> None:

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf
+from lowtide import replay
+from lowtide._compat import switches
+from lowtide.tape.values import Operation
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -178,6 +181,26 @@ def _without_onednn(x: Tensor) -> Tensor:
         off.__exit__(None, None, None)
 
 
+def _activation_without_onednn(x: Tensor) -> Tensor:
+    points = x.sin()[:, None] * torch.linspace(-4, 4, 500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        off = torch.backends.mkldnn.flags(enabled=False)
+        off.__enter__()
+    try:
+        return F.gelu(points).sin().exp()
+    finally:
+        off.__exit__(None, None, None)
+
+
+def _flushing_denormals(x: Tensor) -> Tensor:
+    assert torch.set_flush_denormal(True)
+    try:
+        return ((x.sin() * 1e-20) * 1e-20 * 1e20 * 1e20).cos().exp()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def _math_attention(x: Tensor) -> Tensor:
     q = x.reshape(1, 1, 2, 4).sin()
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
@@ -223,8 +246,8 @@ def _device_context(x: Tensor) -> Tensor:
 
 
 STATES = [
-    _with_default_dtype, _without_onednn, _math_attention, _deterministic, _autocast,
-    _function_mode, _device_context,
+    _with_default_dtype, _without_onednn, _activation_without_onednn, _flushing_denormals,
+    _math_attention, _deterministic, _autocast, _function_mode, _device_context,
 ]  # fmt: skip
 
 
@@ -242,7 +265,38 @@ def test_state_that_stands_only_in_the_forward(
         assert replayed.operations > 0
     assert torch.get_default_dtype() is torch.float32
     assert torch.backends.mkldnn.enabled
+    assert not switches.flushes_denormals()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_what_multiplies_matrices_inside_remembers_the_switches() -> None:
+    # the bits of a distance depend on the precision of float32 products, where a CPU has others
+    points = leaf(64, 8)
+    seen: list[Operation] = []
+    replay.listeners.append(seen.extend)
+    try:
+        lowtide.checkpoint(lambda: torch.cdist(points.sin(), points).sin()).sum().backward()
+    finally:
+        replay.listeners.remove(seen.extend)
+    distances = [op for op in seen if op.facts.name == "aten::_euclidean_dist"]
+    assert distances
+    assert all(op.ambient is not None for op in distances)
+
+
+@every_way
+def test_denormals_that_are_flushed_only_in_the_backward(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        y = way(lambda x: ((x.sin() * 1e-20) * 1e-20 * 1e20 * 1e20).cos().exp(), x).sum()
+        torch.set_flush_denormal(True)
+        try:
+            y.backward()
+            assert switches.flushes_denormals()
+        finally:
+            torch.set_flush_denormal(False)
+        return [y, x.grad]
+
+    check(scenario, way)
 
 
 @every_way

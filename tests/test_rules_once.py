@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf
+from lowtide import backward
+from lowtide.tape.operators import facts_of
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -229,3 +231,36 @@ def test_a_backward_leaves_the_generator_as_replay_found_it() -> None:
         y.sum().backward()
     assert replayed.operations > 0
     assert torch.equal(before, torch.get_rng_state())
+
+
+def _noise_of_no_device(h: Tensor) -> Tensor:
+    """As TorchScript calls them; Python's `torch.rand` says where."""
+    first, second = torch.ops.aten.rand.default, torch.ops.aten.randn.default
+    return (h * (first([64, 64]) + second([64, 64]))).tanh()
+
+
+def test_the_room_for_a_draw_is_found_out_without_drawing() -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(64, 64)
+        found: list[Tensor | None] = []
+        for _ in range(3):
+            found += gradients(way(lambda: _noise_of_no_device(x.sin()).exp().sin().sum()), x)
+        return found
+
+    budget = lowtide.budget(0.9)
+
+    def tight(function: Any, *args: Any) -> Any:
+        with budget:
+            return function(*args)
+
+    replayed = check(scenario, tight)
+    assert replayed.operations > 0
+
+
+def test_the_cost_of_the_backward_of_a_draw_is_found_out_without_drawing() -> None:
+    state = torch.get_rng_state()
+    rand = torch.ops.aten.rand.default
+    call = backward.describe(facts_of(rand), ([8],), {}, "cpu")
+    assert call is not None
+    assert backward.costs([call])[call] is not None
+    assert torch.equal(torch.get_rng_state(), state)

@@ -130,6 +130,8 @@ def _run(call: Call) -> Cost:
     build = functools.partial(_build, wanted, bool(facts_of(call.func).writes))
     args = [build(a) for a in call.args]
     kwargs = {name: build(a) for name, a in call.kwargs}
+    if facts_of(call.func).places:  # left out, it is a real one: memory, and draws for good
+        kwargs["device"] = torch.device("meta")
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):

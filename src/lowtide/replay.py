@@ -160,6 +160,7 @@ def run(
         or op.stream is not None
         or op.default_dtype is not torch.get_default_dtype()
         or op.threads != torch.get_num_threads()
+        or op.flushes is not switches.flushes_denormals()
         or (op.ambient is not None and op.ambient != now)
     ):
         result = _under_recorded_state(op, args, kwargs, now)
@@ -217,6 +218,10 @@ def _under_recorded_state(
         if op.threads != threads:
             torch.set_num_threads(op.threads)
             stack.callback(torch.set_num_threads, threads)
+        flushes = switches.flushes_denormals()
+        if op.flushes is not flushes:
+            torch.set_flush_denormal(op.flushes)
+            stack.callback(torch.set_flush_denormal, flushes)
         if op.stream is not None:
             stack.enter_context(_compat.on_stream(op.stream))
         if op.draws:

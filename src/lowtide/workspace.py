@@ -2,7 +2,7 @@
 
 Problem: a convolution may allocate many times its output as workspace, unseen by anything but the
 allocator; before a step has been measured a limit must be kept all the same. Invariant: estimates
-err to the high side, and are used only until there is a measurement. Imports torch. Rejected:
+err to the high side, and are used only until there is a measurement. Imports operators. Rejected:
 ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.convolution import convolution_workspace, padded, unfolded
+from lowtide.tape.operators import facts_of
 
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
@@ -239,7 +240,10 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     try:
-        result = func(*[_meta(a) for a in args], **{k: _meta(a) for k, a in kwargs.items()})
+        named = {name: _meta(a) for name, a in kwargs.items()}
+        if facts_of(func).places:  # left out, it is a real one: memory, and draws for good
+            named["device"] = torch.device("meta")
+        result = func(*[_meta(a) for a in args], **named)
         given = {id(t) for t in tensors}
         return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
     except Exception:  # any operator may refuse meta tensors, each in its own way

@@ -8,6 +8,7 @@ devices. Rejected: saving those switches alone that a program changed, which not
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ _PRECISIONS = (
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
+_SMALLEST_NORMAL = sys.float_info.min
 _precision_of = _C._get_fp32_precision_getter
 
 
@@ -39,6 +41,11 @@ def ambient() -> tuple[Any, ...]:
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
         _cuda_switches() if devices.cuda_seen else None,
     )
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for zero; torch sets that, and cannot say it."""
+    return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
 def _or_none(get: Callable[[], Any]) -> Any:

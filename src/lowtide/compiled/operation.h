@@ -70,6 +70,7 @@ struct Operation : Record {
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
   int threads = 0;  // within operations
+  bool flushes = false;  // denormal numbers to zero
   c10::OperatorHandle op;
   c10::SmallVector<c10::IValue, 4> arguments;
   c10::SmallVector<Input, 3> inputs;
@@ -362,6 +363,7 @@ inline PyGetSetDef operation_getset[] = {
     {"seconds", operation_seconds, nullptr},
     {"sequence", get_number<Operation, &Operation::sequence>, nullptr},
     {"grad_mode", get_flag<Operation, &Operation::grad_mode>, nullptr},
+    {"flushes", get_flag<Operation, &Operation::flushes>, nullptr},
     {}};
 
 inline PyMethodDef operation_methods[] = {

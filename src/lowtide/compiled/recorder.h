@@ -105,6 +105,7 @@ inline bool run_recorded(
     made->grad_mode = c10::GradMode::is_enabled();
     made->default_dtype = c10::get_default_dtype_as_scalartype();
     made->threads = at::get_num_threads();
+    made->flushes = flushes_denormals();
     if (fact.ambient) made->ambient = Py_NewRef(ambient_now());
     if (auto stream = stream_of(*stack, count)) made->own_rare().stream = stream;
   }

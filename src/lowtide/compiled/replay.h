@@ -238,6 +238,7 @@ class Replay {
       RestoredGenerator generator(op->rare().drawn);
       RestoredDtype dtype(op->default_dtype);
       RestoredThreads threads(op->threads);
+      RestoredFlushing flushing(op->flushes);
       WithoutGil released;
       op->op.callBoxed(&stack);
     }

@@ -14,6 +14,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
+#include <limits>
 
 namespace lowtide {
 
@@ -59,6 +60,28 @@ inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
 }
 
 // ---------------------------------------------------------------------- global switches
+
+// `_compat.switches.flushes_denormals`: a flag of the processor, one for each thread.
+inline bool flushes_denormals() {
+  static const volatile double smallest_normal = std::numeric_limits<double>::min();
+  return smallest_normal * 0.5 == 0.0;
+}
+
+// That flag as an operation found it, and back.
+class RestoredFlushing {
+ public:
+  explicit RestoredFlushing(bool recorded) : before_(flushes_denormals()) {
+    changed_ = recorded != before_;
+    if (changed_) at::globalContext().setFlushDenormal(recorded);
+  }
+  ~RestoredFlushing() {
+    if (changed_) at::globalContext().setFlushDenormal(before_);
+  }
+
+ private:
+  bool before_;
+  bool changed_;
+};
 
 struct Switches {
   bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;

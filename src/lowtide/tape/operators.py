@@ -135,7 +135,8 @@ _CASTS_INSIDE = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
 _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
                   "bilinear", "index", "scatter", "gather", "cumsum", "upsample", "put", "sum",
                   "pool", "mv", "dot", "einsum", "fft", "linalg", "embedding", "norm", "mean",
-                  "softmax", "prod", "sort", "median", "kthvalue", "histc", "bincount")  # fmt: skip
+                  "softmax", "prod", "sort", "median", "kthvalue", "histc", "bincount",
+                  "gelu", "dist", "transformer")  # fmt: skip
 
 
 class Facts:
@@ -157,6 +158,7 @@ class Facts:
         lazy_bits: makes a tensor whose content is not just what is in its storage.
         ambient: consults global switches: a family of kernels, or a factory, whose ranges are
             counted from where each thread begins.
+        places: takes a device to make its results on.
         casts_inside: what it calls is cast where autocast is on, which a dispatch mode cannot see:
             not replayed in that case, in Python never (rule 5).
     """
@@ -173,6 +175,7 @@ class Facts:
         "lazy_bits",
         "name",
         "opaque",
+        "places",
         "placing",
         "random",
         "simple",
@@ -188,7 +191,7 @@ class Facts:
             self.name = str(func)
             self.lazy_bits = self.casts_inside = False
             self.view = self.random = self.blank = self.constant = False
-            self.placing = self.ambient = self.simple = self.chunks = False
+            self.placing = self.ambient = self.simple = self.chunks = self.places = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = True
@@ -227,6 +230,7 @@ class Facts:
             and self.statistics is None
             and not (self.casts_inside or self.chunks)
         )
+        self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lowtide import _compat
+from lowtide._compat.switches import flushes_denormals
 
 R = TypeVar("R", "Value", "Handle")
 
@@ -203,6 +204,7 @@ class Operation:
         ambient: the global switches that it ran under, or None (rule 5).
         default_dtype: in force when it ran; what any operator makes of integers depends on it.
         threads: how many it could use; where they divide it decides some of its bits.
+        flushes: whether its thread took denormal numbers for zero.
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
         stream: the CUDA stream it ran on, or None.
@@ -213,6 +215,7 @@ class Operation:
         "args",
         "default_dtype",
         "facts",
+        "flushes",
         "grad_mode",
         "kwargs",
         "outputs",
@@ -246,6 +249,7 @@ class Operation:
         self.ambient = ambient
         self.default_dtype = torch.get_default_dtype()
         self.threads = torch.get_num_threads()
+        self.flushes = flushes_denormals()
         self.outputs: list[tuple[int, weakref.ref[Value]]] = []
 
     def values(self) -> list[Value]:
