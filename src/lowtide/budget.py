@@ -18,6 +18,7 @@ import torch
 
 from lowtide import margins
 from lowtide.decide import StepDecisions, Tally
+from lowtide.effort import Effort
 from lowtide.errors import BudgetError, UsageError
 from lowtide.learned import Learned
 from lowtide.limits import parse_limit
@@ -59,7 +60,8 @@ class Budget:
         self._recording: Recording | None = None
         self._entered = False
         self._steps = 0
-        self._learned = 0  # steps whose memory was measured and planned from
+        self._effort = Effort()
+        self._freezes_inside = False  # parameters are frozen or unfrozen within a step
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._prepared: list[Prepared] = []  # most recently used first
         self._active: list[StepDecisions] = []  # steps whose backward is not over
@@ -98,9 +100,10 @@ class Budget:
             refused, self._refusal = self._refusal, None  # the step after that may be another one
             raise refused
         self.limit_now = self.limit_bytes()
-        observer = self._observer()
-        prepared = self._prepared[0] if self._prepared else None
-        decisions = StepDecisions(prepared, observer, self)
+        check_up = not self._steps % _MEASURE_EVERY
+        observer = self._observer(self._expected(), check_up)
+        prepared = self._expected()  # to begin to measure may bring what the last step measured
+        decisions = StepDecisions(prepared, observer, self, check_up=check_up)
         if observer is not None and observer.memory is not None:
             observer.memory.of_step(decisions.pending)
         learning = observer is not None
@@ -141,11 +144,18 @@ class Budget:
 
     # ------------------------------------------------------------------ a step's life
 
-    def _observer(self) -> Observer | None:
+    def _expected(self) -> Prepared | None:
+        """The plan that the step will most likely follow: the last one that was, for the leaves
+        that collect gradients now."""
+        for prepared in self._prepared:
+            if prepared.seen.current():
+                return prepared
+        return self._prepared[0] if self._prepared and self._freezes_inside else None
+
+    def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        known = bool(self._prepared) and self._prepared[0].measured
-        earlier = self._prepared[0].seen.ops if self._prepared else ()
-        if self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS:
+        earlier = prepared.seen.ops if prepared is not None else ()
+        if not check_up and not self._effort.to_measure(prepared, self._prepared):
             return Observer(None, earlier) if self._alike < _LEARNING_STEPS else None
         return Observer(start_marks(self.device), earlier)
 
@@ -175,6 +185,12 @@ class Budget:
             return
         decisions.complete()
         prepared = decisions.prepared
+        if (
+            prepared is None
+            and not decisions.switched
+            and self.matching(decisions.seen, whole=True)
+        ):
+            self._freezes_inside = True  # only when it began were the leaves not those of the plan
         if prepared is not None and not decisions.switched:
             appeared = prepared.seen.appeared()
             if not appeared:
@@ -210,7 +226,9 @@ class Budget:
         solution = solve(graph, limit, margin=margin)
         seen = prepared.seen
         seen = replace(seen, parameters={**seen.parameters, **appeared})
-        found = Prepared.of(solution.plan, graph, solution.peak, seen, prepared.measured)
+        found = Prepared.of(
+            solution.plan, graph, solution.peak, seen, prepared.measured, prepared.lessons
+        )
         self._remember(found)
         return found
 
@@ -251,27 +269,40 @@ class Budget:
         self._last = decisions
         decisions.let_go()
         self._alike = 0 if decisions.switched else self._alike + 1
+        if decisions.followed is not None:
+            self._effort.followed()
         observer = decisions.observer
         if observer is not None:
-            changed = decisions.prepared is None or decisions.switched
-            learn = changed or observer.memory is not None
-            observer.finish(self._learn if learn else _nothing)
+            observer.finish(partial(self._learn, decisions=decisions))
 
-    def _learn(self, observer: Observer) -> None:
+    def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
-        if observer.timeline is not None:
-            self._measured = observer.timeline.peak, signatures_of(observer.ops)
-            self._learned += 1
-        if not observer.requests:
+        timeline, followed = observer.timeline, decisions.followed
+        measured = timeline is not None
+        if timeline is not None:
+            self._measured = timeline.peak, signatures_of(observer.ops)
+        if not observer.requests or (followed is not None and not measured):
             return
-        measured, graph = observer.timeline is not None, observer.graph()
+        graph = observer.graph()
         if not measured:  # the loss of another step is the best guess
             graph = replace(graph, turn=int(self._outside * graph.saved))
-        learned = Learned(graph, observer.seen(), observer.ran, measured)
+        lessons = measured + (0 if followed is None else followed.lessons)
+        learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
-        else:
+        elif self._worth_planning(learned, decisions, timeline.peak if timeline else None):
             self._plan_next(learned)
+
+    def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
+        """Whether to plan steps like one whose peak, where it was measured, is this."""
+        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        limit = self.limit_bytes()
+        assert limit is not None
+        if decisions.check_up or (peak is not None and peak > limit):
+            return True
+        if decisions.followed is not None:
+            return self._effort.again(decisions.followed)
+        return self._effort.first(decisions.seen)
 
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._plain_peak = learned.plain_peak
@@ -305,11 +336,15 @@ class Budget:
         others = [p for p in self._prepared if p.signatures != prepared.signatures]
         self._prepared = [prepared, *others][:_PLANS_KEPT]
 
-    def matching(self, seen: list[Signature], *, whole: bool) -> Prepared | None:
+    def matching(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
         """A plan for another step that began like this one, or that was the whole of it."""
         count = len(seen)
         for prepared in self._prepared:
-            if whole and prepared.seen.forward != count:
+            if prepared is other_than or (whole and prepared.seen.forward != count):
+                continue
+            if not prepared.seen.current():
                 continue
             if list(prepared.signatures[:count]) == seen:
                 self._prepared.remove(prepared)
@@ -366,10 +401,6 @@ class Budget:
             planned=prepared is not None,
             measured_alike=alike,
         )
-
-
-def _nothing(observer: Observer) -> None:
-    """A step that went as planned teaches nothing."""
 
 
 def budget(
