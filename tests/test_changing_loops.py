@@ -205,3 +205,37 @@ def test_steps_that_never_come_again_are_not_planned_for_ever(planned: list[int]
     for _ in range(4):  # one that stays is planned all the same
         assert peak_of(model, torch.randint(100, (340,)), limit) <= share
     assert limit.report().planned
+
+
+# --- what follows a backward inside of the context ----------------------------------------------
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_an_optimizer_inside_of_the_context(clipped: bool, replayed: Callable[[], int]) -> None:
+    """What backward has freed is not counted when the optimizer allocates."""
+    x = torch.randint(100, (512,))
+    model, twin = Net(words=100), Net(words=100)
+    share = int(0.6 * peak_of(model, x))
+    model.zero_grad()
+    limit = lowtide.budget(share)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, twin)]
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        if clipped:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+    for _ in range(4):
+        with limit:
+            train(model, optimizers[0])
+        train(twin, optimizers[1])
+        assert same(
+            [p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()]
+        )
+    report = limit.report()
+    assert report.planned
+    assert report.measured_peak is not None
+    assert report.measured_peak <= share
+    assert replayed() > 0

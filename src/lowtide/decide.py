@@ -69,6 +69,7 @@ class StepDecisions:
         self.ended = False  # a backward has run to its end
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
+        self._freed = 0  # bytes that a backward inside of the context has let go
         self._event = [-1]  # the last of backward's requests for a recorded value
         self._made: WeakList[Value] = WeakList()  # what nobody observes, should it be needed
         self._settled: list[int] | None = None  # retention chosen at the start of backward
@@ -118,6 +119,8 @@ class StepDecisions:
     def forward_over(self) -> None:
         """The recording is closed."""
         self.anchors.forward_over()
+        if self.ended and self.observer is not None:
+            self.observer.mark_end()  # after a backward inside of the context, this is the end
         if self._follower is not None:
             self._follower.catch_up()
             self._on_our_own()
@@ -270,6 +273,11 @@ class StepDecisions:
         return prepared is None or prepared.choices[value.number] < 0
 
     def packed(self, handle: Handle, value: Value) -> None:
+        if self.ended and self._freed:
+            # Another forward in the same context. Its backward is not planned from what is held:
+            # what the one before has freed is left free for it.
+            self.live[0] += self._freed
+            self._freed = 0
         self._handles.append(handle)
         if self.observer is not None:
             self.observer.saved(value, handle)
@@ -292,6 +300,7 @@ class StepDecisions:
         if not self.begun:
             self.begun = True
             if recorder is not None:
+                self._freed = self.live[0]
                 recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
             if self.begun and self.observer is None:
@@ -318,6 +327,7 @@ class StepDecisions:
             self.observer.mark_end()
         if self.tape is not None and self.tape.recorder is not None:
             self.tape.recorder.paused = False
+            self._freed = max(0, self._freed - self.live[0])
 
     def complete(self) -> None:
         """Backward begins: is the forward that ran the whole of the planned one?"""

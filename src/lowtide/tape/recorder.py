@@ -340,10 +340,12 @@ class Recorder(Writes, _compat.Mode):
                     self._hold(entry, value, tensor)
 
     def pause(self) -> None:
-        """A backward begins inside the recording. What is known is forgotten, for a table that
-        leads to the loss would keep every value that the loss was made from."""
+        """A backward begins inside the recording. What is in each storage is forgotten, for a table
+        that leads to the loss would keep every value that the loss was made from; its bytes are
+        not, for they are live until it goes."""
         self.paused = True
-        self.table.clear()
+        for entry in tuple(self.table.values()):
+            entry.value = entry.weak = None
 
     def close(self) -> None:
         """Forget the table; values live on as long as handles need them.
