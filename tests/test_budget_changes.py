@@ -299,7 +299,7 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
         assert lowtide.measure(step, device="cpu").peak_bytes <= limit
         assert torch.equal(model.weight.grad, gradient)
     budget.report()
-    plan = budget._plans.at(0)
+    plan = budget._plans.expected(0)
     assert ANCHOR in plan.choices  # the product is held, which nobody saves
     assert budget._last is not None
     assert not budget._last.switched

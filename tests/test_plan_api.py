@@ -20,9 +20,9 @@ import lowtide
 from lowtide import BudgetError, Plan, UsageError
 from lowtide.dryrun import Dry
 from lowtide.frontier import curve_of
-from lowtide.observe import Seen
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
 from lowtide.plans import plan_step
+from lowtide.seen import Seen
 
 Step = Callable[[], Tensor]
 

@@ -66,7 +66,7 @@ def planned(model: nn.Module, limit: lowtide.Budget, steps: int) -> Graph:
     for _ in range(steps):
         step(model, limit)
     limit.report()
-    return limit._plans.at(0).graph
+    return limit._plans.expected(0).graph
 
 
 def seconds(graph: Graph, name: str) -> set[float]:
@@ -89,7 +89,7 @@ def test_one_slow_call_among_many_alike_changes_no_plan(timed: Callable[[Times],
     graph = planned(Tower(), disturbed, 1)
     assert slow
     assert seconds(graph, "gelu") == {1e-3}
-    assert disturbed._plans.at(0).plan.retain == even._plans.at(0).plan.retain
+    assert disturbed._plans.expected(0).plan.retain == even._plans.expected(0).plan.retain
 
 
 def test_a_call_unlike_others_has_its_own_time(timed: Callable[[Times], None]) -> None:

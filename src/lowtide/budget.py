@@ -22,12 +22,13 @@ import torch
 from lowtide import _compat, margins
 from lowtide.decide import StepDecisions, Tally
 from lowtide.earlier import Earlier
+from lowtide.effort import Effort
 from lowtide.errors import BudgetError, UsageError
 from lowtide.known_plans import PLACES, KnownPlans
 from lowtide.learned import Learned
 from lowtide.limits import parse_limit
 from lowtide.marks import start_marks
-from lowtide.observe import Observer, Seen
+from lowtide.observe import Observer
 from lowtide.planner import Graph, minimum, plain_peak, solve
 from lowtide.planner.resume import forward_over, from_held, with_margin
 from lowtide.plans import Plan
@@ -36,6 +37,7 @@ from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
 from lowtide.report import BudgetReport, refusal, too_small
+from lowtide.seen import Seen
 from lowtide.step import Recording, current_recorder, recordable
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ class Budget:
         self._recording: Recording | None = None
         self._entered = False
         self._steps = 0
-        self._learned = 0  # steps whose memory was measured and planned from
+        self._effort = Effort()
+        self._freezes_inside = False  # parameters are frozen or unfrozen within a step
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._plans = KnownPlans()
         self._earlier = Earlier(self.device)  # steps of this context that are over
@@ -120,15 +123,16 @@ class Budget:
         return self
 
     def _next_decisions(self) -> StepDecisions:
-        observer = self._observer(self._plans.at(self._place))
-        prepared = self._plans.at(self._place)  # to measure may have ended what brings a plan
+        check_up = not self._steps % _MEASURE_EVERY
+        observer = self._observer(self._expected(), check_up)
+        prepared = self._expected()  # to begin to measure may bring what the last step measured
         if prepared is not None:
             self._plain_peak = prepared.plain_peak
             prepared = self._fitting(prepared)
         if prepared is None and observer is None:
-            observer = self._observer(None)
+            observer = self._observer(None, check_up)
         self.limit_now = self.limit_bytes()
-        decisions = StepDecisions(prepared, observer, self)
+        decisions = StepDecisions(prepared, observer, self, check_up=check_up)
         if observer is not None and observer.memory is not None:
             observer.memory.of_step(decisions.pending)
         return decisions
@@ -179,13 +183,16 @@ class Budget:
         """Of the step that runs, among those of its context."""
         return min(self._earlier.steps, PLACES - 1)
 
-    def _observer(self, prepared: Prepared | None) -> Observer | None:
+    def _expected(self) -> Prepared | None:
+        """The plan that the step will most likely follow: the last one that was."""
+        return self._plans.expected(self._place, any_leaves=self._freezes_inside)
+
+    def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        known = prepared is not None and prepared.measured
-        earlier = prepared.seen.ops if prepared is not None else ()
-        measure = not (self._steps % _MEASURE_EVERY and known and self._learned >= _LEARNING_STEPS)
+        measure = check_up or self._effort.to_measure(prepared, self._plans)
         if not measure and self._alike >= _LEARNING_STEPS:
             return None
+        earlier = prepared.seen.ops if prepared is not None else ()
         observer = Observer(start_marks(self.device) if measure else None, earlier)
         observer.place, observer.before = self._place, self.before
         return observer
@@ -222,6 +229,12 @@ class Budget:
             return
         decisions.complete()
         prepared = decisions.prepared
+        if (
+            prepared is None
+            and not decisions.switched
+            and self.matching(decisions.seen, whole=True)
+        ):
+            self._freezes_inside = True  # only when it began were the leaves not those of the plan
         if prepared is not None and not decisions.switched:
             appeared = prepared.seen.appeared()
             if not appeared:
@@ -255,7 +268,7 @@ class Budget:
         assert limit is not None
         seen = prepared.seen
         seen = replace(seen, parameters={**seen.parameters, **appeared})
-        return self._planned_again(graph, seen, limit, measured=prepared.measured)
+        return self._planned_again(prepared, graph, seen, limit)
 
     def _fitting(self, prepared: Prepared) -> Prepared | None:
         """This plan, or another for the step where those before it have left less room than they
@@ -264,13 +277,13 @@ class Budget:
         if self.before <= prepared.seen.before or prepared.peak <= limit:
             return prepared
         seen = replace(prepared.seen, before=self.before)
-        found = self._planned_again(prepared.graph, seen, limit, measured=prepared.measured)
+        found = self._planned_again(prepared, prepared.graph, seen, limit)
         return found if found.peak <= limit else None
 
-    def _planned_again(self, graph: Graph, seen: Seen, limit: int, *, measured: bool) -> Prepared:
-        margin = int(limit * (margins.MEASURED if measured else margins.MODELLED))
+    def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
+        margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
         solution = solve(graph, limit, margin=margin)
-        found = Prepared.of(solution.plan, graph, solution.peak, seen, measured)
+        found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
         self._plans.add(found)
         return found
 
@@ -311,28 +324,39 @@ class Budget:
         self._last = decisions
         decisions.let_go()
         self._alike = 0 if decisions.switched else self._alike + 1
+        if decisions.followed is not None:
+            self._effort.followed()
         observer = decisions.observer
         if observer is not None:
-            changed = decisions.prepared is None or decisions.switched
-            learn = changed or observer.memory is not None
-            observer.finish(self._learn if learn else _nothing)
+            observer.finish(partial(self._learn, decisions=decisions))
 
-    def _learn(self, observer: Observer) -> None:
+    def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
-        if observer.timeline is not None:
-            peak = observer.timeline.peak + observer.before
-            self._measured = peak, signatures_of(observer.ops)
-            self._learned += 1
-        if not observer.requests:
+        timeline, followed = observer.timeline, decisions.followed
+        measured = timeline is not None
+        if timeline is not None:
+            self._measured = timeline.peak + observer.before, signatures_of(observer.ops)
+        if not observer.requests or (followed is not None and not measured):
             return
-        measured, graph = observer.timeline is not None, observer.graph()
+        graph = observer.graph()
         if not measured:  # the loss of another step is the best guess
             graph = replace(graph, turn=int(self._outside * graph.saved))
-        learned = Learned(graph, observer.seen(), observer.ran, measured)
+        lessons = measured + (0 if followed is None else followed.lessons)
+        learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
-        else:
+        elif self._worth_planning(learned, decisions, timeline.peak if timeline else None):
             self._plan_next(learned)
+
+    def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
+        """Whether to plan steps like one whose peak, where it was measured, is this."""
+        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        limit = self._limit(learned.plain_peak, learned.seen.before)
+        if decisions.check_up or (peak is not None and peak > limit):
+            return True
+        if decisions.followed is not None:
+            return self._effort.again(decisions.followed)
+        return self._effort.first(decisions.seen)
 
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._plain_peak = learned.plain_peak
@@ -370,9 +394,11 @@ class Budget:
         refused, self._refusal = self._refusal, None
         ranks.refuse_together(refused)
 
-    def matching(self, seen: list[Signature], *, whole: bool) -> Prepared | None:
+    def matching(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
         """A plan for another step that began like this one, or that was the whole of it."""
-        found = self._plans.of_step(seen, self._place, whole=whole)
+        found = self._plans.of_step(seen, self._place, whole=whole, other_than=other_than)
         if found is None:
             return None
         self._plain_peak = found.plain_peak  # a fraction is one of this step's
@@ -429,10 +455,6 @@ class Budget:
             planned=prepared is not None,
             measured_alike=alike,
         )
-
-
-def _nothing(observer: Observer) -> None:
-    """A step that went as planned teaches nothing."""
 
 
 def budget(

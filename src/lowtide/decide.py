@@ -49,16 +49,25 @@ class StepDecisions:
 
     asks = True
 
-    def __init__(self, prepared: Prepared | None, observer: Observer | None, owner: Budget) -> None:
+    def __init__(
+        self,
+        prepared: Prepared | None,
+        observer: Observer | None,
+        owner: Budget,
+        *,
+        check_up: bool = False,
+    ) -> None:
         self.prepared = prepared
         self.observer = observer
         self.owner = owner
+        self.check_up = check_up  # measured only because none was for long
         self.tally = Tally()
         self.live = [0]
         self.tape: Tape | None = None
         self.begun = False
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
+        self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
         self._event = [-1]  # the last of backward's requests for a recorded value
         self._made: WeakList[Value] = WeakList()  # what nobody observes, should it be needed
@@ -196,8 +205,10 @@ class StepDecisions:
         self._on_our_own()
         self.watched(index)
         self.anchors.release()
-        self.prepared = self.owner.matching(self.seen, whole=op is None)
+        left = self.prepared
+        self.prepared = self.owner.matching(self.seen, whole=op is None, other_than=left)
         if self.prepared is not None:
+            self._crowded = False  # it was the other plan that had no room
             self._follow(self.prepared, op, made)
         else:
             self.tally.diverged_at = index
@@ -241,7 +252,7 @@ class StepDecisions:
             need = room_for(facts.name, func, args, kwargs)
         if need <= free:
             return
-        self.switched = True
+        self.switched = self._crowded = True
         self._on_our_own()
         observer = self.watched(index)
         self.anchors.release()
@@ -323,8 +334,22 @@ class StepDecisions:
         if self._follower is not None:
             self._follower.catch_up()
         prepared = self.prepared
-        if prepared is not None and len(self.seen) != prepared.seen.forward:
+        if prepared is None:
+            return
+        if len(self.seen) != prepared.seen.forward or self._saves_more(prepared):
             self._diverged(len(self.seen), None, [])
+
+    def _saves_more(self, prepared: Prepared) -> bool:
+        """The operations are those of the plan, and backward will ask for values that it has not:
+        what was frozen or under `no_grad` then is not now."""
+        seen = prepared.seen
+        if seen.saved is None:
+            return False
+        if not seen.current():
+            return True
+        planned = seen.saved
+        numbers = (handle.value.number for handle in self._handles.alive())
+        return any(number >= 0 and number not in planned for number in numbers)
 
     @property
     def event(self) -> int:
@@ -358,6 +383,11 @@ class StepDecisions:
         """The predicted peak of the plan that was followed, where that was made from sizes."""
         prepared = self.prepared
         return None if prepared is None or prepared.measured or self.switched else prepared.peak
+
+    @property
+    def followed(self) -> Prepared | None:
+        """The plan of this step, from its first operation or from a later one on."""
+        return None if self._crowded else self.prepared
 
     def settle_as_planned(self) -> None:
         """The step is the planned one: what it holds is held for good."""

@@ -29,8 +29,9 @@ from lowtide.errors import DryRunWarning, LowtideError, UsageError
 from lowtide.fakememory import FakeMemory
 from lowtide.fakerecorder import Adding, FakeRecorder, FakeRecording
 from lowtide.marks import Marks, start_marks
-from lowtide.observe import Observer, Seen
+from lowtide.observe import Observer
 from lowtide.planner import Graph
+from lowtide.seen import Seen
 from lowtide.standins import Found, RealState, StandIns
 from lowtide.step import Recording, current_recorder, recordable
 from lowtide.tape.values import Handle, Operation, Region, Value

@@ -2,12 +2,14 @@
 
 Problem: shapes and branches change from step to step, and a step that was planned once should not
 be planned again. Invariant: a plan is for one forward, operation by operation, at one place among
-the steps of a context: an attack on the input and the training step after it run the same forward,
-but other backwards. Imports prepared. Rejected: a plan a shape, as shapes do not tell branches
-apart.
+the steps of a context, for the leaves that collect gradients: an attack on the input and the
+training step after it run the same forward, but other backwards. Imports prepared. Rejected: a plan
+a shape, as shapes do not tell branches apart.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from lowtide.prepared import Prepared, Signature
 
@@ -22,23 +24,40 @@ class KnownPlans:
     def __init__(self) -> None:
         self._plans: list[Prepared] = []
 
+    def __iter__(self) -> Iterator[Prepared]:
+        return iter(self._plans)
+
     def add(self, prepared: Prepared) -> None:
         """A plan, in place of the one that the same step had."""
         key = prepared.signatures, prepared.seen.place
         others = [p for p in self._plans if (p.signatures, p.seen.place) != key]
         self._plans = [prepared, *others][:_KEPT]
 
-    def at(self, place: int) -> Prepared | None:
-        """The plan that a step at this place in its context followed last."""
-        return next((p for p in self._plans if p.seen.place == place), None)
+    def expected(self, place: int, *, any_leaves: bool = False) -> Prepared | None:
+        """The plan that was followed last at this place in its context, for the leaves that collect
+        gradients now; for others if need be, where that is known to change within a step."""
+        here = [prepared for prepared in self._plans if prepared.seen.place == place]
+        for prepared in here:
+            if prepared.seen.current():
+                return prepared
+        return here[0] if here and any_leaves else None
 
-    def of_step(self, seen: list[Signature], place: int, *, whole: bool) -> Prepared | None:
+    def of_step(
+        self,
+        seen: list[Signature],
+        place: int,
+        *,
+        whole: bool = False,
+        other_than: Prepared | None = None,
+    ) -> Prepared | None:
         """The plan for a step that began like this, or that was the whole of it."""
         count = len(seen)
         for prepared in self._plans:
-            if prepared.seen.place != place or (whole and prepared.seen.forward != count):
+            if prepared is other_than or prepared.seen.place != place:
                 continue
-            if list(prepared.signatures[:count]) == seen:
+            if whole and prepared.seen.forward != count:
+                continue
+            if prepared.seen.current() and list(prepared.signatures[:count]) == seen:
                 self._plans.remove(prepared)
                 self._plans.insert(0, prepared)
                 return prepared

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lowtide import margins
-from lowtide.observe import Seen
 from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
 from lowtide.prepared import Prepared
+from lowtide.seen import Seen
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,14 @@ class Learned:
         seen: the same, for the part that a later step may have in common.
         ran: the retention that its backward followed.
         measured: whether its memory was measured, or modelled from sizes.
+        lessons: how many measured steps like it there were, itself included.
     """
 
     graph: Graph
     seen: Seen
     ran: list[int] | None
     measured: bool
+    lessons: int
 
     @cached_property
     def plain_peak(self) -> int:
@@ -72,4 +74,4 @@ class Learned:
 
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
-        return Prepared.of(plan, self.graph, peak, self.seen, self.measured)
+        return Prepared.of(plan, self.graph, peak, self.seen, self.measured, self.lessons)

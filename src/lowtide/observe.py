@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,37 +23,12 @@ from lowtide.marks import Marks
 from lowtide.names import Names
 from lowtide.planner.graph import Graph
 from lowtide.rebuild import FOREVER, OpLog, rebuild
+from lowtide.seen import Seen
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
 from lowtide.workspace import backward_temporaries, kernel_workspace, scratchpad
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What an observer knows of a forward, as numbers; kept with the plan that was made from it."""
-
-    ops: tuple[OpLog, ...]
-    carries_grad: frozenset[int]
-    parameters: dict[int, tuple[int, int]]
-    leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]]
-    """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
-    forward: int
-    """Operations before backward began."""
-    place: int = 0
-    """Among the steps of its context, see `lowtide.known_plans`."""
-    before: int = 0
-    """Bytes that those before it had left in memory."""
-
-    def appeared(self) -> dict[int, tuple[int, int]]:
-        """Leaves that had a gradient in this step and have none now: it will be allocated."""
-        readers = {}
-        for key, (reader, weak) in self.leaves.items():
-            leaf = weak()
-            if leaf is not None and leaf.grad is None and key not in self.parameters:
-                readers[key] = (reader, leaf.numel() * leaf.element_size())
-        return readers
 
 
 class Observer:
@@ -77,6 +51,8 @@ class Observer:
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._saved: frozenset[int] | None = None  # as backward began
         self.base: Graph | None = None  # of a step that had its first operations in common
         self.common = 0
         self.ran: list[int] | None = None  # the plan that was followed in backward
@@ -109,6 +85,7 @@ class Observer:
             if reader < count:
                 observer.parameters[key] = (reader, nbytes)
         observer.leaves = dict(seen.leaves)
+        observer._frozen = dict(enumerate(seen.frozen))
         observer._values = list(map(_weak, values))
         for handle in handles:
             observer.saved(handle.value, handle)
@@ -126,6 +103,8 @@ class Observer:
             dict(self.parameters),
             dict(self.leaves),
             self._forward,
+            self._saved,
+            tuple(self._frozen.values()),
             self.place,
             self.before,
         )
@@ -145,8 +124,11 @@ class Observer:
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
         wanted = [t for t in tensors if t.requires_grad]
-        for tensor in wanted:
-            self._leaf(tensor)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._leaf(tensor)
+            else:
+                self._no_leaf(tensor)
         grads = sum(t.numel() * t.element_size() for t in wanted)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
         sizes = tuple(value.nbytes for value in made)
@@ -197,6 +179,12 @@ class Observer:
         self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
         if leaf.grad is None:
             self.parameters[id(leaf)] = (len(self.ops), nbytes)
+
+    def _no_leaf(self, tensor: torch.Tensor) -> None:
+        """It gets no gradient; that may change before another step."""
+        parameter = _compat.frozen_parameter(tensor)
+        if parameter is not None and id(parameter) not in self._frozen:
+            self._frozen[id(parameter)] = _weak_tensor(parameter)
 
     def anew(self) -> None:
         """The memory of the operation to come begins here.
@@ -271,6 +259,7 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        self._saved = frozenset([number for number, count in self._handles.items() if count])
         self.names.over()
         named, self._named = self._named, {}
         for number, storage in named.items():

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from lowtide.dryrun import Dry
 from lowtide.errors import UsageError
 from lowtide.modelled import look_closer
-from lowtide.observe import Seen
 from lowtide.planner import NEVER, Graph, Retention
 from lowtide.planner.graph import read_document
 from lowtide.rebuild import OpLog
+from lowtide.seen import Seen
 
 FORMAT = "lowtide.plan"
 VERSION = 5

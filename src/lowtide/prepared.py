@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide import engine
-from lowtide.observe import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.rebuild import OpLog
+from lowtide.seen import Seen
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
@@ -46,6 +46,8 @@ class Prepared:
     """The step it was made from, for the part that a step which changes later has in common."""
     measured: bool
     """Whether its memory was measured, or modelled from sizes."""
+    lessons: int
+    """Measured steps that it was made from, one after the other."""
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of activations that the plan keeps, and that it recomputes."""
@@ -71,7 +73,9 @@ class Prepared:
         return engine.core().Script(names, sizes, reads, self.needs, self.choices)
 
     @staticmethod
-    def of(plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool) -> Prepared:
+    def of(
+        plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool, lessons: int = 0
+    ) -> Prepared:
         signatures = signatures_of(seen.ops)
         needed = Simulator(graph).lifetimes(plan.retain)
         choices = list(plan.retain)
@@ -81,4 +85,6 @@ class Prepared:
         needs = tuple(
             sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
         )
-        return Prepared(plan, graph, signatures, needs, tuple(choices), peak, seen, measured)
+        return Prepared(
+            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons
+        )

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from lowtide.errors import BudgetError
-from lowtide.observe import Seen
 from lowtide.prepared import Signature, signatures_of
+from lowtide.seen import Seen
 
 _KEPT = 16
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from lowtide._compat.autograd import (
+    frozen_parameter,
     gradient_of_part,
     in_backward,
     in_functorch,
@@ -84,6 +85,7 @@ __all__ = [
     "dry_run",
     "each_higher_order_operator",
     "forward_pre_hooks",
+    "frozen_parameter",
     "gradient_of_part",
     "has_own_dispatch",
     "in_backward",

@@ -68,6 +68,13 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.requires_grad and base.is_leaf else None
 
 
+def frozen_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter without `requires_grad` that this is, or is a view of."""
+    base = tensor._base
+    base = tensor if base is None else base
+    return base if isinstance(base, torch.nn.Parameter) and not base.requires_grad else None
+
+
 def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward from `outputs` would give gradients to."""
     seen: set[Any] = set()

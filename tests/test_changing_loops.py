@@ -1,0 +1,241 @@
+"""Rule 13 in loops whose steps change: leaves that are frozen and not, steps that take turns, steps
+that are never the same.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Net(nn.Module):
+    """An embedding, blocks, a head; the blocks may run under `no_grad`."""
+
+    def __init__(self, blocks: int = 6, words: int = 20_000) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(words, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(blocks)
+        )
+        self.head = nn.Linear(32, 4)
+        self.features_only = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.features_only):
+            x = self.table(x)
+            for block in self.blocks:
+                x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def words(count: int = 512) -> Tensor:
+    return torch.randint(20_000, (count,))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> int:
+    model.zero_grad()
+
+    def run() -> None:
+        if limit is None:
+            loss = model(x).square().mean()
+        else:
+            with limit:
+                loss = model(x).square().mean()
+        loss.backward()
+
+    return lowtide.measure(run, device="cpu").peak_bytes
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each plan that was made."""
+    made: list[int] = []
+    plan_next: Callable[..., None] = lowtide.Budget._plan_next
+
+    def counted(*args: object) -> None:
+        made.append(1)
+        plan_next(*args)
+
+    monkeypatch.setattr(lowtide.Budget, "_plan_next", counted)
+    return made
+
+
+# --- what collects gradients changes ----------------------------------------------------------
+
+
+def test_unfrozen_parameters_are_counted_in_their_first_step() -> None:
+    model, x = Net(blocks=2), words()
+    model.table.requires_grad_(False)
+    limit = lowtide.budget(int(1.1 * peak_of(model, x)))
+    for _ in range(4):
+        peak_of(model, x, limit)
+    model.table.requires_grad_(True)
+    model.zero_grad()
+    with pytest.raises(lowtide.BudgetError) as caught:
+        peak_of(model, x, limit)
+    assert caught.value.minimum is not None
+    for _ in range(3):
+        assert peak_of(model, x, lowtide.budget(caught.value.minimum)) <= caught.value.minimum
+
+
+@pytest.mark.parametrize("how", ["frozen", "no_grad"])
+def test_what_was_frozen_is_planned_anew(how: str, replayed: Callable[[], int]) -> None:
+    """The plan of the frozen step, followed on, replays each block from the first one on."""
+    model, x = Net(words=100), torch.randint(100, (512,))
+    share = int(0.7 * peak_of(model, x))
+    twin = copy.deepcopy(model)
+
+    def freeze(on: bool) -> None:
+        if how == "no_grad":
+            model.features_only = on
+        else:
+            for parameter in (*model.table.parameters(), *model.blocks.parameters()):
+                parameter.requires_grad_(not on)
+
+    limit = lowtide.budget(share)
+    freeze(True)
+    for _ in range(4):
+        peak_of(model, x, limit)
+    before = replayed()
+    freeze(False)
+    peak_of(twin, x)
+    for number in range(4):
+        assert peak_of(model, x, limit) <= share
+        assert same(gradients(model), gradients(twin))
+        if number:
+            report = limit.report()
+            assert report.planned
+            assert 0 < report.replayed_operations < report.recorded_operations
+    assert replayed() > before
+
+
+def test_frozen_again_the_earlier_plans_are_followed_at_once(planned: list[int]) -> None:
+    """As in adversarial training, where one net is frozen in the step of the other."""
+    model, x = Net(words=100), torch.randint(100, (512,))
+    limit = lowtide.budget(0.8)
+    for _ in range(4):
+        for frozen in (True, False):
+            model.blocks.requires_grad_(not frozen)
+            peak_of(model, x[: 256 if frozen else 512], limit)
+    made = len(planned)
+    for _ in range(4):
+        for frozen in (True, False):
+            model.blocks.requires_grad_(not frozen)
+            peak_of(model, x[: 256 if frozen else 512], limit)
+            assert limit.report().planned
+    assert len(planned) == made
+
+
+def test_leaves_that_are_frozen_inside_of_the_context() -> None:
+    """When it is entered they are never those of the step."""
+    model, x = Net(words=100), torch.randint(100, (512,))
+    limit = lowtide.budget(0.8)
+    for number in range(6):
+        model.zero_grad()
+        with limit:
+            model.table.requires_grad_(False)
+            loss = model(x).square().mean()
+        loss.backward()
+        model.table.requires_grad_(True)
+        if number > 2:
+            assert limit.report().planned
+
+
+# --- steps that come in turns, or never again ---------------------------------------------------
+
+
+def test_steps_that_take_turns_are_all_measured_and_planned_no_more(planned: list[int]) -> None:
+    """As in an epoch that ends with a short batch."""
+    model = Net(words=100)
+    large, small = torch.randint(100, (512,)), torch.randint(100, (200,))
+    share = int(0.7 * peak_of(model, large))
+    limit = lowtide.budget(share)
+    for number in range(8):
+        for x in (large, large, small):
+            assert peak_of(model, x, limit) <= share
+        if number == 4:
+            made = len(planned)
+    assert [prepared.measured for prepared in limit._plans] == [True, True]
+    assert len(planned) == made
+
+
+def test_steps_with_their_beginning_in_common_are_planned_no_more(planned: list[int]) -> None:
+    """What ends otherwise is known only at its end, when it has followed another plan so far."""
+    model, head, x = Net(words=100), nn.Linear(4, 300), torch.randint(100, (512,))
+    limit = lowtide.budget(0.7)
+
+    def step(other: bool) -> None:
+        with limit:
+            out = model(x)
+            loss = (head(out) if other else out).square().mean()
+        loss.backward()
+
+    for number in range(8):
+        step(True)
+        step(False)
+        if number == 4:
+            made = len(planned)
+    assert len(planned) == made
+
+
+def test_steps_that_never_come_again_are_not_planned_for_ever(planned: list[int]) -> None:
+    model = Net(words=100)
+    share = int(0.7 * peak_of(model, torch.randint(100, (400,))))
+    limit = lowtide.budget(share)
+    for count in range(300, 330):
+        assert peak_of(model, torch.randint(100, (count,)), limit) <= share
+    assert len(planned) < 8
+    for _ in range(4):  # one that stays is planned all the same
+        assert peak_of(model, torch.randint(100, (340,)), limit) <= share
+    assert limit.report().planned
+
+
+# --- what follows a backward inside of the context ----------------------------------------------
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_an_optimizer_inside_of_the_context(clipped: bool, replayed: Callable[[], int]) -> None:
+    """What backward has freed is not counted when the optimizer allocates."""
+    x = torch.randint(100, (512,))
+    model, twin = Net(words=100), Net(words=100)
+    share = int(0.6 * peak_of(model, x))
+    model.zero_grad()
+    limit = lowtide.budget(share)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in (model, twin)]
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        if clipped:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+    for _ in range(4):
+        with limit:
+            train(model, optimizers[0])
+        train(twin, optimizers[1])
+        assert same(
+            [p.detach() for p in model.parameters()], [p.detach() for p in twin.parameters()]
+        )
+    report = limit.report()
+    assert report.planned
+    assert report.measured_peak is not None
+    assert report.measured_peak <= share
+    assert replayed() > 0
