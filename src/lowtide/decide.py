@@ -1,119 +1,28 @@
 """The decisions of one step under a budget.
 
-Problem: a planned step follows its plan without thinking; an unknown one must be watched, kept
-inside the limit and learned from; and a planned one may turn out to be unknown halfway (another
-shape, another branch). Invariant: a decision is never needed for correctness, only for memory and
-time (rule 13), so a step may change from planned to unplanned at any operation. Imports
-prepared, observe, and the parts that stand for themselves: anchors, follower, room. Rejected:
-checking a whole recorded graph against the plan's when the step is over, when it is too late to
-keep the limit.
+Problem: an unknown step must be watched, kept inside the limit and learned from, a known one must
+cost nothing, and a backward may run after its context, inside it, in part, or twice. Invariant: a
+decision is never needed for correctness, only for memory and time (rule 13). Imports forward,
+prepared. Rejected: one class for steps with a plan and one for those without, when a step
+may change from the one to the other at any operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import _compat
-from lowtide.anchors import Anchors
-from lowtide.follower import Follower
-from lowtide.observe import Observer
-from lowtide.prepared import ANCHOR, Prepared, Signature
-from lowtide.room import Room
-from lowtide.tape.operators import Facts
-from lowtide.tape.tape import Tape
-from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
-from lowtide.workspace import made_by, room_for
-
-if TYPE_CHECKING:
-    from lowtide.budget import Budget
-
-_SPARE = 200  # one part in so many of the limit, for the bytes that no tape counts
+from lowtide.forward import ForwardDecisions
+from lowtide.prepared import Prepared
+from lowtide.tape.values import Handle, Operation, Value
 
 
-@dataclass
-class Tally:
-    """What a step did, for the report."""
-
-    replayed_operations: int = 0
-    replay_seconds: float = 0.0
-    evictions: int = 0
-    diverged_at: int | None = None
-
-
-class StepDecisions:
+class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
     asks = True
-
-    def __init__(
-        self,
-        prepared: Prepared | None,
-        observer: Observer | None,
-        owner: Budget,
-        *,
-        check_up: bool = False,
-    ) -> None:
-        self.prepared = prepared
-        self.observer = observer
-        self.owner = owner
-        self.check_up = check_up  # measured only because none was for long
-        self.tally = Tally()
-        self.live = [0]
-        self.tape: Tape | None = None
-        self.begun = False
-        self.switched = False  # from one plan to another or to none
-        self.ended = False  # a backward has run to its end
-        self._crowded = False  # the plan had no room for what came next
-        self.seen: list[Signature] = []
-        self._event = [-1]  # the last of backward's requests for a recorded value
-        self._made: WeakList[Value] = WeakList()  # what nobody observes, should it be needed
-        self._settled: list[int] | None = None  # retention chosen at the start of backward
-        self._handles: WeakList[Handle] = WeakList()
-        self.anchors = Anchors()
-        self._follower: Follower | None = None  # while the compiled recorder follows the plan
-        self._room: Room | None = None  # while there is no plan
-
-    def attach(self, tape: Tape) -> None:
-        """The tape, once its recorder is open; it counts the live bytes."""
-        assert tape.recorder is not None
-        self.tape = tape
-        self.live = tape.recorder.live
-        if self.observer is not None:
-            self.observer.attach(tape.recorder)
-        if self.prepared is None:
-            self._watch_room()
-            return
-        tape.recorder.before = self._before_planned
-        follower = Follower.of(tape.recorder, self.seen) if self.observer is None else None
-        if follower is not None:
-            self._made, self._handles, self._event = follower.made, follower.handles, follower.event
-            follower.follow(self.prepared, self._ceiling(self.prepared))
-            self._follower = follower
-
-    def _watch_room(self) -> Room:
-        """From now on there is no plan."""
-        assert self.tape is not None
-        assert self.tape.recorder is not None
-        assert self.observer is not None
-        room = self._room = Room(self.owner, self.observer, self.live, self._drop)
-        self.tape.recorder.before = room.before
-        return room
-
-    def _ceiling(self, prepared: Prepared) -> int | None:
-        """Bytes that a planned forward may have live: as many as its plan has at most. More is
-        not as planned, and leaves room for what the tape does not count."""
-        limit = self.owner.limit_now
-        return None if limit is None else min(limit, max(prepared.peak, limit - limit // _SPARE))
-
-    def _on_our_own(self) -> None:
-        """From now on every operation is looked at here."""
-        if self._follower is not None:
-            self._follower.stop()
-            self._follower = None
 
     def forward_over(self) -> None:
         """The recording is closed."""
@@ -144,142 +53,6 @@ class StepDecisions:
     def stop_measuring(self) -> None:
         if self.observer is not None:
             self.observer.stop_measuring()
-
-    # ------------------------------------------------------------------ forward
-
-    def produced(
-        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
-    ) -> None:
-        if self._follower is not None:
-            self._follower.catch_up(op.sequence)
-        prepared = self.prepared
-        signature = (
-            op.facts.name,
-            tuple([value.nbytes for value in made]),
-            tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
-        )
-        self.seen.append(signature)
-        if prepared is not None:
-            index = op.sequence
-            signatures = prepared.signatures
-            if index < len(signatures) and signatures[index] == signature:
-                self._as_chosen(prepared, op, made)
-            elif index or not self._began_as_another(op, made):
-                self._diverged(index, op, made)
-        if self.observer is not None:
-            self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
-        else:
-            for value in made:
-                self._made.append(value)
-        if self._room is not None:
-            self._room.produced(op.facts.name, made)
-
-    def _as_chosen(self, prepared: Prepared, op: Operation, made: list[Value]) -> None:
-        for value in made:
-            choice = prepared.choices[value.number]
-            if choice >= 0:
-                value.retain_from = choice
-            elif choice == ANCHOR:
-                self.anchors.hold(value, op)
-
-    def _began_as_another(self, op: Operation, made: list[Value]) -> bool:
-        """The first operation is that of another step that was planned, of another shape say.
-
-        Nothing has been held or dropped yet: it is as if that plan had been the expected one.
-        """
-        found = self.owner.matching(self.seen, whole=False)
-        if found is None:
-            return False
-        self.prepared = found
-        self._as_chosen(found, op, made)
-        if self._follower is not None:
-            self._follower.follow(found, self._ceiling(found))
-        return True
-
-    def _diverged(self, index: int, op: Operation | None, made: list[Value]) -> None:
-        """Not the step that was planned: another plan that fits so far, or none.
-
-        What was held up to here may go, as nothing is final before backward begins.
-        """
-        self.switched = True
-        self._on_our_own()
-        self.watched(index)
-        self.anchors.release()
-        left = self.prepared
-        self.prepared = self.owner.matching(self.seen, whole=op is None, other_than=left)
-        if self.prepared is not None:
-            self._crowded = False  # it was the other plan that had no room
-            self._follow(self.prepared, op, made)
-        else:
-            self.tally.diverged_at = index
-            if self.tape is not None and self.tape.recorder is not None:
-                self._watch_room().take_over()
-
-    def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
-        """Change over to a plan: what it would not have held by now goes."""
-        assert self.observer is not None
-        choices = prepared.choices
-        for value in (*self.observer.alive(), *made):
-            choice = choices[value.number]
-            value.retain_from = max(0, choice)
-            if choice >= 0 and value.held is not None and value.op is not None:
-                self._drop(value)
-        for value in made:
-            if choices[value.number] == ANCHOR and op is not None:
-                self.anchors.hold(value, op)
-
-    def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
-        """An operation of a planned forward is about to allocate: is there room for it?
-
-        Not if it is another one than planned, which is known for sure only when it has run, or if
-        somebody holds on to what the plan took for gone.
-        """
-        if self._follower is not None:
-            self._follower.catch_up()
-        prepared, index = self.prepared, len(self.seen)
-        limit = None if prepared is None else self._ceiling(prepared)
-        if prepared is None or limit is None:
-            return
-        free = limit - self.live[0]
-        need = 0
-        if index < len(prepared.signatures) and prepared.signatures[index][0] == facts.name:
-            need = prepared.needs[index]
-            if 2 * need <= free:
-                return
-        if need and prepared.measured:  # what is known of its workspace, and what it makes more
-            need += max(0, made_by(func, args, kwargs) - sum(prepared.signatures[index][1]))
-        elif not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
-            need = room_for(facts.name, func, args, kwargs)
-        if need <= free:
-            return
-        self.switched = self._crowded = True
-        self._on_our_own()
-        observer = self.watched(index)
-        self.anchors.release()
-        room = Room(self.owner, observer, self.live, self._drop)
-        room.take_over()
-        if not room.shrink(limit - need):
-            room.lacks(facts.name, need)
-
-    def _drop(self, value: Value) -> None:
-        """Let go of a value that is held, while the forward runs."""
-        recorder = None if self.tape is None else self.tape.recorder
-        if self.observer is not None:
-            self.observer.dropped(value)
-        if recorder is None:
-            value.held = None
-        else:
-            recorder.let_go(value)
-        self.tally.evictions += 1
-
-    def saved(self, value: Value, region: Region) -> bool:
-        prepared = self.prepared
-        return prepared is None or prepared.choices[value.number] < 0
-
-    def packed(self, handle: Handle, value: Value) -> None:
-        self._handles.append(handle)
-        if self.observer is not None:
-            self.observer.saved(value, handle)
 
     def abandoned(self) -> bool:
         """Whether autograd has let go of everything: no backward of this step can come."""
@@ -313,11 +86,6 @@ class StepDecisions:
         self.begun = False
         self._nobody_counts()
 
-    def _nobody_counts(self) -> None:
-        """Every request is to be told from now on."""
-        if self.tape is not None:
-            self.tape.events = None
-
     def backward_ended(self) -> None:
         self._not_in_backward()
         self.ended = True
@@ -329,54 +97,10 @@ class StepDecisions:
             self._room = None
             recorder.over(self.owner.next_step)
 
-    def complete(self) -> None:
-        """Backward begins: is the forward that ran the whole of the planned one?"""
-        if self._follower is not None:
-            self._follower.catch_up()
-        prepared = self.prepared
-        if prepared is None:
-            return
-        if len(self.seen) != prepared.seen.forward or self._saves_more(prepared):
-            self._diverged(len(self.seen), None, [])
-
-    def _saves_more(self, prepared: Prepared) -> bool:
-        """The operations are those of the plan, and backward will ask for values that it has not:
-        what was frozen or under `no_grad` then is not now."""
-        seen = prepared.seen
-        if seen.saved is None:
-            return False
-        if not seen.current():
-            return True
-        planned = seen.saved
-        numbers = (handle.value.number for handle in self._handles.alive())
-        return any(number >= 0 and number not in planned for number in numbers)
-
     @property
     def event(self) -> int:
         """The last of backward's requests for a recorded value, -1 before the first."""
         return self._event[0]
-
-    @property
-    def operations(self) -> int:
-        """Operations recorded so far."""
-        return len(self.seen)
-
-    def watched(self, count: int) -> Observer:
-        """The observer; one is made now if the step seemed to be the planned one so far."""
-        if self.observer is None:
-            assert self.prepared is not None
-            self._nobody_counts()
-            self.observer = Observer.resumed(
-                self.prepared.seen,
-                self.prepared.graph,
-                count,
-                self._made.alive(),
-                self._handles.alive(),
-                None if self.tape is None else self.tape.recorder,
-            )
-            self.observer.place = self.prepared.seen.place
-            self.observer.before = self.owner.before
-        return self.observer
 
     @property
     def followed_unmeasured(self) -> int | None:

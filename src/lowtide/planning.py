@@ -1,0 +1,224 @@
+"""How a budget comes to the plans of its steps.
+
+Problem: a step is planned from one that was watched, may have other gradients to allocate or less
+room than that one had, and may not fit at all. Invariant: what a step may take is the limit less
+what earlier steps of its context have left; whatever is planned, refused or named is that. Imports
+learned, known_plans, effort, refusals, ranks; knows nothing of recordings. Rejected: planning in
+`lowtide.budget`, which says when, not how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lowtide import margins
+from lowtide.decide import StepDecisions
+from lowtide.effort import Effort
+from lowtide.errors import BudgetError
+from lowtide.known_plans import KnownPlans
+from lowtide.learned import Learned
+from lowtide.observe import Observer
+from lowtide.planner import Graph, minimum, solve
+from lowtide.planner.resume import forward_over, from_held
+from lowtide.prepared import Prepared, Signature, signatures_of
+from lowtide.ranks import News, Ranks
+from lowtide.rebuild import with_gradients
+from lowtide.refusals import Refusals
+from lowtide.report import refusal, too_small
+from lowtide.seen import Seen
+
+_ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
+
+
+class Planning:
+    """The part of a budget that plans.
+
+    Attributes:
+        before: bytes that earlier steps of the context have left to the one that runs.
+        place: of that one, among them.
+        limit_now: what it may take, in bytes, as far as that is known.
+    """
+
+    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
+        self.limit = limit
+        self.before = self.place = 0
+        self.limit_now: int | None = None
+        self._ranks = ranks
+        self._news: Learned | None = None  # what the ranks have not planned yet
+        self._plans = KnownPlans()
+        self._effort = Effort()
+        self._freezes_inside = False  # parameters are frozen or unfrozen within a step
+        self._last: StepDecisions | None = None
+        self._plain_peak: int | None = None
+        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
+        self._refusal: BudgetError | None = None
+        self._refused = Refusals()
+        self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
+
+    # ------------------------------------------------------------------ limits
+
+    def target(self, live: int, dropped: int) -> int:
+        """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
+
+        A fraction is one of this very step's plain peak, of which so much is known by now. A loss
+        outside of the context is taken to be to this forward what it was to the last one.
+        """
+        outside = int(self._outside * (live + dropped)) + self.before
+        if isinstance(self.limit, float):
+            return int(self.limit * (live + dropped + outside)) - outside
+        return int(self.limit * (1 - margins.MODELLED)) - outside
+
+    def limit_bytes(self) -> int | None:
+        """What the step that runs may take; None for a fraction of a peak that is not known."""
+        if isinstance(self.limit, float) and self._plain_peak is None:
+            return None
+        return self._limit(self._plain_peak or 0, self.before)
+
+    def _limit(self, plain: int, before: int) -> int:
+        """Bytes that a step of this plain peak may take, of the whole limit what is left."""
+        if isinstance(self.limit, int):
+            return self.limit - before
+        return int(self.limit * (plain + before)) - before
+
+    # ------------------------------------------------------------------ plans
+
+    def _expected(self) -> Prepared | None:
+        """The plan that the step will most likely follow: the last one that was."""
+        return self._plans.expected(self.place, any_leaves=self._freezes_inside)
+
+    def matching(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
+        """A plan for another step that began like this one, or that was the whole of it."""
+        found = self._plans.of_step(seen, self.place, whole=whole, other_than=other_than)
+        if found is None:
+            return None
+        self._plain_peak = found.plain_peak  # a fraction is one of this step's
+        self.limit_now = self.limit_bytes()
+        return self._fitting(found)
+
+    def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
+        """A plan for the same step with gradients to allocate that were there when it was made."""
+        graph = with_gradients(prepared.graph, appeared.values())
+        limit = self.limit_bytes()
+        assert limit is not None
+        seen = prepared.seen
+        seen = replace(seen, parameters={**seen.parameters, **appeared})
+        return self._planned_again(prepared, graph, seen, limit)
+
+    def _fitting(self, prepared: Prepared) -> Prepared | None:
+        """This plan, or another for the step where those before it have left less room than they
+        had when it was made; None: it would not fit."""
+        limit = self._limit(prepared.plain_peak, self.before)
+        if self.before <= prepared.seen.before or prepared.peak <= limit:
+            return prepared
+        seen = replace(prepared.seen, before=self.before)
+        found = self._planned_again(prepared, prepared.graph, seen, limit)
+        return found if found.peak <= limit else None
+
+    def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
+        margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
+        solution = solve(graph, limit, margin=margin)
+        found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
+        self._plans.add(found)
+        return found
+
+    # ------------------------------------------------------------------ learning
+
+    def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
+        """Plan the next step from one that was watched."""
+        timeline, followed = observer.timeline, decisions.followed
+        measured = timeline is not None
+        if timeline is not None:
+            self._measured = timeline.peak + observer.before, signatures_of(observer.ops)
+        if not observer.requests or (followed is not None and not measured):
+            return
+        graph = observer.graph()
+        if not measured:  # the loss of another step is the best guess
+            graph = replace(graph, turn=int(self._outside * graph.saved))
+        lessons = measured + (0 if followed is None else followed.lessons)
+        learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
+        if self._ranks is not None:
+            self._news = learned  # planned where all ranks enter the next step
+        elif self._worth_planning(learned, decisions, timeline.peak if timeline else None):
+            self._plan_next(learned)
+
+    def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
+        """Whether to plan steps like one whose peak, where it was measured, is this."""
+        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        limit = self._limit(learned.plain_peak, learned.seen.before)
+        if decisions.check_up or (peak is not None and peak > limit):
+            return True
+        if decisions.followed is not None:
+            return self._effort.again(decisions.followed)
+        return self._effort.first(decisions.seen)
+
+    def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
+        self._plain_peak = learned.plain_peak
+        self._outside = learned.outside
+        before = learned.seen.before
+        limit = self._limit(learned.plain_peak, before)
+        search = partial(learned.solve, limit)
+        plan, peak = search() if ranks is None else ranks.of_first(search)
+        if peak > limit and learned.measured:
+            followed = self._last.followed_unmeasured if self._last is not None else None
+            graph = learned.graph
+            self._refusal = self._refusing(
+                graph, limit, plan.retain, before, measured=True, predicted=followed
+            )
+            if self._ranks is None or ranks is not None:  # else the others would not know
+                self._refused.add(learned.seen, self._refusal)
+            return
+        self._plans.add(learned.prepared(plan, peak))
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
+        news, self._news = self._news, None
+        if not ranks.any(news is not None or self._refusal is not None):
+            return
+        common = ranks.common(News(None if news is None else news.graph, self.limit))
+        if news is not None:
+            alike = news if common is None else replace(news, graph=common)
+            self._plan_next(alike, None if common is None else ranks)
+        refused, self._refusal = self._refusal, None
+        ranks.refuse_together(refused)
+
+    # ------------------------------------------------------------------ refusals
+
+    @staticmethod
+    def _refusing(
+        graph: Graph, limit: int, retain: Sequence[int], before: int, **known: Any
+    ) -> BudgetError:
+        return refusal(graph, limit + before, retain, before=before, **known)
+
+    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
+        """Of a step that was measured before, and that nothing brings under the limit."""
+        observer = decisions.observer
+        if decisions.ended or observer is None:
+            return None
+        return self._refused.of(decisions.seen, observer.parameters, observer.before)
+
+    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
+        """Nothing is left to drop in an unplanned forward."""
+        before = self.before
+        if not isinstance(self.limit, int) or live + need <= self.limit - before:
+            return
+        least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
+        if observer.last_save:
+            graph = observer.graph()
+            found = from_held(forward_over(graph), set(), 0).result.peak
+            least = max(least, min(found, minimum(graph).peak))
+        to_come = self.gradients_to_come(observer)
+        count = len(observer.ops)
+        # The less is known, the more is added: else each attempt gets a few operations further.
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
+        named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
+        least += to_come + before
+        raise too_small(name, live, need, self.limit, count, least, named, before)
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        """Bytes of gradients known to be allocated that no operation so far has asked for."""
+        return 0
