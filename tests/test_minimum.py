@@ -211,9 +211,9 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     module = sys.modules["lowtide.budget"]
     learn = module.Budget._learn
 
-    def learning(self: Any, observer: Observer) -> None:
+    def learning(self: Any, observer: Observer, decisions: Any) -> None:
         graphs.append(observer.graph())
-        learn(self, observer)
+        learn(self, observer, decisions)
 
     monkeypatch.setattr(module.Budget, "_learn", learning)
     return graphs
@@ -245,7 +245,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
         peak = Simulator(graph).run(everything.retain).peak
         return Solution("infeasible", everything, peak, 0.0, peak, None, 0, 0.0)
 
-    for module in (sys.modules["lowtide.budget"], sys.modules["lowtide.learned"]):
+    for module in (sys.modules["lowtide.planning"], sys.modules["lowtide.learned"]):
         for search in ("solve", "minimum"):
             monkeypatch.setattr(module, search, blind)
     budget = lowtide.budget(plan)

@@ -42,9 +42,9 @@ def modelled_and_measured(
         graphs.append(observer.graph())
         settle(self, decisions, observer)
 
-    def learning(self: Any, observer: Observer) -> None:
+    def learning(self: Any, observer: Observer, decisions: Any) -> None:
         graphs.append(observer.graph())
-        learn(self, observer)
+        learn(self, observer, decisions)
 
     monkeypatch.setattr(module.Budget, "_settle", settling)
     monkeypatch.setattr(module.Budget, "_learn", learning)

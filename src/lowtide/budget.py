@@ -11,7 +11,6 @@ saves.
 
 from __future__ import annotations
 
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +245,7 @@ class Budget(Planning):
             self._effort.followed()
         observer = decisions.observer
         if observer is not None:
-            observer.finish(partial(self._learn, decisions=decisions))
+            observer.finish(lambda watched: self._learn(watched, decisions))
 
     def report(self) -> BudgetReport:
         """What the last finished step did; see `BudgetReport`."""
