@@ -2,9 +2,10 @@
 
 Problem: Lightning calls ``training_step`` itself, so a script has no place for a ``with``, and the
 layers may not exist before ``configure_model`` has run. Invariant: the budget stands around
-``training_step`` alone, forward and loss, from the first batch of a fit to its end; validation and
-the module itself are untouched. Imports lightning, budget, foreign, override. Rejected: a budget
-around the module's ``forward``, which many training steps never call.
+``training_step`` alone, forward and loss (under manual optimization all that it does), from the
+first batch of a fit to its end; validation and the module itself are untouched. Imports lightning,
+budget, foreign, override. Rejected: a budget around the module's ``forward``, which many training
+steps never call.
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ class MemoryBudget(Callback):
     Args:
         limit, device, group: as for `lowtide.budget`. A limit is counted from where
             ``training_step`` is entered; Lightning frees the gradients of the step before only
-            after that.
+            after that. Under manual optimization each backward in it ends a step (rule 13).
         log: whether to log.
 
     Attributes:
         budget: that of the last fit, whose ``report()`` tells what its last step took; None before.
 
     Raises:
-        UsageError: an unreadable limit; at the start of a fit, a second of these callbacks, a
-            module with manual optimization or one that checkpoints parts of itself by its own flag.
+        UsageError: an unreadable limit; at the start of a fit, a second of these callbacks, or a
+            module that checkpoints parts of itself by its own flag.
         BudgetError: in a step, if the limit cannot be met.
     """
 
@@ -101,13 +102,6 @@ class MemoryBudget(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Not in `setup`: `configure_model` and the strategy have had their turn only now.
         self._leave()
-        if not pl_module.automatic_optimization:
-            raise UsageError(
-                f"MemoryBudget: this {type(pl_module).__name__} has manual optimization, so its "
-                "training_step runs backward too, and a budget goes around forward and loss only. "
-                "Leave the callback out and write `with budget:` around each forward and its loss, "
-                "with one lowtide.budget(...) for each of them."
-            )
         refuse_active_checkpointing(pl_module, "MemoryBudget")
         self.budget = Budget(self.limit, device=self.device, group=self.group)
         self._entry = _TrainingStep(pl_module, self.budget)
