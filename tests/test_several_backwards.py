@@ -221,6 +221,36 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
         train(TwoHeads, lambda: tight)
 
 
+class Retained:
+    """Backward keeps the graph for another one, in the steps from a certain one on."""
+
+    def __init__(self, first: int) -> None:
+        self.model, self.x, self.left = deep(), torch.randn(BATCH, WIDTH), first
+        self.parts = [self.model]
+
+    def step(self) -> Tensor:
+        loss: Tensor = self.model(self.x).square().mean()
+        loss.backward(retain_graph=self.left <= 0)
+        self.left -= 1
+        return loss.detach()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_what_is_replayed_for_a_graph_that_is_retained_does_not_pile_up(
+    share: float, first: int, replayed: Callable[[], int]
+) -> None:
+    """Known when backward begins, so from the first such step on; planned for otherwise or not."""
+    plain, expected = train(lambda: Retained(first), contextlib.nullcontext, 6)
+    limit = int(share * max(plain))
+    budget = lowtide.budget(limit)
+    peaks, found = train(lambda: Retained(first), lambda: budget, 6)
+    assert max(peaks) <= limit
+    assert all(map(torch.equal, expected, found))
+    assert budget.report().planned
+    assert replayed() > 0
+
+
 def test_a_whole_loop_in_one_context() -> None:
     """Its steps are planned, and nothing of them is left but gradients and optimizer states."""
 

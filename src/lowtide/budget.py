@@ -186,14 +186,13 @@ class Budget(Planning):
         ):
             self._freezes_inside = True  # only when it began were the leaves not those of the plan
         if prepared is not None and not decisions.switched:
-            appeared = prepared.seen.appeared()
-            if not appeared:
+            wanted = self._for_this_backward(prepared)
+            if wanted is prepared:
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.settle_as_planned()
                 return
-            prepared = self._with_gradients(prepared, appeared)
-            decisions.prepared = prepared
+            prepared = decisions.prepared = wanted
             decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
         known = self._known_refusal(decisions)

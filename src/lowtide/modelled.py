@@ -73,7 +73,9 @@ def modelled_events(
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
         order = _to_come(seen)
-        released = {value: index for index, (value, *_) in enumerate(order)}
+        # A graph that is retained keeps the handles of what it has asked for.
+        asked = () if seen.retains else enumerate(order)
+        released = {value: index for index, (value, *_) in asked}
     else:
         order = _as_asked(seen, requests)
         released = seen.released

@@ -57,6 +57,7 @@ class Observer:
         self.common = 0
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
+        self.retains = False  # backward gives nothing that was saved back: it may be run again
         self._begin: int | None = None
         self._end = 0
         self._forward = 0  # operations before backward began
@@ -107,6 +108,7 @@ class Observer:
             tuple(self._frozen.values()),
             self.place,
             self.before,
+            self.retains,
         )
 
     # ------------------------------------------------------------------ forward
@@ -259,6 +261,7 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self._handles.items() if count])
         self.names.over()
         named, self._named = self._named, {}

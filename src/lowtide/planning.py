@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lowtide import margins
+from lowtide import _compat, margins
 from lowtide.decide import StepDecisions
 from lowtide.effort import Effort
 from lowtide.errors import BudgetError
@@ -100,13 +100,20 @@ class Planning:
         self.limit_now = self.limit_bytes()
         return self._fitting(found)
 
-    def _with_gradients(self, prepared: Prepared, appeared: dict[int, tuple[int, int]]) -> Prepared:
-        """A plan for the same step with gradients to allocate that were there when it was made."""
+    def _for_this_backward(self, prepared: Prepared) -> Prepared:
+        """This plan, or another for the same step where its backward has gradients to allocate that
+        were there when it was made, or retains a graph that was let go of then."""
+        seen = prepared.seen
+        appeared = seen.appeared()
+        retains = _compat.backward_retains_graph() and not seen.retains
+        if not appeared and not retains:
+            return prepared
         graph = with_gradients(prepared.graph, appeared.values())
+        seen = replace(seen, parameters={**seen.parameters, **appeared})
+        if retains:
+            graph, seen = graph.retained(), replace(seen, retains=True)
         limit = self.limit_bytes()
         assert limit is not None
-        seen = prepared.seen
-        seen = replace(seen, parameters={**seen.parameters, **appeared})
         return self._planned_again(prepared, graph, seen, limit)
 
     def _fitting(self, prepared: Prepared) -> Prepared | None:

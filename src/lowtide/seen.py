@@ -36,6 +36,8 @@ class Seen:
     """Among the steps of its context, see `lowtide.known_plans`."""
     before: int = 0
     """Bytes that those before it had left in memory."""
+    retains: bool = False
+    """Whether its backward gave nothing back of what was saved, as `retain_graph` asks."""
 
     def current(self) -> bool:
         """Whether the leaves that collect gradients are still those of this step.

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import UsageError
-from lowtide.planner import Graph, Simulator, Solution, keep_all, minimum, simulate, solve
+from lowtide.planner import HOLD, Graph, Simulator, Solution, keep_all, minimum, simulate, solve
 from lowtide.planner.cut import CutModel
 from lowtide.planner.greedy import greedy
 from lowtide.planner.reference import brute_force, choices
@@ -63,6 +63,22 @@ def test_never_better_than_every_plan(seed: int, ops: int, share: float) -> None
         assert solution.seconds >= best.result.seconds - 1e-12
         assert solution.lower_bound is not None
         assert solution.lower_bound <= best.result.seconds + 1e-12
+
+
+def test_what_a_retained_graph_has_asked_for_need_not_stay() -> None:
+    """No handle is ever dropped: what was replayed for its first backward would pile up."""
+    graph = chain(24).retained()
+    plain = simulate(graph, keep_all(graph).retain).peak
+    piled = min(  # each value is held or, once it was made again, there to the end
+        simulate(graph, [HOLD if v in held else 0 for v in range(len(graph.values))]).peak
+        for every in range(1, 25)
+        for held in [set(range(0, len(graph.values), every))]
+    )
+    limit = piled * 3 // 4
+    assert limit < plain
+    solution = solve(graph, limit)
+    check(graph, solution, limit)
+    assert solution.status == "fits"
 
 
 def test_close_to_every_plan_on_average() -> None:

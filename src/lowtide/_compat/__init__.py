@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 
 from lowtide._compat.autograd import (
+    backward_retains_graph,
     frozen_parameter,
     gradient_of_part,
     in_backward,
@@ -76,6 +77,7 @@ __all__ = [
     "COMPOSABLE_CHECKPOINT_HOME",
     "Counter",
     "Mode",
+    "backward_retains_graph",
     "below_autograd",
     "constant_while_compiling",
     "cuda_in_use",

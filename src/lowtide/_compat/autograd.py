@@ -41,6 +41,14 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def backward_retains_graph() -> bool:
+    """Whether the backward that runs on this thread keeps what was saved, as `retain_graph` asks.
+
+    torch's own checkpoint asks in the same way; goes when a node can be asked in public.
+    """
+    return bool(_bindings._get_current_graph_task_keep_graph())
+
+
 def newest_node() -> int:
     """The number that autograd gave the node it made last on this thread.
 

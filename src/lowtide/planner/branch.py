@@ -138,11 +138,11 @@ class Branch(Moments):
         """Set the capacities, and the flow that goes from a value straight to its producer."""
         network, sim = self.network, self.sim
         network.restore(self.undecided)
-        room = network.room
+        room, needed = network.room, sim.graph.needed
         for value, arcs in self.arcs.items():
             held, size, release = self.held.get(value), sim.nbytes[value], sim.release[value]
             for index, arc, pay in arcs:
-                asked = release >= self.moments[index]
+                asked = needed[value] >= self.moments[index]
                 capacity = int(prices[index] * SCALE * size)
                 if held:
                     # What is still asked for is there whatever a cut says.

@@ -40,7 +40,7 @@ class Cut:
 class CutModel:
     """Minimum cuts of one graph for given weights of its values.
 
-    What is saved and not released before `event` is required.
+    What backward still needs at `event` is required.
     """
 
     def __init__(self, sim: Simulator, weight: list[int], event: int = 0) -> None:
@@ -63,7 +63,7 @@ class CutModel:
                     network.arc(node, 2 + sim.producer[value], INFINITE)
                     continue
                 self.priced.append((value, network.arc(node, 2 + sim.producer[value], 0)))
-                if sim.release[value] >= event:
+                if sim.graph.needed[value] >= event:
                     network.arc(Network.SOURCE, node, INFINITE)
         self.solved = [(0.0, network.snapshot())]
 

@@ -61,16 +61,15 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
     sim, trace = problem.sim, trace_of(candidate.result)
     phase, index = candidate.result.peak_at
     event = -1 if phase == "forward" else index
-    first = sim.graph.first_event
     moves: list[tuple[int, int]] = []
     for value in live_at_peak(problem, candidate.result):
         if not sim.nbytes[value]:
             continue
-        if trace.start[value] == -1:
-            moves.append((value, problem.dropped(value)))
-        # Not past its own first event: one backward operation may unpack a value next to others.
-        if first[value] > event >= 0:
-            moves.append((value, event + 1))
+        choice = problem.less_of(value, trace, event)
+        if choice is not None:
+            moves.append((value, choice))
+        if trace.start[value] == -1 and problem.sim.graph.first_event[value] > event >= 0:
+            moves.append((value, event + 1))  # let go, and not retained before
     moves.sort(key=lambda move: (-sim.nbytes[move[0]], move))
     if event >= 0:
         anchors = [

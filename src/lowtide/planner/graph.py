@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -144,6 +144,23 @@ class Graph:
             for value in event.releases:
                 release[value] = index
         return tuple(release)
+
+    @cached_property
+    def needed(self) -> tuple[int, ...]:
+        """Of each value, the last event at which backward needs it, or -1.
+
+        That is its release. Of what is never released, as the graph is retained, it is the last
+        request: from there on it may go, to be made again for whoever comes back to it.
+        """
+        released = {value for event in self.events for value in event.releases}
+        return tuple(
+            release if value in released else last
+            for value, (release, last) in enumerate(zip(self.release, self.last_event, strict=True))
+        )
+
+    def retained(self) -> Graph:
+        """The same step with a backward that gives back nothing of what was saved."""
+        return replace(self, events=tuple(replace(event, releases=()) for event in self.events))
 
     @cached_property
     def must_hold(self) -> frozenset[int]:

@@ -101,7 +101,7 @@ class Moments:
                     continue
                 self.values[-1].append(value)
                 priced.append((network.arc(here, maker, 0), size, here, maker))
-                if sim.release[value] >= event:
+                if sim.graph.needed[value] >= event:
                     network.arc(Network.SOURCE, here, INFINITE)
             for op, here in replays.items():
                 for x in sim.reads[op]:

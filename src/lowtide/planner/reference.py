@@ -36,7 +36,8 @@ def choices(problem: Problem, value: int) -> tuple[int, ...]:
     own = sim.graph.first_event[value]
     if own < 0:
         return (HOLD, *range(sim.release[value] + 1), NEVER)
-    return (HOLD, *range(own + 1))
+    never = (NEVER,) if sim.release[value] > sim.graph.needed[value] else ()
+    return (HOLD, *range(own + 1), *never)
 
 
 def brute_force(graph: Graph, limit: int) -> tuple[Candidate | None, int]:

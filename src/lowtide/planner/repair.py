@@ -53,6 +53,21 @@ class Problem:
         """The decision for a value that is let go and cached once recomputed."""
         return 0 if self.sim.release[value] >= 0 else NEVER
 
+    def less_of(self, value: int, trace: Trace, event: int) -> int | None:
+        """The decision that takes a value out of memory at an event (-1: in the forward) where a
+        plan has it; None: there is none.
+
+        What is held is let go. What a replay retains waits: not past its own first event, as one
+        backward operation may unpack it next to others. What only a retained graph keeps is not
+        retained by a replay.
+        """
+        graph = self.sim.graph
+        if graph.needed[value] < event <= graph.release[value]:
+            return NEVER
+        if trace.start[value] == -1:
+            return self.dropped(value)
+        return event + 1 if graph.first_event[value] > event else None
+
     def start(self, held: set[int] | frozenset[int]) -> list[int]:
         """The plan that holds these values and caches the rest once recomputed."""
         return [
@@ -154,11 +169,10 @@ def _moves(
     event = -1 if result.peak_at[0] == "forward" else result.peak_at[1]
     gone: set[int] = set()
     paid: set[int] = set()
-    first = sim.graph.first_event
     heap: list[tuple[float, int]] = []
     for value in live_at_peak(problem, result):
         size = sim.nbytes[value]
-        if size and value not in frozen and (trace.start[value] == -1 or first[value] > event):
+        if size and value not in frozen and problem.less_of(value, trace, event) is not None:
             cost, _ = closure_cost(sim, trace, value, gone, paid)
             heap.append((cost / size, value))
     heapify(heap)
@@ -182,10 +196,8 @@ def _moves(
         cost, cover = _cover(sim, spare, needed)
         if cost < spent:
             chosen = cover
-    return [
-        (value, problem.dropped(value) if trace.start[value] == -1 else event + 1)
-        for value in chosen
-    ]
+    choices = [(value, problem.less_of(value, trace, event)) for value in chosen]
+    return [(value, choice) for value, choice in choices if choice is not None]
 
 
 def _cover(sim: Simulator, spare: list[tuple[float, int]], needed: int) -> tuple[float, list[int]]:
