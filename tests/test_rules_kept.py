@@ -5,6 +5,7 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
 from collections.abc import Callable
@@ -15,11 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf
 from lowtide import replay
 from lowtide._compat import switches
+from lowtide.errors import UnsupportedError
 from lowtide.tape.values import Operation
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -181,6 +184,23 @@ def _without_onednn(x: Tensor) -> Tensor:
         off.__exit__(None, None, None)
 
 
+def _without_nnpack(x: Tensor) -> Tensor:
+    """Where oneDNN is off as well, NNPACK is asked next."""
+    weight = torch.linspace(-1, 1, 36).reshape(2, 2, 3, 3)
+    ramp = torch.linspace(1, 2, 32 * 2 * 49).reshape(32, 2, 7, 7, 1, 1)
+    images = (x.reshape(2, 4).sin() * ramp).permute(0, 1, 2, 4, 3, 5).reshape(32, 2, 14, 28)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        off = torch.backends.mkldnn.flags(enabled=False)
+        off.__enter__()
+    (before,) = torch.backends.nnpack.set_flags(False)
+    try:
+        return F.conv2d(images, weight, padding=1).exp()
+    finally:
+        torch.backends.nnpack.set_flags(before)
+        off.__exit__(None, None, None)
+
+
 def _activation_without_onednn(x: Tensor) -> Tensor:
     points = x.sin()[:, None] * torch.linspace(-4, 4, 500)
     with warnings.catch_warnings():
@@ -246,8 +266,9 @@ def _device_context(x: Tensor) -> Tensor:
 
 
 STATES = [
-    _with_default_dtype, _without_onednn, _activation_without_onednn, _flushing_denormals,
-    _math_attention, _deterministic, _autocast, _function_mode, _device_context,
+    _with_default_dtype, _without_onednn, _without_nnpack, _activation_without_onednn,
+    _flushing_denormals, _math_attention, _deterministic, _autocast, _function_mode,
+    _device_context,
 ]  # fmt: skip
 
 
@@ -281,6 +302,55 @@ def test_what_multiplies_matrices_inside_remembers_the_switches() -> None:
     distances = [op for op in seen if op.facts.name == "aten::_euclidean_dist"]
     assert distances
     assert all(op.ambient is not None for op in distances)
+
+
+class _Shifted(TorchDispatchMode):
+    """A user's mode that has its own idea of an activation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 0.1 if func is torch.ops.aten.gelu.default else out
+
+
+@every_way
+@pytest.mark.parametrize("backward", [True, False], ids=["backward too", "forward"])
+def test_a_dispatch_mode_around_that_changes_results(way: Way, backward: bool) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_Shifted())
+            y = way(lambda x: F.gelu(x.sin()).sin().exp(), x).sum()
+            if not backward:
+                stack.close()
+            y.backward()
+        return [y, x.grad]
+
+    check(scenario, way)
+
+
+@every_way
+@pytest.mark.filterwarnings("ignore::lowtide.errors.CompiledWarning")
+def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(way: Way) -> None:
+    """torch finds what it closes over by compiling it, which is off inside a recording."""
+    from torch._higher_order_ops.map import map as each
+
+    weight = torch.linspace(-1, 1, 16).reshape(4, 4)
+    rows = torch.linspace(0, 1, 8).reshape(2, 4)
+
+    def region(x: Tensor, closed: Tensor) -> Tensor:
+        out: Tensor = each(lambda row: (row @ closed).sin(), rows).sum()
+        return x.sin().exp() * out
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        return gradients(way(lambda x: region(x, weight), x).sum(), x)
+
+    check(scenario, way)
+    parameter = nn.Parameter(weight.clone())
+    with pytest.raises(UnsupportedError, match=r"map_impl reads a tensor of shape \(4, 4\) that"):
+        way(lambda x: region(x, parameter), leaf(8))
 
 
 @every_way

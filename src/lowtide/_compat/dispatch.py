@@ -46,6 +46,20 @@ class below_autograd:
             guard.__exit__(None, None, None)
 
 
+def skips_autograd() -> bool:
+    """Whether operators that are called now on this thread go past autograd."""
+    return bool(
+        torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    )
+
+
+def modes_of_users() -> bool:
+    """Whether a dispatch mode is on that is not torch's own: it may change what operators do."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    ours = ("torch", "lowtide")
+    return any(type(mode).__module__.partition(".")[0] not in ours for mode in modes)
+
+
 class Mode(TorchDispatchMode):
     """A dispatch mode without the guard against Dynamo that torch puts around each call.
 

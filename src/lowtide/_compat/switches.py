@@ -36,6 +36,7 @@ def ambient() -> tuple[Any, ...]:
     """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
     return (
         _C._get_mkldnn_enabled(),
+        _C._get_nnpack_enabled(),
         _C._get_deterministic_algorithms(),
         _or_none(_C._get_float32_matmul_precision),
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
@@ -79,6 +80,7 @@ def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
 def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
     setters: tuple[Callable[[Any], object], ...] = (
         _C._set_mkldnn_enabled,
+        _C._set_nnpack_enabled,
         lambda on: _C._set_deterministic_algorithms(
             on, warn_only=_C._get_deterministic_algorithms_warn_only()
         ),
@@ -97,6 +99,6 @@ def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
             if value != old and value is not None:
                 setter(value)
-    for pair, value in zip(_PRECISIONS, state[3], strict=True):  # the older ones set these as well
+    for pair, value in zip(_PRECISIONS, state[4], strict=True):  # the older ones set these as well
         if _precision_of(*pair) != value:
             _C._set_fp32_precision_setter(*pair, value)

@@ -84,7 +84,7 @@ class RestoredFlushing {
 };
 
 struct Switches {
-  bool mkldnn, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
+  bool mkldnn, nnpack, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
   std::array<at::Float32Precision, 7> precisions;
   bool operator==(const Switches&) const = default;
 };
@@ -96,6 +96,7 @@ inline Switches switches_now() {
   using Op = at::Float32Op;
   auto& context = at::globalContext();
   return {context.userEnabledMkldnn(),
+          context.userEnabledNNPACK(),
           context.deterministicAlgorithms(),
           PyDict_GetItemWithError(devices_names, cuda_seen_name) == Py_True,
           context.userEnabledCuDNN(),

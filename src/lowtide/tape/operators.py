@@ -146,6 +146,7 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: run it, never replay it.
+        has_bodies: a higher-order operator, which calls functions of the program.
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
         blank, constant: a factory of uninitialised or of constant memory.
@@ -172,6 +173,7 @@ class Facts:
         "fills",
         "fills_saved",
         "func",
+        "has_bodies",
         "lazy_bits",
         "name",
         "opaque",
@@ -194,11 +196,12 @@ class Facts:
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
-            self.opaque = True
+            self.opaque = self.has_bodies = True
             self.writes: tuple[int | str, ...] = ()
             self.statistics: tuple[int, int, int] | None = None
             return
         self.name = schema.name
+        self.has_bodies = False
         self.casts_inside = any(schema.name.startswith(name) for name in _CASTS_INSIDE)
         self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
         namespace, _, base = schema.name.partition("::")

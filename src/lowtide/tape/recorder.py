@@ -18,6 +18,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
+from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
 from lowtide.tape.known import needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
@@ -52,10 +53,16 @@ class Recorder(Writes, _compat.Mode):
 
     unpack: Callable[[Any], Any]
     new_handle: Callable[..., Handle] = Handle
+    _among_others = False  # a mode around this one may change what every operator returns
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
         self.begin(tape)
+
+    def __enter__(self) -> Recorder:
+        self._among_others = _compat.modes_of_users()
+        super().__enter__()
+        return self
 
     def begin(self, tape: Tape) -> None:
         """Record onto this tape, as if nothing had been recorded before."""
@@ -93,6 +100,7 @@ class Recorder(Writes, _compat.Mode):
             facts.opaque
             or facts.casts_inside
             or self.next_step is not None
+            or self._among_others
             or (types and any(map(_compat.has_own_dispatch, types)))
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
@@ -242,6 +250,8 @@ class Recorder(Writes, _compat.Mode):
             self._read = {}
         for entry, _ in written:
             overwriting(entry.key)
+        if facts.has_bodies:
+            args, kwargs = bodies.watched(facts.name, args, kwargs)
         result = func(*args, **kwargs)
         for entry, _ in written:
             self._rewritten(None, None, entry, [])

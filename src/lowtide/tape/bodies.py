@@ -1,0 +1,67 @@
+"""Bodies of higher-order operators (`torch.cond`, `scan`, `map`) under a recording.
+
+Problem: torch finds what a body closes over by compiling it, which is off while lowtide records; an
+operator whose operands require no grad is then run below autograd, and the gradient of a parameter
+that its body reads is lost without a word. Invariant: a body that runs below autograd while grad is
+enabled reads nothing that requires grad but its operands, or raises. Imports `_compat`, values.
+Rejected: refusing these operators altogether, most of which are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.errors import UnsupportedError
+from lowtide.tape.values import tensors_in
+
+
+class _Reads(_compat.Mode):
+    """Raises at the first operation that reads a tensor which requires grad and is no operand."""
+
+    def __init__(self, name: str, operands: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.name = name
+        self.operands = operands
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_in(args, kwargs):
+            if tensor.requires_grad and not any(tensor is operand for operand in self.operands):
+                raise UnsupportedError(
+                    f"the body of torch's higher-order operator {self.name} reads a tensor of "
+                    f"shape {tuple(tensor.shape)} that requires grad and is not among its "
+                    f"operands (in {func}). torch finds such tensors by compiling the body, which "
+                    "it does not do inside a lowtide budget or region: their gradients would be "
+                    "missing. Call the operator outside of it, or write it as plain Python there."
+                )
+        return func(*args, **kwargs)
+
+
+def watched(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a higher-order operator, bodies that would lose gradients watched."""
+    if not torch.is_grad_enabled() or not _compat.skips_autograd():
+        return args, kwargs
+    operands = tensors_in(args, kwargs)
+
+    def watch(body: Any) -> Any:
+        if not callable(body) or isinstance(body, torch.nn.Module | torch.Tensor | type):
+            return body
+        return _watching(name, body, operands)
+
+    return tuple(map(watch, args)), {key: watch(value) for key, value in kwargs.items()}
+
+
+def _watching(name: str, body: Callable[..., Any], operands: list[torch.Tensor]) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _Reads(name, operands):
+            return body(*args, **kwargs)
+
+    return run
