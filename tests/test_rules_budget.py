@@ -6,6 +6,7 @@ figures on whole models, in the benchmarks.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
@@ -93,6 +95,50 @@ def test_the_first_step_holds_at_every_limit() -> None:
     peaks = [step_under(lowtide.budget(n), tower(), x, backward)[0] for n in limits]
     over = {n: peak for n, peak in zip(limits, peaks, strict=True) if peak > n}
     assert not over
+
+
+def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
+    """The training loop of most people: the output has a name until the step is over."""
+    with context:
+        out = model(x)
+        loss = F.cross_entropy(out, labels)
+    loss.backward()
+
+
+def results_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
+    """So have results that the loss reads, one of which backward asks for."""
+    with context:
+        with torch.no_grad():
+            old = model(x).log_softmax(-1)
+        new = model(x).log_softmax(-1)
+        loss = (new - old).square().mean() + (new.exp() * new).mean()
+    loss.backward()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.9, 0.8])
+@pytest.mark.parametrize("run", [logits_in_backward, results_in_backward])
+def test_what_the_program_has_a_name_on_counts_in_the_first_backward(
+    run: Callable[..., None], share: float
+) -> None:
+    def steps(context: Any, count: int) -> tuple[list[int], list[Tensor | None]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Tower(), nn.Linear(32, 200))
+        x, labels = torch.randn(256, 32), torch.randint(200, (256,))
+        peaks = []
+        for _ in range(count):
+            model.zero_grad()
+            measured = lowtide.measure(lambda: run(context, model, x, labels), device="cpu")
+            peaks.append(measured.peak_bytes)
+        return peaks, [p.grad for p in model.parameters()]
+
+    (_, plain), expected = steps(contextlib.nullcontext(), 2)
+    peaks, found = steps(lowtide.budget(int(share * plain)), 3)
+    assert max(peaks) <= share * plain
+    for one, two in zip(expected, found, strict=True):
+        assert one is not None
+        assert two is not None
+        assert torch.equal(one, two)
 
 
 @pytest.mark.usefixtures("one_thread")

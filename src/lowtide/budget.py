@@ -147,6 +147,7 @@ class Budget(Planning):
         if recording is None:
             return
         decisions = self._active[-1]  # a step begins only when those before it are over
+        decisions.forward_ends()
         try:
             recording.__exit__(kind, error, trace)
         finally:
@@ -218,7 +219,7 @@ class Budget(Planning):
         limit = self._limit(plain, self.before)
         # A fraction of a peak that is only modelled is not refused before it is measured.
         strict = measured or isinstance(self.limit, int)
-        graph = forward_over(graph)
+        graph = forward_over(graph, held)
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and strict:
             observer.mark_end()

@@ -24,6 +24,11 @@ class StepDecisions(ForwardDecisions):
 
     asks = True
 
+    def forward_ends(self) -> None:
+        """The recording is about to be closed, and its recorder to forget what is in memory."""
+        if self.observer is not None:
+            self.observer.names.forward_ends()
+
     def forward_over(self) -> None:
         """The recording is closed."""
         self.anchors.forward_over()

@@ -69,7 +69,7 @@ def modelled_events(
     for reader, nbytes in seen.parameters.values():
         parameter[reader] += nbytes
     done = list(itertools.accumulate(reversed(parameter)))[::-1]
-    fixed = sum(sizes[number] for number in seen.pinned)
+    fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
         order = _to_come(seen)

@@ -12,9 +12,10 @@ counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Container, Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lowtide import _compat
 
@@ -38,6 +39,8 @@ class Names:
         self.until: dict[int, int] = {}
         self.table: dict[int, Entry] = {}
         self._open: dict[int, None] = {}  # keys of storages that somebody else has
+        self._gradients: set[int] = set()  # of those, made in a backward that has begun
+        self._left: list[tuple[int, int, weakref.ref[Any]]] = []  # at the end of the forward
 
     def resume(self, base: Graph, count: int, table: dict[int, Entry]) -> None:
         """Go on after `count` operations that were those of `base`, and were not watched."""
@@ -50,12 +53,36 @@ class Names:
         """An operation has made values, and has written the storages of these keys in place."""
         self._look(operation)
         self._open.update(dict.fromkeys(written))
-        if made:  # fresh storages stand last in the table
-            self._open.update(dict.fromkeys(islice(reversed(self.table), len(made))))
+        fresh = dict.fromkeys(islice(reversed(self.table), len(made)))  # they stand last
+        self._open.update(fresh)
+        if _compat.in_backward():
+            self._gradients.update(fresh)
+        else:
+            self._gradients.clear()
 
-    def over(self) -> None:
-        """Who still has a storage has it in backward."""
+    def forward_ends(self) -> None:
+        """What is in memory now is known by weak references once the table is emptied."""
+        self._left = [
+            (entry.key, entry.counted, weakref.ref(storage))
+            for entry in self.table.values()
+            if entry.counted
+            for storage in (entry(),)
+            if storage is not None
+        ]
+
+    def over(self, ours: Container[int]) -> int:
+        """Backward begins, and who still has a storage has it there: bytes of what the forward has
+        made and the program has names on (an output, a loss), without those of these keys."""
+        if self.table:
+            self.forward_ends()
+        left, self._left = self._left, []
+        gradients, self._gradients = self._gradients, set()
         self.table, self._open = {}, {}
+        return sum(
+            nbytes
+            for key, nbytes, storage in left
+            if key not in ours and key not in gradients and storage() is not None
+        )
 
     def _look(self, operation: int) -> None:
         """Storages that nobody but the tape has any more need not be looked at again."""

@@ -48,6 +48,7 @@ class Observer:
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.reached: set[int] = set()  # held as backward began; some may be let go there
         self.pinned: set[int] = set()
+        self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
@@ -263,20 +264,25 @@ class Observer:
         self._forward = len(self.ops)
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self._handles.items() if count])
-        self.names.over()
+        ours = set()
         named, self._named = self._named, {}
-        for number, storage in named.items():
-            if storage() is not None:
+        for number, weak in named.items():
+            storage = weak()
+            if storage is not None:
                 self.evicted[number] = len(self.ops)
                 self.pinned.add(number)
+                ours.add(_compat.storage_id(storage))
         for value in self.alive():
             if value.held is None:
                 continue
             number = value.number
             self._lives(value, -1)
+            storage = value.held.untyped_storage()
+            ours.add(_compat.storage_id(storage))
             for_good = value.op is None and number not in anchored
-            if for_good or _compat.storage_holders(value.held.untyped_storage()) > 2:
+            if for_good or _compat.storage_holders(storage) > 2:
                 self.pinned.add(number)
+        self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
 
     def _lives(self, value: Value, start: int) -> None:

@@ -216,7 +216,7 @@ class Planning:
         least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
         if observer.last_save:
             graph = observer.graph()
-            found = from_held(forward_over(graph), set(), 0).result.peak
+            found = from_held(forward_over(graph, ()), set(), 0).result.peak
             least = max(least, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)

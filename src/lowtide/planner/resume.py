@@ -8,6 +8,7 @@ forward on; the forward, which is over, weighs nothing. Imports the other module
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from lowtide.planner.descent import descend
@@ -19,10 +20,17 @@ from lowtide.planner.simulate import Simulator
 _DEAR = 3.0  # times the forward that a backward may replay without a second thought
 
 
-def forward_over(graph: Graph) -> Graph:
-    """The same step where its forward cannot be changed any more: it weighs nothing."""
+def forward_over(graph: Graph, held: Container[int]) -> Graph:
+    """The same step where its forward cannot be changed any more: it weighs nothing.
+
+    What somebody else has in memory and the tape has let go of is there, and of no use.
+    """
     ops = tuple(replace(op, other=0, peak_other=0) for op in graph.ops)
-    return Graph(graph.values, ops, graph.events)  # and what followed it
+    values = tuple(
+        replace(node, pinned=False) if node.pinned and value not in held else node
+        for value, node in enumerate(graph.values)
+    )
+    return Graph(values, ops, graph.events)  # and what followed it
 
 
 def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) -> Candidate:
