@@ -181,6 +181,24 @@ def test_gradients_that_were_there_when_the_step_was_planned() -> None:
         assert peak_of(model, x, limit) <= limit.limit, f"step {number}"
 
 
+def test_steps_of_an_accumulation_have_plans_of_their_own() -> None:
+    """At the limit that a step needs which allocates its gradients, the others are not planned for
+    more, and do not take its plan away."""
+    model, x = Branching(6, width=96), torch.randn(96, 96)
+    peak_of(model, x)
+    model.zero_grad()
+    least = lowtide.plan(lambda x: model(x).square().mean(), x).minimum_peak
+    limit = lowtide.budget(int(1.02 * least))
+    planned = []
+    for number in range(10):
+        if number % 2 == 0:
+            model.zero_grad()
+        assert peak_of(model, x, limit) <= limit.limit, f"step {number}"
+        planned.append(limit.report().planned_peak)
+    assert len(set(planned[-4:])) == 2
+    assert planned[-4:-2] == planned[-2:]
+
+
 def test_a_backward_that_cannot_fit_is_refused_before_it_runs() -> None:
     model, x = Branching(4, width=128), torch.randn(16, 128)
     plain = peak_of(model, x)

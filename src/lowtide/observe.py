@@ -86,7 +86,7 @@ class Observer:
         for key, (reader, nbytes) in seen.parameters.items():
             if reader < count:
                 observer.parameters[key] = (reader, nbytes)
-        observer.leaves = dict(seen.leaves)
+        observer.leaves = {key: leaf for key, leaf in seen.leaves.items() if leaf[0] < count}
         observer._frozen = dict(enumerate(seen.frozen))
         observer._values = list(map(_weak, values))
         for handle in handles:
@@ -262,6 +262,7 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        self._look_at_gradients()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self._handles.items() if count])
         ours = set()
@@ -284,6 +285,17 @@ class Observer:
                 self.pinned.add(number)
         self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
+
+    def _look_at_gradients(self) -> None:
+        """Which are to be allocated; they may have been set to None since the forward."""
+        for key, (reader, weak) in self.leaves.items():
+            leaf = weak()
+            if leaf is None:
+                continue
+            if leaf.grad is None:
+                self.parameters[key] = (reader, leaf.numel() * leaf.element_size())
+            else:
+                self.parameters.pop(key, None)
 
     def _lives(self, value: Value, start: int) -> None:
         number = value.number

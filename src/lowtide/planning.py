@@ -108,6 +108,9 @@ class Planning:
         retains = _compat.backward_retains_graph() and not seen.retains
         if not appeared and not retains:
             return prepared
+        known = None if retains else self._plans.with_gradients(prepared)
+        if known is not None:
+            return known
         graph = with_gradients(prepared.graph, appeared.values())
         seen = replace(seen, parameters={**seen.parameters, **appeared})
         if retains:
@@ -130,7 +133,8 @@ class Planning:
         margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
         solution = solve(graph, limit, margin=margin)
         found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
-        self._plans.add(found)
+        if found.peak <= limit:  # else the step is refused, and one that comes later may be another
+            self._plans.add(found)
         return found
 
     # ------------------------------------------------------------------ learning

@@ -55,6 +55,14 @@ class Seen:
                 return False
         return True
 
+    def same_gradients(self) -> bool:
+        """Whether exactly those gradients are to be allocated now that were in this step."""
+        for key, (_, weak) in self.leaves.items():
+            leaf = weak()
+            if leaf is not None and (leaf.grad is None) != (key in self.parameters):
+                return False
+        return True
+
     def appeared(self) -> dict[int, tuple[int, int]]:
         """Leaves that had a gradient in this step and have none now: it will be allocated."""
         readers = {}
