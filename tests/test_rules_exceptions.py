@@ -5,7 +5,9 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -356,3 +358,59 @@ def test_replays_run_in_recorded_order() -> None:
     assert order
     assert all(numbers == sorted(numbers) for numbers in order)
     assert max(map(len, order)) > 5
+
+
+class _AtWork(torch.utils.data.Dataset[Tensor]):
+    """Computes in its process, with a gradient of its own."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        weight = torch.ones(64, requires_grad=True)
+        with lowtide.budget("64 MB"):  # not inside the budget of the process that forked this one
+            loss = (weight * index).exp().sin().sum()
+        loss.backward()
+        assert weight.grad is not None
+        return weight.grad
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_while_recording_does_not_record() -> None:
+    def step(context: AbstractContextManager[object], workers: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, loss = nn.Linear(64, 64), torch.zeros(())
+        loader = torch.utils.data.DataLoader(
+            _AtWork(), num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+        with context:
+            for batch in loader:
+                loss = loss + model(batch).exp().square().mean()
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected = step(nullcontext(), 0)
+    assert all(map(torch.equal, expected, step(lowtide.budget("1 MB"), 1)))
+
+
+def test_a_copy_of_a_module_that_has_a_budget_has_one_that_begins_anew() -> None:
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+            self.limit = lowtide.budget(0.9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with self.limit:
+                loss: Tensor = self.inside(x).exp().sin().mean()
+            return loss
+
+    model, x = Limited(), torch.randn(64, 8)
+    model(x).backward()
+    model.limit.report()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.limit))):
+        limit = twin.limit if isinstance(twin, Limited) else twin
+        assert limit is not model.limit
+        assert limit.limit == 0.9
+        assert limit.report().steps == 0
+    assert model.limit.report().steps == 1

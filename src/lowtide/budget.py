@@ -51,6 +51,7 @@ class Budget(Planning):
         device: torch.device | str | None = None,
         group: Any = None,
     ):
+        self._asked = limit, device, group
         given = limit if isinstance(limit, Plan) else None
         if isinstance(limit, Plan):
             limit = limit.limit or max(1, limit.peak)
@@ -65,6 +66,10 @@ class Budget(Planning):
         if given is not None:
             self._plans.add(given.prepared())
             self._plain_peak = given.plain_peak
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy (of a module that has a budget, say) has the limit, and has learned nothing."""
+        return _anew, self._asked
 
     # ------------------------------------------------------------------ the context
 
@@ -275,6 +280,10 @@ class Budget(Planning):
             planned=prepared is not None,
             measured_alike=alike,
         )
+
+
+def _anew(limit: int | float | str | Plan, device: Any, group: Any) -> Budget:
+    return Budget(limit, device=device, group=group)
 
 
 def budget(

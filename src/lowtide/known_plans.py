@@ -4,8 +4,8 @@ Problem: shapes and branches change from step to step, and a step that was plann
 be planned again. Invariant: a plan is for one forward, operation by operation, at one place among
 the steps of a context, for the leaves that collect gradients, and for the gradients that it has to
 allocate: an attack on the input and the training step after it run the same forward, but other
-backwards, and so do the first and the second step of an accumulation. Imports prepared. Rejected: a plan
-a shape, as shapes do not tell branches apart.
+backwards, and so do the first and the second step of an accumulation. Imports prepared. Rejected:
+a plan a shape, as shapes do not tell branches apart.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ nested regions alive.
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -40,6 +41,20 @@ def current_recorder() -> Recorder | None:
 
 def _recording() -> bool:
     return _open.recorder is not None
+
+
+def _leave_the_parents_recording() -> None:
+    """A process was forked while recording, as a `DataLoader` does: its work is no part of it."""
+    recorder, _open.recorder = _open.recorder, None
+    if recorder is None:
+        return
+    for _ in range(recorder.region.depth + 1):
+        _compat.pop_saved_tensor_hooks()
+    recorder.__exit__(None, None, None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_the_parents_recording)
 
 
 _warned = False
