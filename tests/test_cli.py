@@ -183,6 +183,25 @@ def test_run_compares_predicted_with_measured(
     assert "plain" not in text
 
 
+def test_a_run_that_is_refused_shows_what_the_plain_step_took(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["run", f"{program}:pair", "--limit", "1%"]
+    assert main(line) == 1
+    text, said = capsys.readouterr()
+    assert [row.split()[-1] for row in text.splitlines() if "%" in row] == ["plain"]
+    assert re.fullmatch(r"lowtide: the step does not fit in .* Use [^\n]*\n", said)
+    assert main([*line, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    (plain,) = data["trials"]
+    assert data["plan"] is None
+    assert plain["predicted"] == pytest.approx(plain["measured"], rel=0.02)
+    assert main([*line, "--no-plain"]) == 1
+    text, said = capsys.readouterr()
+    assert not text
+    assert "does not fit" in said
+
+
 @pytest.mark.parametrize(("times", "limit"), [(1, "50%"), (2, "9 MB")])
 def test_a_step_that_runs_backward_itself_is_run_as_it_is(
     program: str, capsys: pytest.CaptureFixture[str], times: int, limit: str

@@ -4,8 +4,8 @@ Problem: before a step has been measured, and where it cannot be, its backward m
 the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
 and each backward takes what it took on shapes alone. Where that could not be found out, estimates
-from sizes stand in, to the high side. Imports backward, gradients, plan. Rejected: spreading every
-operation's temporaries over its neighbours, which refuses limits that can be met.
+from sizes stand in, to the high side. Imports backward, deadgraphs, gradients, plan. Rejected:
+spreading every operation's temporaries over its neighbours, which refuses limits that can be met.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lowtide import deadgraphs
 from lowtide.backward import Call, costs
 from lowtide.gradients import lifetimes
 from lowtide.planner.graph import Event
@@ -63,16 +64,19 @@ def modelled_events(
     """
     look_closer(seen.ops, seen.carries_grad)
     count = len(seen.ops)
-    gradients = lifetimes(seen.ops, sizes, seen.carries_grad)
+    places = _places(seen, seen.last_save)
+    dead = deadgraphs.dead_operations(seen, places)
+    ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
+    gradients = lifetimes(ops, sizes, seen.carries_grad)
     crossing = list(itertools.accumulate(gradients.change))
     parameter = [0] * (count + 2)
-    for reader, nbytes in seen.parameters.values():
+    for reader, nbytes in deadgraphs.leaves(seen, dead):
         parameter[reader] += nbytes
     done = list(itertools.accumulate(reversed(parameter)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
-        order = _to_come(seen)
+        order = _to_come(seen, places)
         # A graph that is retained keeps the handles of what it has asked for.
         asked = () if seen.retains else enumerate(order)
         released = {value: index for index, (value, *_) in asked}
@@ -90,7 +94,7 @@ def modelled_events(
     takes = [
         begins[k]
         + max(log.temporaries + gradients.copies[k], _leaves(log, gradients.sums[k]) - over[k])
-        for k, log in enumerate(seen.ops)
+        for k, log in enumerate(ops)
     ]
     events = []
     for index, (number, low, high) in enumerate(order):
@@ -108,10 +112,10 @@ def _leaves(log: OpLog, sums: int) -> int:
     return log.left + log.besides + sums
 
 
-def _to_come(seen: Observer) -> list[tuple[int, int, int]]:
+def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
     """Saves in the order in which backward will ask: (value, lowest operation, highest)."""
-    places = _places(seen, seen.last_save)
-    keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places)]
+    alive = deadgraphs.alive(seen)
+    keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
     order = [key[-1] for key in sorted(keys)]
     return [(seen.last_save[i][0], *places[i][:2]) for i in order]
 

@@ -11,6 +11,7 @@ profiling step of their own.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ class Observer:
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
         self.evicted: dict[int, int] = {}
+        self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`, gone in the forward
+        self.forgotten: dict[int, int] = {}  # values of graphs that died -> operations by then
+        self.outlived: dict[int, int] = {}  # of these, held no longer -> operations by then
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still there
         self.names = Names()
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
@@ -52,6 +56,7 @@ class Observer:
         self.carries_grad: set[int] = set()
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
+        self.readers: dict[int, list[int]] = {}  # of each leaf, as far as they were watched
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._saved: frozenset[int] | None = None  # as backward began
         self.base: Graph | None = None  # of a step that had its first operations in common
@@ -161,6 +166,7 @@ class Observer:
         if not wanted and torch.is_grad_enabled():
             log.temporaries = log.left = 0  # it has no backward
         if wanted:
+            log.node = torch.is_grad_enabled()
             self.carries_grad.update(inputs)
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 _look_at_reads(log, op.refs, tensors, op.facts.chunks)
@@ -180,6 +186,7 @@ class Observer:
         if 0 <= reader < len(self.ops):
             self.ops[reader].besides += nbytes  # it adds to what a later reader gave
         self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
+        self.readers.setdefault(id(leaf), []).append(len(self.ops))
         if leaf.grad is None:
             self.parameters[id(leaf)] = (len(self.ops), nbytes)
 
@@ -210,19 +217,38 @@ class Observer:
         if value.held is not None:  # once more, where it was let go before
             self.evicted.pop(number, None)
             self._named.pop(number, None)
+        self.forgotten.pop(number, None)
         self.last_save.append((number, handle.sequence))
         self._handles[number] = self._handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
+        weak, sequence = _weak(value), handle.sequence
 
         def dropped(_: Any, meant: list[int] = meant) -> None:
             number = meant[0]
             if number < 0:
                 return
             self._handles[number] -= 1
+            if self._saved is None:
+                self.dead[number, sequence] += 1
             if not self._handles[number]:
                 self.released[number] = len(self.requests) - 1
+                if self._saved is None:
+                    self._forgets(number, weak())
 
         self._refs.append(weakref.ref(handle, dropped))
+
+    def _forgets(self, number: int, value: Value | None) -> None:
+        """Autograd lets go of all that it has saved of a value while the forward runs: a graph has
+        died. A plain step has the memory back; here other values may be made from it."""
+        self.forgotten[number] = len(self.ops)
+        if value is None or value.number != number or value.held is None:
+            return
+
+        def died(_: Any) -> None:
+            if self._saved is None:
+                self.outlived[number] = len(self.ops)
+
+        self._refs.append(weakref.ref(value, died))
 
     def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
         old, meant[0] = meant[0], number

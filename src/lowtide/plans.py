@@ -27,6 +27,7 @@ from lowtide.limits import format_bytes, parse_limit
 from lowtide.margins import limit_for
 from lowtide.planner import (
     HOLD,
+    Graph,
     Retention,
     Simulation,
     Simulator,
@@ -102,7 +103,12 @@ class Plan:
 
     @cached_property
     def _simulation(self) -> Simulation:
-        return Simulator(self.step.graph).run(self.retention.retain, trace=True)
+        return Simulator(self.graph).run(self.retention.retain, trace=True)
+
+    @property
+    def graph(self) -> Graph:
+        """The step as this plan goes through it; without a limit, as it is without lowtide."""
+        return self.step.graph.plain if self.limit is None else self.step.graph
 
     @property
     def peak(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowtide.backward import Call
@@ -64,6 +64,8 @@ class OpLog:
     part the gradient is made whole, and that of a leaf is added to what a later reader gave."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
+    node: bool = field(default=False, compare=False)
+    """Whether autograd is known to have made a node for it; not written into files."""
     call: Call | None = None
     """To find out the first five of these, see `lowtide.modelled.look_closer`."""
     kind: Call | None = None
@@ -93,6 +95,7 @@ def rebuild(seen: Observer) -> Graph:
             number in seen.pinned,
             number in overwritten,
             stays[number] if stays[number] > last_use[number] else -1,
+            min(seen.forgotten.get(number, 0), len(seen.ops)) - 1,
         )
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
@@ -134,6 +137,10 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
     for number, end in seen.evicted.items():
         counted = seen.held.get(number, (0, 0))[0] == -1 or number in seen.pinned
         if not counted and end > stays[number] + 1:
+            held[stays[number] + 1] += sizes[number]
+            held[min(end, len(seen.ops))] -= sizes[number]
+    for number, end in seen.outlived.items():
+        if number not in seen.held and number not in seen.evicted and end > stays[number] + 1:
             held[stays[number] + 1] += sizes[number]
             held[min(end, len(seen.ops))] -= sizes[number]
     nodes = _in_common(seen, sizes, stays)

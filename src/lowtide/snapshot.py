@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.ledger import FOREVER
@@ -40,7 +40,7 @@ def snapshot(subject: Study, plan: Plan) -> dict[str, Any]:
     The clock is a position in the step. What stands before the step is not in it; gradients, and
     what else outlives the step, are still allocated at its end.
     """
-    reader = Reader(subject.step, subject.ledger, plan.retention)
+    reader = Reader(replace(subject.step, graph=plan.graph), subject.ledger, plan.retention)
     arena = _Arena()
     events: list[dict[str, Any]] = []
     live: dict[int, _Life] = {}

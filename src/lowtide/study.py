@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +58,7 @@ class Study:
 
     @cached_property
     def plain_timeline(self) -> Timeline:
-        return timeline(self.step, self.ledger, self.plain.retention)
+        return self.timeline(self.plain)
 
     @cached_property
     def saved(self) -> SavedTensors:
@@ -106,7 +106,7 @@ class Study:
         return {}
 
     def timeline(self, plan: Plan) -> Timeline:
-        return timeline(self.step, self.ledger, plan.retention)
+        return timeline(replace(self.step, graph=plan.graph), self.ledger, plan.retention)
 
 
 def study(

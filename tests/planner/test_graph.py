@@ -83,6 +83,7 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
             "value 1 is named up to operation 1; the graph has 1 operations",
         ),
         ((ValueNode(8, -1, named=-2),), (), (), "value 0 is named up to operation -2"),
+        ((ValueNode(8, -1, forgotten=0),), (), (), "value 0 is saved up to operation 0"),
         (VALUES, (OP,), (Event(2),), "event 0 names value 2"),
         (VALUES, (OP,), (Event(1, releases=(1,)), Event(1)), "which event 0 released"),
         (VALUES, (OP,), (Event(0, releases=(1, 1)),), "releases value 1 a second time"),

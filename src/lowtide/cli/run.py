@@ -1,7 +1,9 @@
 """``lowtide run TARGET --limit LIMIT``: a few real steps, predicted against measured.
 
 Problem: a prediction is worth what its error is here. Invariant: what is printed as measured was
-counted, and a limit that did not hold is said and gives an exit status of 1. Imports trials.
+counted, and a limit that did not hold is said and gives an exit status of 1; where a plan is
+refused, the plain step still shows how good the predictions were that it is refused on. Imports
+trials.
 Rejected: training: parameters are not updated, only forward and backward run.
 """
 
@@ -41,7 +43,14 @@ def main(arguments: argparse.Namespace) -> None:
         target = common.target_of(arguments)
         subject = common.study_of(arguments, progress, target)
         progress.stage("planning")
-        plan = subject.plan(limit)
+        plan: Plan | None = None
+        refused: BudgetError | None = None
+        try:
+            plan = subject.plan(limit)
+        except BudgetError as error:
+            if arguments.no_plain:
+                raise
+            refused = error
         tried: Tried = target.running(
             lambda: try_steps(
                 target.function,
@@ -56,31 +65,34 @@ def main(arguments: argparse.Namespace) -> None:
             )
         )
     trials = tried.trials
+    refused = refused or tried.refused
+    allowed = plan.limit if plan is not None else None if refused is None else refused.limit
     if arguments.json:
-        show_json({"plan": plan_dict(plan), "trials": [asdict(trial) for trial in trials]})
+        shown = None if plan is None else plan_dict(plan)
+        show_json({"plan": shown, "trials": [asdict(trial) for trial in trials]})
     else:
-        show(format_trials(plan, trials))
-    if tried.refused is not None:
-        raise tried.refused
-    over = [t for t in trials if t.label == "planned" and plan.limit and t.measured > plan.limit]
-    if over and plan.limit is not None:
+        show(format_trials(allowed, trials))
+    if refused is not None:
+        raise refused
+    over = [t for t in trials if t.label == "planned" and allowed and t.measured > allowed]
+    if over and allowed is not None:
         worst = max(trial.measured for trial in over)
         raise BudgetError(
-            f"the limit of {format_bytes(plan.limit)} was exceeded: {format_bytes(worst)} were "
+            f"the limit of {format_bytes(allowed)} was exceeded: {format_bytes(worst)} were "
             "measured. This is a fault of lowtide's: a larger limit is the way out, and a report "
             "of it is welcome.",
-            limit=plan.limit,
+            limit=allowed,
             minimum=worst,
         )
 
 
-def format_trials(plan: Plan, trials: Sequence[Trial]) -> str:
+def format_trials(limit: int | None, trials: Sequence[Trial]) -> str:
     """Predicted against measured, step by step."""
     cells = []
     for trial in trials:
         error = trial.predicted / trial.measured - 1 if trial.measured else 0.0
-        held = "" if trial.label == "plain" or plan.limit is None else (
-            "held" if trial.measured <= plan.limit else "EXCEEDED"
+        held = "" if trial.label == "plain" or limit is None else (
+            "held" if trial.measured <= limit else "EXCEEDED"
         )  # fmt: skip
         cells.append(
             [
@@ -93,5 +105,5 @@ def format_trials(plan: Plan, trials: Sequence[Trial]) -> str:
             ]
         )
     titles = ("predicted", "measured", "error", "seconds", "step", "limit")
-    head = [f"limit  {format_bytes(plan.limit)}", ""]
+    head = ["limit  none" if limit is None else f"limit  {format_bytes(limit)}", ""]
     return "\n".join([*head, *table(titles, cells, right=4)])

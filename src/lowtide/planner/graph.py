@@ -19,6 +19,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from lowtide.errors import UsageError
@@ -44,6 +45,10 @@ class ValueNode:
     named: int = -1
     """The last operation of the forward during which somebody else has its storage, -1 where that
     is not known to be later than its last use: until then to let it go frees nothing."""
+    forgotten: int = -1
+    """The last operation of the forward during which autograd has what it saved of it, where it
+    lets go of that before any backward, as the graph dies; else -1. A plain step holds it until
+    then; under a plan nothing does, since nobody will ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,26 @@ class Graph:
         return tuple(
             max(node.named, last) for node, last in zip(self.values, self.last_use, strict=True)
         )
+
+    @cached_property
+    def plain(self) -> Graph:
+        """The step as it is without lowtide: what autograd saves for graphs that die before any
+        backward is in memory as long as they live."""
+        change = [0] * (len(self.ops) + 1)
+        values = list(self.values)
+        for value, (node, stays) in enumerate(zip(values, self.stays, strict=True)):
+            mine = node.producer >= 0 and not (node.pinned or node.overwritten)
+            if mine and node.forgotten > stays:
+                change[stays + 1] += node.nbytes
+                change[node.forgotten + 1] -= node.nbytes
+                values[value] = replace(node, named=node.forgotten)
+        if not any(change):
+            return self
+        ops = tuple(
+            replace(op, other=op.other + more, peak_other=op.peak_other + more)
+            for op, more in zip(self.ops, accumulate(change), strict=False)
+        )
+        return replace(self, values=tuple(values), ops=ops)
 
     @cached_property
     def first_event(self) -> tuple[int, ...]:
@@ -223,6 +248,9 @@ class Graph:
                 "version": VERSION,
                 "values": [[v.nbytes, v.producer, v.pinned, v.named] for v in self.values],
                 "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
+                "forgotten": [
+                    [k, v.forgotten] for k, v in enumerate(self.values) if v.forgotten >= 0
+                ],
                 "ops": [
                     [
                         o.name,
@@ -247,9 +275,16 @@ class Graph:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
         data = read_document(text, FORMAT, VERSION)
         overwritten = frozenset(_ids(data.get("overwritten", [])))
+        rows = _rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
+        forgotten = {_whole(value): _whole(until) for value, until in rows}
         values = tuple(
             ValueNode(
-                _whole(row[0]), _whole(row[1]), _flag(row[2]), place in overwritten, _whole(row[3])
+                _whole(row[0]),
+                _whole(row[1]),
+                _flag(row[2]),
+                place in overwritten,
+                _whole(row[3]),
+                forgotten.get(place, -1),
             )
             for place, row in enumerate(_rows(data, "values", 4))
         )
@@ -317,11 +352,12 @@ def _check_ops(graph: Graph) -> None:
             made[value] = index
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
-        if not -1 <= node.named < len(graph.ops):
-            raise UsageError(
-                f"value {value} is named up to operation {node.named}; the graph has "
-                f"{len(graph.ops)} operations"
-            )
+        for what, until in (("named", node.named), ("saved", node.forgotten)):
+            if not -1 <= until < len(graph.ops):
+                raise UsageError(
+                    f"value {value} is {what} up to operation {until}; the graph has "
+                    f"{len(graph.ops)} operations"
+                )
         if node.producer != EXTERNAL and value not in made:
             raise UsageError(
                 f"value {value} names producer {node.producer}, which does not list it"

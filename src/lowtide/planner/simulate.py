@@ -288,8 +288,8 @@ def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Sim
 
 
 def plain_peak(graph: Graph) -> int:
-    """Bytes of the step with nothing recomputed."""
-    return Simulator(graph).run(keep_all(graph).retain).peak
+    """Bytes of the step with nothing recomputed, as it is without lowtide."""
+    return Simulator(graph.plain).run(keep_all(graph).retain).peak
 
 
 __all__ = [

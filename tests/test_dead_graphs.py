@@ -1,0 +1,170 @@
+"""A graph that dies before any backward: its memory is the plain step's, and no plan's.
+
+A generator whose output is detached and a teacher without `no_grad` save for a backward that does
+not come.
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.planner import Graph
+
+pytestmark = pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning")
+
+
+def _mlp(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(16, width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, width),
+        nn.GELU(),
+        nn.Linear(width, 16),
+    )
+
+
+class _Pair(nn.Module):
+    """A network whose graph dies, and one that learns from what it made."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.made, self.judged, self.how = _mlp(192), _mlp(64), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.made(x)
+        if self.how == "thrown away":
+            y = x
+        elif self.how == "attacked":
+            y = (y.detach() * 2).requires_grad_() * 0.5
+        elif self.how == "scaled":
+            y = (y * 2).detach()
+        elif self.how == "asked":
+            y = y.detach()
+            if y.sum().item() > 1e9:
+                return y.sum()
+        else:
+            y = y.detach()
+        return self.judged(y).square().mean()
+
+
+HOWS = ("detached", "thrown away", "attacked", "scaled", "asked")
+
+
+def _built(how: str) -> tuple[_Pair, Tensor]:
+    torch.manual_seed(0)
+    return _Pair(how), torch.randn(512, 16)
+
+
+def _step(model: _Pair, x: Tensor, limit: lowtide.Budget | None) -> int:
+    model.zero_grad()
+
+    def run() -> None:
+        with limit or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+
+    return lowtide.measure(run, device="cpu").peak_bytes
+
+
+def _gradients(model: _Pair) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _same(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_plain_peak_counts_what_dies(how: str) -> None:
+    model, x = _built(how)
+    measured = _step(model, x, None)
+    model.zero_grad()
+    plan = lowtide.plan(model, x)
+    assert plan.source == ("recorded" if how == "asked" else "fake")
+    assert plan.plain_peak == pytest.approx(measured, rel=0.02)
+    assert plan.peak == plan.plain_peak
+    assert plan.minimum_peak < 0.5 * plan.plain_peak
+    assert Graph.from_json(plan.step.graph.to_json()) == plan.step.graph
+
+
+def test_explained_is_the_plain_step() -> None:
+    model, x = _built("detached")
+    measured = _step(model, x, None)
+    model.zero_grad()
+    told = lowtide.explain(model, x)
+    assert told.plain.peak == pytest.approx(measured, rel=0.02)
+    assert sum(item.nbytes for item in told.plain.items) == told.plain.peak
+    assert lowtide.curve(model, x).plain_peak == told.plain.peak
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_plan_holds_nothing_of_it(how: str) -> None:
+    model, x = _built(how)
+    plan = lowtide.plan(model, x, limit=0.5)
+    assert plan.limit is not None
+    limit = lowtide.budget(plan)
+    peaks = [_step(model, x, limit) for _ in range(2)]
+    assert max(peaks) <= plan.limit
+    assert peaks[0] == pytest.approx(plan.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("share", [0.6, "bytes"])
+def test_the_first_step_knows_that_no_backward_comes(how: str, share: float | str) -> None:
+    model, x = _built(how)
+    plain = _step(model, x, None)
+    wanted = _gradients(model)
+    limit = int(0.6 * plain)
+    budget = lowtide.budget(limit if share == "bytes" else 0.6)
+    for step in range(3):
+        peak = _step(model, x, budget)
+        assert peak <= limit or (step == 0 and share != "bytes")
+        assert _same(wanted, _gradients(model))
+    assert budget.report().plain_peak == pytest.approx(plain, rel=0.02)
+
+
+def test_a_graph_half_of_which_dies() -> None:
+    """Of what two branches read, only what the dead one saved for itself is gone."""
+    torch.manual_seed(0)
+    trunk, dead, live = _mlp(128), _mlp(192), _mlp(64)
+    x = torch.randn(512, 16)
+    step = functools.partial(_branches, trunk, dead, live)
+
+    def run(limit: lowtide.Budget | None) -> int:
+        for module in (trunk, dead, live):
+            module.zero_grad()
+
+        def go() -> None:
+            with limit or contextlib.nullcontext():
+                loss = step(x)
+            loss.backward()
+
+        return lowtide.measure(go, device="cpu").peak_bytes
+
+    plain = run(None)
+    wanted = [p.grad.clone() for p in trunk.parameters() if p.grad is not None]
+    assert len(wanted) == len(list(trunk.parameters()))
+    for module in (trunk, dead, live):
+        module.zero_grad()
+    assert lowtide.plan(step, x).plain_peak == pytest.approx(plain, rel=0.02)
+    budget = lowtide.budget(int(0.7 * plain))
+    for _ in range(3):
+        assert run(budget) <= int(0.7 * plain)
+        found = [p.grad for p in trunk.parameters() if p.grad is not None]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def _branches(trunk: nn.Module, dead: nn.Module, live: nn.Module, x: Tensor) -> Tensor:
+    h = trunk(x)
+    noticed = dead(h).detach().abs().mean()
+    loss: Tensor = live(h).square().mean() * (1 + noticed)
+    return loss
