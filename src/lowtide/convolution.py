@@ -13,22 +13,19 @@ import math
 
 import torch
 
+from lowtide.halfconvolution import (
+    half_backward,
+    half_channels_last,
+    half_forward,
+    half_transposed,
+)
+from lowtide.unfolding import Options, unfolded, unfolded_workspace
+
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
-_SMALL = 20480  # elements in the first four dimensions below which torch does not use oneDNN
 _WIDE = 14  # a wider kernel than this has no backward of its own for its parameter
 _REDUCED = 4  # copies of its gradient that the product in its place takes on each thread
+_SUMMED = 8  # copies of its gradient that a depthwise kernel in 3D sums up in, on each thread
 _SHARED = 20  # times a pointwise parameter, above which threads may share images and not channels
-
-
-def unfolded(source: torch.Tensor, weight: torch.Tensor, device: str | None = None) -> bool:
-    """Whether torch unfolds the input itself: small inputs of batch 1 on the CPU."""
-    return (
-        (device or source.device.type) == "cpu"
-        and source.dim() in (4, 5)
-        and source.shape[0] == 1
-        and min(weight.shape[-2:]) <= 3
-        and source.shape[1] * source.shape[2] * source.shape[3] <= _SMALL
-    )
 
 
 def padded(nbytes: int, channels: int) -> int:
@@ -40,8 +37,7 @@ def convolution_workspace(
     source: torch.Tensor,
     weight: torch.Tensor,
     out: int,
-    stride: int,
-    transposed: bool,
+    options: Options,
     given: torch.Tensor | None = None,
     passes: bool = False,
     biased: bool = False,
@@ -52,27 +48,39 @@ def convolution_workspace(
         source: its input, (batch, channels, *space), with or without memory.
         weight: its parameter.
         out: bytes of its forward's result.
-        stride: the largest.
-        transposed: whether it is a transposed one.
+        options: how it goes over its input.
         given: of its backward: the gradient of that result.
         passes: whether that backward gives a gradient to the input.
         biased: whether its forward adds a bias.
     """
-    back = given is not None
-    itself = unfolded(source, weight, "cpu")
-    if _pointwise(weight, stride) and (itself or _multiplied(source)):
-        taken = max(0, _bytes(source) - _bytes(weight)) if passes and source.dim() == 5 else 0
-    elif itself:
-        taken = _columns(source, weight, out, transposed) * source.element_size()
-    elif transposed:
+    back, stride = given is not None, max(options.stride)
+    half, flat = source.element_size() == 2, source.dim() < 5
+    itself = unfolded(source, weight, "cpu", options)
+    last = _channels_last(source)
+    if itself:
+        taken = unfolded_workspace(source, weight, out, options, back, passes)
+        if last and source.dim() == 4 and not _pointwise(weight, stride):
+            taken += _bytes(weight)
+        last = last and source.dim() < 5
+    elif options.transposed:
         taken = _transposed(source, weight, out, stride, back, biased)
-    elif _channels_last(source):  # read as it is; parameters are reordered
+        if back and half and options.groups == 1:
+            taken = half_transposed(source, weight, out)
+    elif source.dim() == 5 and weight.shape[1] == 1 < source.shape[1] == weight.shape[0]:
+        taken = _depthwise(source, weight, out, stride, back, passes)
+        last = False
+    elif last and half and back and options.groups == 1:
+        taken = half_channels_last(source, weight, out)
+    elif last:  # read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+    elif half and back and options.groups == 1:
+        taken = half_backward(source, weight, out, stride, passes)
+    elif half and not back and math.prod(weight.shape[2:]) == 1 and (stride == 1 or flat):
+        taken = half_forward(source, weight, out, stride)
     elif given is not None:
         taken = _backward(source, weight, given, stride, passes)
     else:
         taken = _forward(source, weight, out, stride)
-    last = _channels_last(source) and not (itself and source.dim() == 5)
     return taken + _copied(source, last) + (0 if given is None else _copied(given, last))
 
 
@@ -82,10 +90,8 @@ def _copied(tensor: torch.Tensor, last: bool) -> int:
     return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
 
 
-def _columns(source: torch.Tensor, weight: torch.Tensor, out: int, transposed: bool) -> int:
-    """Elements of the unfolded input: kernel volume times channels times points."""
-    if transposed:
-        return weight.shape[1] * math.prod(weight.shape[2:]) * math.prod(source.shape[2:])
+def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
+    """Elements of an unfolded image: kernel volume times channels times points."""
     points = out // (source.element_size() * weight.shape[0] * source.shape[0])
     return source.shape[1] * math.prod(weight.shape[2:]) * points
 
@@ -93,12 +99,14 @@ def _columns(source: torch.Tensor, weight: torch.Tensor, out: int, transposed: b
 def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
     blocked_out = padded(out, weight.shape[0])
     blocked = padded(_bytes(weight), weight.shape[0])
+    if source.element_size() == 2 and source.shape[1] % 2:  # channels go in pairs
+        blocked += blocked // source.shape[1]
     if source.shape[1] >= _CHANNEL_BLOCK or _pointwise(weight, stride):
         # narrower inputs are read as they are
         blocked = padded(blocked, source.shape[1]) + padded(_bytes(source), source.shape[1])
     if math.prod(weight.shape[2:]) == 1 and stride > 1:
         # the points that it reads, of one image each
-        blocked += _threads(source) * _columns(source, weight, out, False) * source.element_size()
+        blocked += _threads(source) * _columns(source, weight, out) * source.element_size()
     return blocked_out + max(blocked, out) - out
 
 
@@ -127,10 +135,10 @@ def _backward(
     made = parameter + (into if passes else 0)
     blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
     first = 0
-    if passes and stride > 1 and not depthwise:
+    if passes and stride > 1 and (not depthwise or source.element_size() == 2):
         first = 3 * into - made
     if _as_product(source, weight):
-        columns = _columns(source, weight, out, False)
+        columns = _columns(source, weight, out)
         if source.dim() == 5:  # of one slice at a time
             columns //= given.shape[2]
         columns *= source.element_size()
@@ -147,6 +155,22 @@ def _backward(
     if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
         blocked += parameter * 9 // 8  # each thread's part of its gradient
     return max(first, blocked, parameter)
+
+
+def _depthwise(
+    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, back: bool, passes: bool
+) -> int:
+    """A volume, each channel by itself: copied, but not padded."""
+    into, parameter = _bytes(source), _bytes(weight)
+    if not back:
+        return into + (out if stride == 1 else padded(parameter, source.shape[1]))
+    made = parameter + (into if passes else 0)
+    half = source.element_size() == 2
+    # No formula was found for what it sums up in; this is a little more than was seen.
+    points = math.prod(source.shape[2:]) * max(weight.shape[2:]) ** 2
+    copies = torch.get_num_threads() * (_SUMMED * parameter + points * 4 // 3)
+    first = (3 if half and stride > 1 else 2) * into - made
+    return max(first, into + (0 if passes else out), copies)
 
 
 def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -191,11 +215,6 @@ def _narrowly(nbytes: int, channels: int) -> int:
 
 def _channels_last(source: torch.Tensor) -> bool:
     return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
-
-
-def _multiplied(source: torch.Tensor) -> bool:
-    """Whether torch runs a convolution of kernel 1 as a product: one thread, small batches."""
-    return torch.get_num_threads() == 1 and source.shape[0] < 16
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from lowtide.convolution import unfolded
 from lowtide.errors import UsageError
 from lowtide.tape.values import flatten
+from lowtide.unfolding import unfolded
 
 _DRAW = 8.0  # nanoseconds of the CPU's generator for each number that it draws
 _UNFOLDING = 8  # how much slower torch's own convolution is on the CPU than oneDNN's

@@ -9,14 +9,14 @@ ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
 from __future__ import annotations
 
 import functools
-import math
 import re
 from typing import Any
 
 import torch
 
-from lowtide.convolution import convolution_workspace, padded, unfolded
+from lowtide.convolution import convolution_workspace, padded
 from lowtide.tape.operators import facts_of
+from lowtide.unfolding import Options, options_of, unfolded, unfolded_workspace
 
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
@@ -85,7 +85,9 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     `tensors` are those of the call, `args` its arguments, `made` the bytes of its outputs.
     """
     if "convolution" in name and len(tensors) >= 2:
-        return _convolution(tensors[0], tensors[1], args, made)
+        if name == "aten::convolution_backward" and len(tensors) >= 3:
+            return _convolution(tensors[1], tensors[2], options_of(args, True), _bytes(tensors[0]))
+        return _convolution(tensors[0], tensors[1], options_of(args, False), made)
     if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
@@ -134,20 +136,17 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source) + more
 
 
-def _convolution(source: torch.Tensor, weight: torch.Tensor, args: Any, made: int) -> int:
-    """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies.
-
-    torch unfolds small inputs of batch 1: kernel volume times channels times output points.
-    """
-    transposed = len(args) > 6 and bool(args[6])
-    kernel = math.prod(weight.shape[2:])
-    channels_out = weight.shape[1] if transposed else weight.shape[0]
-    if not transposed and unfolded(source, weight):
-        return source.shape[1] * kernel * made // max(1, channels_out)
+def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
+    """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies."""
+    if unfolded(source, weight, None, options):
+        copied = 0 if source.is_contiguous() else _bytes(source) + _bytes(weight)
+        return copied + unfolded_workspace(source, weight, made, options, False)
+    channels_out = weight.shape[1] if options.transposed else weight.shape[0]
     blocked = padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
         blocked += padded(_bytes(source), source.shape[1])
-    return _SCRATCHPAD + blocked + (made if transposed else 0) + 2 * _bytes(weight)
+    again = made if options.transposed else 0
+    return _SCRATCHPAD + blocked + again + 2 * _bytes(weight)
 
 
 def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
@@ -188,18 +187,16 @@ def kernel_workspace(
     if len(tensors) < shift + 2 or len(args) < 7:
         return 0
     source, weight = tensors[shift], tensors[shift + 1]
-    stride, transposed = (args[4], args[7]) if backward else (args[3], args[6])
+    options = options_of(args, backward)
     given = _bytes(tensors[0]) if backward else made
     if not cpu:
-        forward = (source, weight), ([None] * 6 + [transposed])
-        return _convolution(*forward[0], forward[1], given)
+        return _convolution(source, weight, options, given)
     passes = backward and len(args) > 10 and bool(args[10][0])
     return convolution_workspace(
         source,
         weight,
         given,
-        max(stride),
-        bool(transposed),
+        options,
         tensors[0] if backward else None,
         passes,
         biased=not backward and len(tensors) > 2,

@@ -52,6 +52,7 @@ from lowtide._compat.dynamo import (
     never_compiled,
     run_compiled_eagerly,
 )
+from lowtide._compat.kernels import onednn_is_on, onednn_takes
 from lowtide._compat.modules import (
     CHECKPOINT_WRAPPER_HOME,
     COMPOSABLE_CHECKPOINT_HOME,
@@ -105,6 +106,8 @@ __all__ = [
     "newest_node",
     "node_in_backward",
     "on_stream",
+    "onednn_is_on",
+    "onednn_takes",
     "parameters_and_buffers",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
