@@ -96,3 +96,36 @@ def test_another_batch_than_the_example_is_planned_anew() -> None:
 def test_an_example_is_one_of_training() -> None:
     with pytest.raises(lowtide.UsageError, match="in eval mode: call its train"):
         lowtide.fit(Net().eval(), "1 MB", example=batch())
+
+
+class Classifier(nn.Module):
+    """As transformers' models: the loss, and what it was made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+        self.head = nn.Linear(64, 400)
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.head(self.body(x))
+        return nn.functional.cross_entropy(out, labels), out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_output_that_has_a_name_until_the_step_is_over() -> None:
+    """It is in memory while backward runs."""
+    net, x, labels = Classifier(), torch.randn(512, 64), torch.randint(400, (512,))
+
+    def step() -> None:
+        out = net(x, labels)
+        out[0].backward()
+
+    def peak() -> int:
+        net.zero_grad()
+        return lowtide.measure(step, device="cpu").peak_bytes
+
+    peak()
+    limit = peak() * 9 // 10
+    budget = lowtide.fit(net, limit, example=(x, labels))
+    assert peak() <= limit
+    assert budget.report().planned

@@ -187,7 +187,16 @@ def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> 
             "lowtide.fit: the example is to be gone through as in training, and this "
             f"{type(model).__name__} is in eval mode: call its train() before."
         )
-    if isinstance(example, dict):
-        return plan(functools.partial(model, **example), limit=limit)
-    args = example if isinstance(example, tuple) else (example,)
-    return plan(model, *args, limit=limit)
+    given: list[Any] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given.append(model(*args, **kwargs))  # whoever calls it has that while backward runs
+        return given[-1]
+
+    try:
+        if isinstance(example, dict):
+            return plan(functools.partial(forward, **example), limit=limit)
+        args = example if isinstance(example, tuple) else (example,)
+        return plan(forward, *args, limit=limit)
+    finally:
+        given.clear()
