@@ -15,7 +15,7 @@ from lowtide.dryrun import Dry
 from lowtide.errors import UsageError
 from lowtide.modelled import look_closer
 from lowtide.planner import NEVER, Graph, Retention
-from lowtide.planner.graph import read_document
+from lowtide.planner.fields import read_document
 from lowtide.rebuild import OpLog
 from lowtide.seen import Seen
 

@@ -7,7 +7,7 @@ Invariant: a `Graph` is immutable and checked when built. Operations stand in re
 every operation reads values with smaller producers; events stand in backward order; a value's
 release never comes before its last event. Whatever passes the constructor can be simulated.
 
-Imports: `lowtide.errors` and the standard library. Never torch.
+Imports: `lowtide.errors`, `lowtide.planner.fields` and the standard library. Never torch.
 
 Rejected: a general graph library. Ids are positions in tuples; the solvers copy them into flat
 lists once and never touch these classes in a loop.
@@ -20,9 +20,9 @@ import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from lowtide.errors import UsageError
+from lowtide.planner import fields
 
 FORMAT = "lowtide.graph"
 VERSION = 3
@@ -273,56 +273,41 @@ class Graph:
     @staticmethod
     def from_json(text: str) -> Graph:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
-        data = read_document(text, FORMAT, VERSION)
-        overwritten = frozenset(_ids(data.get("overwritten", [])))
-        rows = _rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
-        forgotten = {_whole(value): _whole(until) for value, until in rows}
+        data = fields.read_document(text, FORMAT, VERSION)
+        overwritten = frozenset(fields.ids(data.get("overwritten", [])))
+        rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
+        forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
         values = tuple(
             ValueNode(
-                _whole(row[0]),
-                _whole(row[1]),
-                _flag(row[2]),
+                fields.whole(row[0]),
+                fields.whole(row[1]),
+                fields.flag(row[2]),
                 place in overwritten,
-                _whole(row[3]),
+                fields.whole(row[3]),
                 forgotten.get(place, -1),
             )
-            for place, row in enumerate(_rows(data, "values", 4))
+            for place, row in enumerate(fields.rows(data, "values", 4))
         )
         ops = tuple(
             OpNode(
-                _text(row[0]),
-                _number(row[1]),
-                _ids(row[2]),
-                _ids(row[3]),
-                _whole(row[4]),
-                _flag(row[5]),
-                _whole(row[6]),
-                _whole(row[7]),
+                fields.text(row[0]),
+                fields.number(row[1]),
+                fields.ids(row[2]),
+                fields.ids(row[3]),
+                fields.whole(row[4]),
+                fields.flag(row[5]),
+                fields.whole(row[6]),
+                fields.whole(row[7]),
             )
-            for row in _rows(data, "ops", 8)
+            for row in fields.rows(data, "ops", 8)
         )
         events = tuple(
-            Event(_whole(row[0]), _whole(row[1]), _whole(row[2]), _ids(row[3]))
-            for row in _rows(data, "events", 4)
+            Event(
+                fields.whole(row[0]), fields.whole(row[1]), fields.whole(row[2]), fields.ids(row[3])
+            )
+            for row in fields.rows(data, "events", 4)
         )
-        return Graph(values, ops, events, _whole(data.get("turn")))
-
-
-def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
-    """Parse a JSON document of this package and check what it says it is."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"not a {kind} document: the text is not JSON ({error})") from error
-    if not isinstance(data, dict) or data.get("format") != kind:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise UsageError(f"not a {kind} document: its format is {found!r}")
-    if data.get("version") != version:
-        raise UsageError(
-            f"this {kind} document has version {data.get('version')!r}; this release of lowtide "
-            f"reads version {version}. Record the step again"
-        )
-    return data
+        return Graph(values, ops, events, fields.whole(data.get("turn")))
 
 
 def _check_ops(graph: Graph) -> None:
@@ -391,42 +376,3 @@ def _check_sizes(where: str, *sizes: int) -> None:
     for size in sizes:
         if size < 0:
             raise UsageError(f"{where} has a size of {size} bytes; sizes are not negative")
-
-
-def _rows(data: dict[str, Any], key: str, width: int) -> list[list[Any]]:
-    rows = data.get(key)
-    if not isinstance(rows, list) or any(
-        not isinstance(row, list) or len(row) != width for row in rows
-    ):
-        raise UsageError(f"damaged document: {key!r} must be a list of rows of {width} fields")
-    return rows
-
-
-def _whole(item: object) -> int:
-    if type(item) is not int:
-        raise UsageError(f"damaged document: {item!r} stands where a whole number belongs")
-    return item
-
-
-def _number(item: object) -> float:
-    if type(item) is not float and type(item) is not int:
-        raise UsageError(f"damaged document: {item!r} stands where a number belongs")
-    return float(item)
-
-
-def _flag(item: object) -> bool:
-    if type(item) is not bool:
-        raise UsageError(f"damaged document: {item!r} stands where true or false belongs")
-    return item
-
-
-def _text(item: object) -> str:
-    if type(item) is not str:
-        raise UsageError(f"damaged document: {item!r} stands where text belongs")
-    return item
-
-
-def _ids(item: object) -> tuple[int, ...]:
-    if not isinstance(item, list):
-        raise UsageError(f"damaged document: {item!r} stands where a list of ids belongs")
-    return tuple(_whole(entry) for entry in item)

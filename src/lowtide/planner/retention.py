@@ -9,7 +9,7 @@ Invariant: a `Retention` is immutable and says for which graph structure it was 
   keep it until its release (0 keeps it the first time it comes back);
 - `NEVER`: let it go and never keep it as a by-product. A value nobody saved is `HOLD` or `NEVER`.
 
-Imports: `lowtide.errors` and the standard library.
+Imports: `lowtide.errors`, `lowtide.planner.fields` and `lowtide.planner.graph`.
 
 Rejected: a list of replays for each event. It is longer than the graph, can contradict itself,
 and says nothing that these integers and the replay rule do not.
@@ -21,7 +21,8 @@ import json
 from dataclasses import dataclass
 
 from lowtide.errors import UsageError
-from lowtide.planner.graph import Graph, read_document
+from lowtide.planner.fields import read_document
+from lowtide.planner.graph import Graph
 
 HOLD = -1
 NEVER = 1 << 60

@@ -1,0 +1,70 @@
+"""The fields of a JSON document: graphs, plans and what they are saved in.
+
+Problem: a file may be damaged, of another version, or no document of this package at all, and
+loading one must never execute anything. Invariant: whatever is not what it has to be is a
+`UsageError` that says what stands there. Imports: `lowtide.errors`. Rejected: pickle, and a
+library of schemas for a dozen fields.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lowtide.errors import UsageError
+
+
+def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
+    """Parse a JSON document of this package and check what it says it is."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not a {kind} document: the text is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != kind:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise UsageError(f"not a {kind} document: its format is {found!r}")
+    if data.get("version") != version:
+        raise UsageError(
+            f"this {kind} document has version {data.get('version')!r}; this release of lowtide "
+            f"reads version {version}. Record the step again"
+        )
+    return data
+
+
+def rows(data: dict[str, Any], key: str, width: int) -> list[list[Any]]:
+    rows = data.get(key)
+    if not isinstance(rows, list) or any(
+        not isinstance(row, list) or len(row) != width for row in rows
+    ):
+        raise UsageError(f"damaged document: {key!r} must be a list of rows of {width} fields")
+    return rows
+
+
+def whole(item: object) -> int:
+    if type(item) is not int:
+        raise UsageError(f"damaged document: {item!r} stands where a whole number belongs")
+    return item
+
+
+def number(item: object) -> float:
+    if type(item) is not float and type(item) is not int:
+        raise UsageError(f"damaged document: {item!r} stands where a number belongs")
+    return float(item)
+
+
+def flag(item: object) -> bool:
+    if type(item) is not bool:
+        raise UsageError(f"damaged document: {item!r} stands where true or false belongs")
+    return item
+
+
+def text(item: object) -> str:
+    if type(item) is not str:
+        raise UsageError(f"damaged document: {item!r} stands where text belongs")
+    return item
+
+
+def ids(item: object) -> tuple[int, ...]:
+    if not isinstance(item, list):
+        raise UsageError(f"damaged document: {item!r} stands where a list of ids belongs")
+    return tuple(whole(entry) for entry in item)
