@@ -4,8 +4,9 @@ Problem: before a step has been measured, and where it cannot be, its backward m
 the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
 and each backward takes what it took on shapes alone. Where that could not be found out, estimates
-from sizes stand in, to the high side. Imports backward, deadgraphs, gradients, plan. Rejected:
-spreading every operation's temporaries over its neighbours, which refuses limits that can be met.
+from sizes stand in, to the high side. Imports backward, deadgraphs, functions, gradients, plan.
+Rejected: spreading every operation's temporaries over its neighbours, which refuses limits that can
+be met.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide import deadgraphs
+from lowtide import deadgraphs, functions
 from lowtide.backward import Call, costs
 from lowtide.gradients import lifetimes
 from lowtide.planner.graph import Event
@@ -64,7 +65,8 @@ def modelled_events(
     """
     look_closer(seen.ops, seen.carries_grad)
     count = len(seen.ops)
-    places = _places(seen, seen.last_save)
+    ended = functions.ends(seen)
+    places = _places(seen, seen.last_save, ended)
     dead = deadgraphs.dead_operations(seen, places)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
     gradients = lifetimes(ops, sizes, seen.carries_grad)
@@ -81,7 +83,7 @@ def modelled_events(
         asked = () if seen.retains else enumerate(order)
         released = {value: index for index, (value, *_) in asked}
     else:
-        order = _as_asked(seen, requests)
+        order = _as_asked(seen, requests, ended)
         released = seen.released
     freed = _freed(order, released)
     gone = {
@@ -96,6 +98,8 @@ def modelled_events(
         + max(log.temporaries + gradients.copies[k], _leaves(log, gradients.sums[k]) - over[k])
         for k, log in enumerate(ops)
     ]
+    for k, nbytes in functions.extra(seen, sizes, ended - dead).items():
+        takes[k] = max(takes[k], begins[k] + nbytes)
     events = []
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
@@ -120,13 +124,17 @@ def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[
     return [(seen.last_save[i][0], *places[i][:2]) for i in order]
 
 
-def _as_asked(seen: Observer, requests: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def _as_asked(
+    seen: Observer, requests: list[tuple[int, int]], ended: set[int]
+) -> list[tuple[int, int, int]]:
     """The same for what has been asked for, last saved first."""
-    places = _places(seen, requests[::-1])[::-1]
+    places = _places(seen, requests[::-1], ended)[::-1]
     return [(value, *place[:2]) for (value, _), place in zip(requests, places, strict=True)]
 
 
-def _places(seen: Observer, saves: list[tuple[int, int]]) -> list[tuple[int, int, bool]]:
+def _places(
+    seen: Observer, saves: list[tuple[int, int]], ended: set[int]
+) -> list[tuple[int, int, bool]]:
     """Of each save in the order of the forward: the operations that may have saved it, lowest and
     highest, and whether it did so as its result.
 
@@ -140,7 +148,9 @@ def _places(seen: Observer, saves: list[tuple[int, int]]) -> list[tuple[int, int
     for number, sequence in saves:
         before, after = sequence - 1, min(sequence, count - 1)
         if producers[number] != before:
-            places.append((after, after, False))
+            its = before in ended and functions.kept_for(ops, number, before)
+            place = before if its else after
+            places.append((place, place, False))
             continue
         saved = ops[before].saved
         if sequence >= count or number not in ops[sequence].inputs:

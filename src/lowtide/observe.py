@@ -57,6 +57,7 @@ class Observer:
         self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
         self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
         self.readers: dict[int, list[int]] = {}  # of each leaf, as far as they were watched
+        self._hidden: dict[int, int] = {}  # value made without grad -> operation
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._saved: frozenset[int] | None = None  # as backward began
         self.base: Graph | None = None  # of a step that had its first operations in common
@@ -161,6 +162,11 @@ class Observer:
                 ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
             ),
         )
+        if not torch.is_grad_enabled():
+            leaves = [id(leaf) for leaf in map(_compat.leaf_of, wanted) if leaf is not None]
+            log.hidden = (_compat.newest_node(), *leaves)
+        elif wanted:
+            self._look_for_functions(op.refs, tensors)
         call = describe(op.facts, args, kwargs, tensors[0].device.type if tensors else "cpu")
         log.kind = None if call is None else self._calls.setdefault(call, call)
         if not wanted and torch.is_grad_enabled():
@@ -171,10 +177,26 @@ class Observer:
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 _look_at_reads(log, op.refs, tensors, op.facts.chunks)
             log.call = log.kind
+        # What is written in place without grad is no result, unless it was made without.
+        over = [-1 if ref.value is None else ref.value.number for ref, _ in op.writes]
+        if log.hidden is not None and all(number in self._hidden for number in over):
+            self._hidden.update(dict.fromkeys(log.outputs, len(self.ops)))
         written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
         self._values.extend(map(_weak, made))
+
+    def _look_for_functions(self, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
+        """What ran without grad and has a graph all the same is the result of a custom Function."""
+        if len(refs) != len(tensors):
+            return
+        for ref, tensor in zip(refs, tensors, strict=True):
+            value = ref.value
+            if value is None or value.number < 0 or not tensor.requires_grad:
+                continue
+            maker = self._hidden.get(value.number)
+            if maker is not None and _compat.leaf_of(tensor) is None:
+                self.ops[maker].function = True
 
     def _leaf(self, tensor: torch.Tensor) -> None:
         """Its gradient, if it gets one, is there from its last reader to the end of backward."""

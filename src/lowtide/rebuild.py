@@ -66,6 +66,11 @@ class OpLog:
     """Values whose memory it writes in place."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
+    hidden: tuple[int, ...] | None = field(default=None, compare=False)
+    """Where it ran without grad: the number of autograd's newest node then, and which leaves it
+    read. This and the next are not written into files."""
+    function: bool = field(default=False, compare=False)
+    """Whether it gave the result of a custom Function."""
     call: Call | None = None
     """To find out the first five of these, see `lowtide.modelled.look_closer`."""
     kind: Call | None = None

@@ -1,0 +1,198 @@
+"""Custom autograd Functions: what their backward takes is in the model of the first step.
+
+Their forward runs without grad, so autograd's own nodes tell nothing of it.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import lowtide
+
+
+class _Formula(torch.autograd.Function):
+    """GELU by plain arithmetic, as language models have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        slope = 0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)
+        return slope * gradient
+
+
+class _Again(torch.autograd.Function):
+    """A residual block that is gone through again, as reversible nets and checkpoints do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, *parameters)
+        return x + block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x + ctx.block(x)
+        first, *others = torch.autograd.grad(y, [x, *parameters], gradient)
+        return (first, None, *others)
+
+
+class _Settles(torch.autograd.Function):
+    """An equilibrium: many iterations forward, of which one is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(15):
+            z = torch.tanh(layer(z) * 0.3 + x)
+        ctx.layer = layer
+        ctx.save_for_backward(z, x, *parameters)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        z, x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            z, x = z.detach().requires_grad_(), x.detach().requires_grad_()
+            y = torch.tanh(ctx.layer(z) * 0.3 + x)
+        u = gradient
+        for _ in range(15):
+            u = gradient + torch.autograd.grad(y, z, u, retain_graph=True)[0]
+        first, *others = torch.autograd.grad(y, [x, *parameters], u)
+        return (first, None, *others)
+
+
+class _Loss(torch.autograd.Function):
+    """A mean of squares that nothing reads: it is the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor) -> Tensor:
+        ctx.save_for_backward(x, target)
+        return ((x - target) * (x - target)).exp().log1p().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, target = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss = ((x - target) * (x - target)).exp().log1p().mean()
+        return torch.autograd.grad(loss, x, gradient)[0], None
+
+
+class _Net(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.wide = nn.ModuleList(nn.Linear(32, 256) for _ in range(4))
+        self.thin = nn.ModuleList(nn.Linear(256, 32) for _ in range(4))
+        self.blocks = nn.ModuleList(_block() for _ in range(4))
+        self.teacher = _block(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for wide, thin, block in zip(self.wide, self.thin, self.blocks, strict=True):
+            x = x + thin(self.inner(wide(x)))
+            if self.how == "again":
+                x = _Again.apply(x, block, *block.parameters())
+            elif self.how == "reentrant":
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        if self.how in ("loss", "taught"):
+            target = torch.zeros_like(x)
+            if self.how == "taught":
+                with torch.no_grad():
+                    target = self.teacher(x)
+            loss: Tensor = _Loss.apply(x.repeat(1, 8), target.repeat(1, 8))
+            return loss
+        return x.square().mean()
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.how == "formula":
+            return _Formula.apply(x)  # type: ignore[no-any-return]
+        return torch.nn.functional.gelu(x)
+
+
+def _block(layers: int = 1) -> nn.Sequential:
+    inner = [part for _ in range(layers) for part in (nn.Linear(128, 128), nn.GELU())]
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), *inner, nn.Linear(128, 32))
+
+
+class _Equilibrium(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(32, 256), nn.Linear(256, 256)
+        self.last = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = _Settles.apply(self.first(x), self.layer, *self.layer.parameters())
+        loss: Tensor = self.last(z).square().mean()
+        return loss
+
+
+def _run(model: nn.Module, x: Tensor, limit: lowtide.Budget | None) -> int:
+    model.zero_grad()
+
+    def go() -> None:
+        with limit or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+
+    return lowtide.measure(go, device="cpu").peak_bytes
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [
+        ("formula", 0.8),
+        ("formula", 0.65),
+        ("again", 0.9),
+        ("again", 0.75),
+        ("reentrant", 0.9),
+        ("reentrant", 0.75),
+        ("loss", 0.9),
+        ("loss", 0.75),
+        ("taught", 0.9),
+        ("taught", 0.75),
+    ],
+)
+def test_the_first_step_keeps_the_limit(how: str, share: float) -> None:
+    torch.manual_seed(0)
+    model, x = _Net(how), torch.randn(1024, 32, requires_grad=True)
+    plain = _run(model, x, None)
+    wanted = _gradients(model)
+    limit = int(share * plain)
+    budget = lowtide.budget(limit)
+    for _ in range(3):
+        assert _run(model, x, budget) <= limit
+        found = _gradients(model)
+        assert len(found) == len(wanted)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_iterations_are_counted_once() -> None:
+    """Fifteen of them would be several times the step."""
+    torch.manual_seed(0)
+    model, x = _Equilibrium(), torch.randn(512, 32)
+    plain = _run(model, x, None)
+    budget = lowtide.budget(int(0.9 * plain))
+    with pytest.raises(lowtide.BudgetError) as refused:
+        _run(model, x, budget)
+    least = refused.value.minimum
+    assert least is not None
+    assert least <= 1.15 * plain
+    budget = lowtide.budget(least)
+    assert max(_run(model, x, budget) for _ in range(3)) <= least
