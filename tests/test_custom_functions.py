@@ -193,6 +193,6 @@ def test_iterations_are_counted_once() -> None:
         _run(model, x, budget)
     least = refused.value.minimum
     assert least is not None
-    assert least <= 1.15 * plain
+    assert least <= 1.25 * plain
     budget = lowtide.budget(least)
     assert max(_run(model, x, budget) for _ in range(3)) <= least
