@@ -79,6 +79,40 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield name, (x, [1])
     yield "linalg_vector_norm", (x, 2)
     yield "norm.ScalarOpt_dim", (x, 2, [1])
+    for other in (
+        mask,
+        mask[:, :1].expand(64, 1024),
+        x.double(),
+        x.bfloat16(),
+        rows.new_ones(1024),
+    ):
+        for name in ("mul.Tensor", "add.Tensor", "eq.Tensor"):
+            yield name, (x, other)
+        yield "where.self", (mask, x, other)
+    yield "sum", (mask,)
+    yield "sum.dim_IntList", (mask, [1])
+    yield "mean.dim", (x.bfloat16(), [1])
+    yield "kthvalue", (x, 5, 1)
+    yield "median", (x,)
+    yield "linalg_matrix_exp", (square,)
+    for reduce in ("mean", "amax", "prod"):
+        places = torch.randint(64, (64, 1024))
+        yield "scatter_reduce.two", (x, 0, places, y, reduce)
+    pairs, table3 = (torch.randn(64, 24), torch.randn(64, 20)), torch.randn(12, 24, 20)
+    out = torch.randn(64, 12)
+    yield "_trilinear", (pairs[0], table3, pairs[1], [1, 3], [0], [1, 2], [2, 3])
+    yield "_trilinear", (out, table3, pairs[1], [2, 3], [0], [1, 2], [1, 3])
+    yield "_trilinear", (pairs[0], out, pairs[1], [1, 3], [2, 3], [1, 2], [0])
+    for dtype in (torch.float64, torch.bfloat16):
+        for weight_shape, groups in (((24, 16, 3, 3), 1), ((24, 4, 3, 3), 4), ((24, 16, 1, 1), 1)):
+            kernel = torch.randn(weight_shape, dtype=dtype)
+            options = ([1, 1], [weight_shape[-1] // 2] * 2, [1, 1], False, [0, 0], groups)
+            yield "convolution", (images.to(dtype), kernel, None, *options)
+            given = torch.randn(4, 24, 32, 32).to(dtype)
+            if dtype == torch.float64 or groups == 1:
+                yield "convolution_backward", (
+                    given, images.to(dtype), kernel, None, *options, [True, True, False],
+                )  # fmt: skip
     for name in ("cumsum", "logcumsumexp", "prod.dim_int"):
         yield name, (x, 1)
     yield "sort", (x,)

@@ -337,6 +337,33 @@ def test_what_one_backward_takes() -> None:
     assert cost_of(aten.eq.Tensor, x, y) == Cost(0, 0, (None, None), ())
 
 
+FILLING: dict[str, Any] = {
+    "amax": lambda x: x.amax(1),
+    "max": lambda x: x.max(1).values,
+    "kthvalue": lambda x: x.kthvalue(5, 1).values,
+    "sort": lambda x: x.sort(1).values,
+    "nansum": lambda x: x.nansum(1),
+    "gather": lambda x: x.gather(1, torch.zeros(256, 8, dtype=torch.long)),
+    "index_select": lambda x: x.index_select(0, torch.arange(100)),
+    "index": lambda x: x[torch.arange(100)],
+}
+
+
+@pytest.mark.parametrize("name", FILLING)
+def test_a_backward_fills_zeros_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a mode, and on tensors without memory, torch does so out of place."""
+    x = torch.randn(256, 512, requires_grad=True)
+
+    def step(budget: lowtide.Budget) -> None:
+        x.grad = None
+        with budget:
+            loss = FILLING[name](x.sin()).square().mean()
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    compare_memory(modelled, measured, 0.02, 16 << 10)
+
+
 def test_outputs_that_nothing_reads_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient for its statistics would make torch take a backward of many temporaries."""
     norm, x = nn.GroupNorm(8, 64), torch.randn(4, 64, 1000, requires_grad=True)

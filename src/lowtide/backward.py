@@ -19,11 +19,17 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
 from lowtide.counting import Counting, storage_keys
 from lowtide.tape.operators import Facts, facts_of
 from lowtide.tape.values import tensors_in
 
 _REMEMBERED = 1 << 14  # calls
+_ZEROS = frozenset(("aten::new_zeros", "aten::zeros", "aten::zeros_like"))
+_FILLED = {
+    f"aten::{name}": getattr(torch.ops.aten, f"{name}_")
+    for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +153,32 @@ def _run(call: Call) -> Cost:
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
-    with Counting(call.device) as counting:
+    with _AsReal(call.device) as counting:
         found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
     outer = storage_keys(gradients)
     given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
     return Cost(counting.peak, counting.level, tuple(given), results)
+
+
+class _AsReal(Counting):
+    """Writes in place where the backward of real tensors does.
+
+    torch's formulas that fill zeros do so out of place under a mode, and on tensors without memory.
+    """
+
+    _zeros: int | None = None  # the storage that the last operator made of them
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = _compat.schema_of(func).name
+        written = _FILLED.get(name)
+        if written and self._zeros is not None and self._zeros in storage_keys([args[0]]):
+            func = getattr(written, func._overloadname)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = isinstance(result, torch.Tensor) and name in _ZEROS
+        self._zeros = next(iter(storage_keys([result])), None) if made else None
+        return result
 
 
 def _noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowtide.convolution import convolution_workspace, padded
+from lowtide.promotion import converted
 from lowtide.tape.operators import facts_of
 from lowtide.unfolding import Options, options_of, unfolded, unfolded_workspace
 
@@ -109,7 +110,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return made
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
         return _recurrent(tensors, name.endswith("_backward"))
-    return 0
+    return converted(name, tensors, args) if tensors and tensors[0].device.type == "cpu" else 0
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
@@ -182,7 +183,9 @@ def kernel_workspace(
         return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
-        return workspace_of(name, tensors, args, made)
+        # Tensors without memory are on no device that says so.
+        known = workspace_of(name, tensors, args, made)
+        return known or (converted(name, tensors, args) if cpu else 0)
     shift = 1 if backward else 0
     if len(tensors) < shift + 2 or len(args) < 7:
         return 0
@@ -210,7 +213,9 @@ def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     scores = rows * min(512, key.shape[-2])
     each = 2 * scores if backward else scores + rows * (2 + width)
-    return 4 * each * torch.get_num_threads()
+    given = tensors[0].transpose(1, 2) if backward else None
+    copied = 0 if given is None or given.is_contiguous() else _bytes(given)
+    return 4 * each * torch.get_num_threads() + copied
 
 
 def room_for(
