@@ -23,6 +23,7 @@ from lowtide.backward import Call, describe
 from lowtide.marks import Marks
 from lowtide.names import Names
 from lowtide.planner.graph import Graph
+from lowtide.reads import look_at_reads
 from lowtide.rebuild import FOREVER, OpLog, rebuild
 from lowtide.seen import Seen
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
@@ -175,7 +176,7 @@ class Observer:
             log.node = torch.is_grad_enabled()
             self.carries_grad.update(inputs)
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
-                _look_at_reads(log, op.refs, tensors, op.facts.chunks)
+                look_at_reads(log, op.refs, tensors, op.facts.chunks)
             log.call = log.kind
         # What is written in place without grad is no result, unless it was made without.
         over = [-1 if ref.value is None else ref.value.number for ref, _ in op.writes]
@@ -416,37 +417,6 @@ class Observer:
     def graph(self) -> Graph:
         """The step as a value. Before backward, its events are predicted from the saves."""
         return rebuild(self)
-
-
-def _look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chunks: bool) -> None:
-    """Which inputs get gradients, and how much of them the operation reads; `chunks`: it makes
-    chunks of its input that autograd does not know as views."""
-    receivers, whole, besides = [], [], 0
-    pieces: list[tuple[int, int]] = []
-    for ref, tensor in zip(refs, tensors, strict=True):
-        if not tensor.requires_grad:
-            continue
-        value = ref.value
-        number = -1 if value is None else value.number
-        nbytes = tensor.numel() * tensor.element_size()
-        if chunks:
-            besides += nbytes  # the gradients of all its chunks, until they are joined
-        if value is not None and number >= 0:
-            if nbytes == value.nbytes:
-                whole.append(number)
-            elif nbytes < value.nbytes:
-                made = _compat.gradient_of_part(tensor)
-                if made == "own":
-                    number = -1
-                elif made == "joined":
-                    pieces.append((number, nbytes))
-                else:
-                    besides += value.nbytes
-        receivers.append(number)
-    log.receivers, log.whole = tuple(receivers), tuple(whole)
-    log.pieces = tuple([number for number, _ in pieces])
-    log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
-    log.besides += besides
 
 
 def _weak_tensor(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:
