@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -362,6 +363,60 @@ def test_a_backward_fills_zeros_in_place(name: str, monkeypatch: pytest.MonkeyPa
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
     compare_memory(modelled, measured, 0.02, 16 << 10)
+
+
+class Pooled(nn.Module):
+    """The largest of neighbours, as in nets over points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.gelu(layer(x)) + x
+        return x.view(-1, 8, 64).amax(1).square().mean()
+
+
+def convolved() -> nn.Module:
+    layers = [m for n in (3, 16, 16) for m in (nn.Conv2d(n, 16, 3, padding=1), nn.GELU())]
+    return nn.Sequential(*layers).double()
+
+
+FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "float64": (convolved, torch.randn(4, 3, 32, 32, dtype=torch.float64)),
+    "amax": (Pooled, torch.randn(2048, 64)),
+}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+@pytest.mark.parametrize("name", FIRST)
+def test_a_first_step_keeps_its_limit_or_is_refused(name: str, share: float) -> None:
+    torch.manual_seed(0)
+    make, x = FIRST[name]
+    model = make()
+
+    def plain() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    plain()
+    limit = int(share * lowtide.measure(plain, device="cpu").peak_bytes)
+    for _ in range(2):  # as asked for; and if that is refused, the limit that would do
+        budget = lowtide.budget(limit)
+
+        def step(budget: lowtide.Budget = budget) -> None:
+            model.zero_grad()
+            with budget:
+                loss = model(x).square().mean()
+            loss.backward()
+
+        try:
+            assert lowtide.measure(step, device="cpu").peak_bytes <= limit
+            return
+        except lowtide.BudgetError as error:
+            limit = max(limit, error.minimum or 0)
+    pytest.fail("refused at the limit that it named")
 
 
 def test_outputs_that_nothing_reads_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
