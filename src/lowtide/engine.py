@@ -100,6 +100,8 @@ def new_recorder(tape: Tape) -> Recorder:
         _settle()
         active = _choice.active
     assert active is not None
+    if _compat.compiled_before_modes() and _compat.modes_of_users():
+        return Recorder(tape)  # which keeps everything then
     return active(tape)
 
 

@@ -78,9 +78,21 @@ class Mode(TorchDispatchMode):
 # no name for it.
 
 
+_before_modes = False
+
+
+def compiled_before_modes() -> bool:
+    """Whether the compiled recorder sees an operator before the modes on the stack do.
+
+    So it is in torch up to 2.10, where its key stands above theirs; goes with that version.
+    """
+    return _before_modes
+
+
 def use_recorder_key(key: int) -> None:
     """From now on what runs `below_autograd` is not seen by the compiled recorder."""
-    global _AUTOCAST_AND_ABOVE
+    global _AUTOCAST_AND_ABOVE, _before_modes
+    _before_modes = key > int(torch._C.DispatchKey.Python)
     _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
 
 
