@@ -92,7 +92,7 @@ def compiled_before_modes() -> bool:
 def use_recorder_key(key: int) -> None:
     """From now on what runs `below_autograd` is not seen by the compiled recorder."""
     global _AUTOCAST_AND_ABOVE, _before_modes
-    _before_modes = key > int(torch._C.DispatchKey.Python)
+    _before_modes = key > int(torch._C.DispatchKey.Python.value)
     _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
 
 
