@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf
-from lowtide import replay
+from lowtide import replay, step
 from lowtide._compat import switches
 from lowtide.errors import UnsupportedError
 from lowtide.tape.values import Operation
@@ -331,10 +331,13 @@ def test_a_dispatch_mode_around_that_changes_results(way: Way, backward: bool) -
 
 
 @every_way
-@pytest.mark.filterwarnings("ignore::lowtide.errors.CompiledWarning")
-def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(way: Way) -> None:
+def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch finds what it closes over by compiling it, which is off inside a recording."""
     from torch._higher_order_ops.map import map as each
+
+    monkeypatch.setattr(step, "_warned", True)  # of that; once a process, which others ask for
 
     weight = torch.linspace(-1, 1, 16).reshape(4, 4)
     rows = torch.linspace(0, 1, 8).reshape(2, 4)
