@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pickle
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+import lowtide.tracing
 from lowtide import engine
 
 MIB = 1 << 20
@@ -190,7 +193,23 @@ def limits(kind: Any, share: float) -> str:
     return f"plain {plain / MIB:.1f}, limit {allowed / MIB:.1f}, measured {said} MiB"
 
 
+def snapshot() -> str:
+    """What https://pytorch.org/memory_viz reads of a step: the allocator's own events."""
+    torch.manual_seed(0)
+    net, x = ConvNet().cuda(), ConvNet.example()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "step.pickle"
+        lowtide.tracing.memory_snapshot(path, lambda x: net(x).square().mean(), x, limit=0.6)
+        page = torch.cuda._memory_viz.trace_plot(written := pickle.loads(path.read_bytes()))
+    events = [event for trace in written["device_traces"] for event in trace]
+    allocated = [event["size"] for event in events if event["action"] == "alloc"]
+    if not allocated or not written["segments"] or "<html" not in page.lower():
+        raise AssertionError(f"{len(events)} events, {len(written['segments'])} segments")
+    return f"{len(allocated)} allocations of {sum(allocated) / MIB:.1f} MiB in all"
+
+
 CHECKS: dict[str, Callable[[], str]] = {
+    "memory snapshot of a planned step": snapshot,
     **{
         f"{kind.__name__}, {how}{', fp16 + GradScaler' if fp16 else ''}": (
             lambda kind=kind, how=how, fp16=fp16: bits(kind, how, fp16=fp16)
