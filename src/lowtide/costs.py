@@ -19,25 +19,60 @@ import torch
 
 from lowtide.errors import UsageError
 from lowtide.tape.values import flatten
-from lowtide.unfolding import unfolded
+from lowtide.unfolding import options_of, unfolded
 
-_DRAW = 8.0  # nanoseconds of the CPU's generator for each number that it draws
-_UNFOLDING = 8  # how much slower torch's own convolution is on the CPU than oneDNN's
+_DRAW = 6.0  # nanoseconds of the CPU's generator for each number that it draws
+# On the CPU torch's own convolutions unfold each image: how many times longer writing and reading
+# that takes than moving as many bytes, and the bytes up to which a cache has them.
+_UNFOLDING, _CACHED = 16, 4 << 20
 # On the CPU, how many times longer a kernel takes than moving its bytes would.
 _HEAVY = {
-    "native_batch_norm": 4.0,
-    "native_group_norm": 4.0,
-    "_softmax": 4.0,
-    "_safe_softmax": 4.0,
-    "_log_softmax": 4.0,
-    "max_pool2d_with_indices": 15.0,
-    "max_pool3d_with_indices": 15.0,
-    "avg_pool2d": 6.0,
-    "avg_pool3d": 6.0,
-    "upsample_nearest3d": 6.0,
-    "upsample_trilinear3d": 15.0,
-    "pow": 2.0,
+    "native_batch_norm": 5.5,
+    "native_batch_norm_backward": 1.7,
+    "native_layer_norm": 4.0,
+    "native_layer_norm_backward": 3.0,
+    "native_group_norm": 1.5,
+    "native_group_norm_backward": 1.5,
+    "_softmax": 5.5,
+    "_softmax_backward_data": 3.0,
+    "_safe_softmax": 8.0,
+    "_log_softmax": 2.5,
+    "max_pool2d_with_indices": 20.0,
+    "max_pool3d_with_indices": 20.0,
+    "avg_pool2d": 8.0,
+    "avg_pool2d_backward": 5.0,
+    "avg_pool3d": 8.0,
+    "avg_pool3d_backward": 5.0,
+    "upsample_nearest2d": 5.0,
+    "upsample_nearest2d_backward": 2.5,
+    "upsample_nearest3d": 10.0,
+    "upsample_nearest3d_backward": 10.0,
+    "upsample_bilinear2d_backward": 25.0,
+    "upsample_trilinear3d": 28.0,
+    "upsample_trilinear3d_backward": 25.0,
+    "_prelu_kernel": 2.0,
+    "_prelu_kernel_backward": 7.0,
+    "gelu": 2.0,
+    "gelu_backward": 2.5,
+    "tanh": 6.0,
+    "tanh_": 6.0,
+    "elu_": 3.0,
+    "exp": 2.5,
+    "masked_fill": 2.7,
+    "eq": 2.7,
+    "ne": 2.7,
+    "index": 5.0,
+    "index_put": 9.0,
+    "scatter_": 2.5,
+    "sum": 1.6,
+    "cat": 2.0,
+    "_to_copy": 1.2,
 }
+_IDLE = frozenset(
+    ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+"""Operators that neither read nor write."""
+_THIN = 48  # elements of a side up to which a product of a batch is slower on the CPU
 _ATTENTION = "scaled_dot_product"
 
 
@@ -82,7 +117,7 @@ def device_model(device: torch.device) -> DeviceModel:
         threads = torch.get_num_threads()
         # One core of a server. What counts is how many operations a byte is worth.
         return DeviceModel(f"CPU, {threads} threads", 9e10 * threads, 9e10 * threads,
-                           1e10 * math.sqrt(threads), 3e-6)  # fmt: skip
+                           2e10 * math.sqrt(threads), 3e-6)  # fmt: skip
     name = ""
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
@@ -116,24 +151,31 @@ class CostModel:
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         """What this call would take."""
         model = self.model
+        base = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
+        if getattr(func, "is_view", False) or base in _IDLE:
+            return model.launch
         tensors = [t for a in (*args, *kwargs.values()) for t in flatten(a)
                    if isinstance(t, torch.Tensor)]  # fmt: skip
         made = [t for t in flatten(result) if isinstance(t, torch.Tensor)]
         moved = sum(t.numel() * t.element_size() for t in (*tensors, *made))
-        base = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
         seconds = moved / model.bandwidth
         if self._cpu:
             if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
                 seconds += _DRAW * 1e-9 * sum(t.numel() for t in made[:1])
             else:
-                seconds *= _HEAVY.get(base.removesuffix("_backward"), 1.0)
+                seconds *= _HEAVY.get(base, 1.0)
         flops = self._flops(func, base, args, kwargs, result)
         if flops:
-            half = bool(tensors) and tensors[0].element_size() < 4
-            rate = model.half_flops if half else model.flops
-            if self._cpu and _unfolded(base, tensors):
-                rate /= _UNFOLDING
+            width = tensors[0].element_size() if tensors else 4
+            rate = model.half_flops if width < 4 else model.flops
+            if self._cpu and width > 4:
+                rate /= 2  # half as many doubles fit a register
+            if self._cpu and base in ("bmm", "baddbmm"):
+                left, right = args[-2:]
+                rate *= min(1.0, min(*left.shape[1:], right.shape[-1]) / _THIN)
             seconds = max(seconds, flops / rate)
+            if self._cpu and base.startswith("convolution"):
+                seconds += _unfolding(base, args, made[0]) / model.bandwidth
         return seconds + model.launch
 
     def _flops(self, func: Any, base: str, args: Any, kwargs: Any, result: Any) -> int:
@@ -143,6 +185,10 @@ class CostModel:
                 return int(formula(*args, **kwargs, out_val=result))
             if _ATTENTION in base:
                 return _attention(base, args)
+            if base.startswith("mkldnn_rnn_layer"):
+                return _recurrent(base, args)
+            if base == "_grouped_mm":
+                return int(2 * result.numel() * args[0].shape[-1])
         except Exception:  # a formula may not know this form of the call; bytes will do
             return 0
         return 0
@@ -157,9 +203,27 @@ def _attention(base: str, args: Any) -> int:
     return int(one * (5 if shift else 2))
 
 
-def _unfolded(base: str, tensors: list[torch.Tensor]) -> bool:
-    """Whether a convolution runs without oneDNN (see `lowtide.workspace`)."""
-    if not base.startswith("convolution"):
-        return False
-    shift = 1 if "backward" in base else 0
-    return len(tensors) >= shift + 2 and unfolded(tensors[shift], tensors[shift + 1])
+def _recurrent(base: str, args: Any) -> int:
+    """oneDNN's recurrent layers: every weight of both products once a step and row, thrice in all."""
+    rows = math.prod(args[0].shape[:-1])
+    once = 2 * rows * (args[1].numel() + args[2].numel())
+    return int(once * (2 if "backward" in base else 1))
+
+
+def _unfolding(base: str, args: Any, made: torch.Tensor) -> int:
+    """Bytes that a convolution on the CPU writes and reads to unfold its images, as if moved."""
+    back = "backward" in base
+    out, source, weight = args[:3] if back else (made, *args[:2])
+    options = options_of(args, back)
+    if not unfolded(source, weight, options=options):
+        return 0
+    kernel = math.prod(weight.shape[2:])
+    if kernel == 1:  # an image is its own columns
+        return 0
+    if options.transposed:
+        points, rows = math.prod(source.shape[2:]), weight.shape[1] * options.groups * kernel
+    else:
+        points, rows = math.prod(out.shape[2:]), source.shape[1] * kernel
+    image = points * rows * source.element_size()
+    slow = _UNFOLDING if image > _CACHED else 1
+    return (2 if back else 1) * source.shape[0] * image * slow
