@@ -22,6 +22,8 @@ from lowtide.cli.target import load
 from lowtide.trials import fits, free_memory, try_steps
 from test_packaging import PACKAGE, ROOT
 
+VERBS = ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot")
+
 PROGRAM = """
 import torch
 from torch import nn
@@ -403,8 +405,36 @@ def test_it_is_installed_under_its_name_and_runs_as_a_module() -> None:
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert done.returncode == 0, done.stderr
-    for verb in ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot"):
+    for verb in VERBS:
         assert re.search(rf"^    {verb} +\w", done.stdout, re.M), verb
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_says_what_it_takes(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert f"usage: lowtide {verb}" in told
+    # Per cent signs of a help text are not read as a format.
+    assert ("0.5 or 50%" in " ".join(told.split())) == (verb not in ("saved", "curve"))
+
+
+def test_the_reference_has_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    for verb in VERBS:
+        assert f"| `{verb}` |" in page
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        for option in re.findall(r"^  (?:-\w.*?, )?(--[\w-]+)", capsys.readouterr().out, re.M):
+            assert f"`{option}" in page or option == "--help", f"{verb} {option}"
+
+
+def test_it_says_which_version_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lowtide {lowtide.__version__}\n"
 
 
 # ---------------------------------------------------------------------------- terminal

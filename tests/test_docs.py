@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -9,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import lowtide
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -50,6 +55,23 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     assert (tmp_path / "site" / "guides" / "seeing" / "index.html").exists()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    entries = re.findall(
+        r"^::: (\S+)$",
+        "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("reference/*.md")),
+        re.MULTILINE,
+    )
+    shown = [pkgutil.resolve_name(f"{path.rpartition('.')[0]}:{path.rpartition('.')[2]}")
+             for path in entries]  # fmt: skip
+    modules = [lowtide, lowtide.policies]
+    for name in ("transformers", "lightning", "monai"):
+        if importlib.util.find_spec(name):
+            modules.append(importlib.import_module(f"lowtide.{name}"))
+    for module in modules:
+        for name in set(module.__all__) - {"policies", "__version__"}:
+            assert any(getattr(module, name) is entry for entry in shown), name
 
 
 def test_every_block_of_python_is_run_by_some_test() -> None:

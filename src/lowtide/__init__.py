@@ -38,6 +38,8 @@ from lowtide.saved import (
 )
 from lowtide.selection import every
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "ActivationCheckpointWrapper",
     "ActivationCheckpointing",
@@ -57,6 +59,7 @@ __all__ = [
     "SavedTensors",
     "UnsupportedError",
     "UsageError",
+    "__version__",
     "budget",
     "checkpoint",
     "checkpoint_levels",

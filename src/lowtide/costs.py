@@ -204,7 +204,7 @@ def _attention(base: str, args: Any) -> int:
 
 
 def _recurrent(base: str, args: Any) -> int:
-    """oneDNN's recurrent layers: every weight of both products once a step and row, thrice in all."""
+    """Layers of oneDNN's: each weight for each row of each step, and twice that in backward."""
     rows = math.prod(args[0].shape[:-1])
     once = 2 * rows * (args[1].numel() + args[2].numel())
     return int(once * (2 if "backward" in base else 1))
@@ -226,4 +226,4 @@ def _unfolding(base: str, args: Any, made: torch.Tensor) -> int:
         points, rows = math.prod(out.shape[2:]), source.shape[1] * kernel
     image = points * rows * source.element_size()
     slow = _UNFOLDING if image > _CACHED else 1
-    return (2 if back else 1) * source.shape[0] * image * slow
+    return int((2 if back else 1) * source.shape[0] * image * slow)

@@ -106,7 +106,9 @@ def explain(
     step, as everywhere.
 
     Args:
-        fn, args, kwargs: the step, as for `lowtide.plan`.
+        fn: the step, as for `lowtide.plan`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         limit: explain the plan for this limit as well: what it keeps, and why. One that cannot be
             kept is explained, not raised.
         on: the device whose times to model, as for `lowtide.plan`.
@@ -114,13 +116,14 @@ def explain(
     Raises:
         UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
 
-    >>> import torch
-    >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
-    >>> told = explain(torch.nn.Sequential(*layers), torch.ones(512, 64))
-    >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
-    True
-    >>> print(told.sentences[0])
-    The step peaks at 1.0 MiB above what was there before it, in ...
+    Examples:
+        >>> import torch
+        >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
+        >>> told = explain(torch.nn.Sequential(*layers), torch.ones(512, 64))
+        >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
+        True
+        >>> print(told.sentences[0])
+        The step peaks at 1.0 MiB above what was there before it, in ...
     """
     wanted = None if limit is None else parse_limit(limit)
     return explain_study(study(fn, args, kwargs, on=on), wanted)

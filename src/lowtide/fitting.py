@@ -148,7 +148,9 @@ def fit(
 
     Args:
         model: any module.
-        limit, device, group: as for `lowtide.budget`.
+        limit: as for `lowtide.budget`.
+        device: the same.
+        group: the same.
         example: a batch like those to come: a tensor, or a tuple or a dict of the forward's
             arguments. The model is then gone through with it on fake tensors, at once, as by
             `lowtide.plan`: nothing is computed or allocated, but its Python code runs once more.

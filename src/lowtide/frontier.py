@@ -78,7 +78,9 @@ def curve(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Curve:
     A dry run, as `lowtide.plan`; no limit keeps a margin for what predictions are wrong by.
 
     Args:
-        fn, args, kwargs: the step, as for `lowtide.plan`.
+        fn: the step, as for `lowtide.plan`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
     if not callable(fn):
         raise UsageError(

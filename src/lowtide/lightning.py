@@ -59,9 +59,11 @@ class MemoryBudget(Callback):
     without it.
 
     Args:
-        limit, device, group: as for `lowtide.budget`. A limit is counted from where
-            ``training_step`` is entered; Lightning frees the gradients of the step before only
-            after that. Under manual optimization each backward in it ends a step (rule 13).
+        limit: as for `lowtide.budget`. It is counted from where ``training_step`` is entered;
+            Lightning frees the gradients of the step before only after that. Under manual
+            optimization each backward in it ends a step (rule 13).
+        device: the same.
+        group: the same.
         log: whether to log.
 
     Attributes:

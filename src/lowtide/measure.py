@@ -62,11 +62,12 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
         UsageError: the device is neither the CPU nor CUDA; or, on the CPU, a profiler is active,
             another measurement is running, or either was started while `step` ran.
 
-    >>> import torch
-    >>> def step():
-    ...     torch.zeros(256)
-    >>> measure(step, device="cpu").peak_bytes
-    1024
+    Examples:
+        >>> import torch
+        >>> def step():
+        ...     torch.zeros(256)
+        >>> measure(step, device="cpu").peak_bytes
+        1024
     """
     where = _device(device)
     if where.type == "cuda":

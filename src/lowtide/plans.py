@@ -297,11 +297,12 @@ def plan(
         BudgetError: no plan keeps the limit; the error names the smallest that can be kept.
         UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
 
-    >>> import torch
-    >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
-    >>> step = plan(torch.nn.Sequential(*layers), torch.ones(512, 64, requires_grad=True))
-    >>> plan(torch.nn.Sequential(*layers), torch.ones(512, 64), limit=0.6).peak < step.plain_peak
-    True
+    Examples:
+        >>> import torch
+        >>> layers = [torch.nn.Linear(64, 64) if i % 2 else torch.nn.Tanh() for i in range(12)]
+        >>> model, batch = torch.nn.Sequential(*layers), torch.ones(512, 64)
+        >>> plan(model, batch, limit=0.6).peak < plan(model, batch).plain_peak
+        True
     """
     if not callable(fn):
         raise UsageError(

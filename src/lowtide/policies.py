@@ -204,3 +204,15 @@ def _qualified(name: str) -> str:
     if len(parts) == 1:
         return f"aten::{name}"
     return f"{parts[0]}::{parts[1]}" if len(parts) == 2 else name
+
+
+__all__ = [
+    "KeepEverything",
+    "KeepNamed",
+    "KeepNothing",
+    "KeepOperators",
+    "KeepProducts",
+    "OperationInfo",
+    "Policy",
+    "RecomputeOperators",
+]

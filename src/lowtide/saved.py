@@ -159,17 +159,20 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
     recorded, with a `DryRunWarning`.
 
     Args:
-        fn, args, kwargs: the step, as for `lowtide.plan`.
+        fn: the step, as for `lowtide.plan`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
 
     Raises:
         UsageError: called inside a budget or with grad disabled.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
-    >>> held = saved_tensors(layers, torch.ones(16, 8))
-    >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
-    [('1', 4096)]
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+        >>> held = saved_tensors(layers, torch.ones(16, 8))
+        >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
+        [('1', 4096)]
     """
     if not callable(fn):
         raise UsageError(

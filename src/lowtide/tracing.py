@@ -116,7 +116,9 @@ def memory_snapshot(
 
     Args:
         path: the file to write; not overwritten if it is there.
-        fn, args, kwargs: the step, as for `lowtide.plan`.
+        fn: the step, as for `lowtide.plan`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         limit: the step under a plan for this limit, as for `lowtide.plan`; None: the plain step.
         run: false: run nothing on CUDA either.
 

@@ -93,7 +93,9 @@ def enable(
 
     Args:
         model: a model of transformers, or a peft model around one, before or after it is wrapped.
-        limit, device, group: as for `lowtide.fit`.
+        limit: as for `lowtide.fit`.
+        device: the same.
+        group: the same.
         policy: as for `lowtide.checkpoint`. Default: nothing is kept.
         every_n_layers: make every n-th layer a region, beginning with the first.
 
@@ -194,7 +196,9 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
     what Trainer logs, those that are known: see `lowtide.BudgetReport`.
 
     Args:
-        limit, device, group: as for `lowtide.fit`.
+        limit: as for `lowtide.fit`.
+        device: the same.
+        group: the same.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import lowtide
 from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace
 from lowtide.errors import LowtideError
 
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         "batch) or a step to call; or a model class by name, with --shape: "
         "monai:UNet, transformers:LlamaForCausalLM.",
     )
+    made.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     verbs = made.add_subparsers(metavar="VERB", required=True)
     for verb in _VERBS:
         name = verb.__name__.rpartition(".")[2]

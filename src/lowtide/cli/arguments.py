@@ -1,7 +1,7 @@
 """The arguments that verbs share, and what they turn into. Imports target, limits, study.
 
-Problem: seven verbs take a target and a limit and must read them alike. Invariant: a limit on the
-command line is what a limit is in Python, text included. Rejected: a parent parser, which hides
+Problem: every verb takes a target, most a limit, and must read them alike. Invariant: a limit on
+the command line is what a limit is in Python, text included. Rejected: a parent parser, which hides
 from a verb's own file what it takes.
 """
 
@@ -49,7 +49,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """The memory limit."""
-    more = f" (default: {default})" if default else ""
+    more = " (default: %(default)s)" if default else ""
     parser.add_argument(
         "--limit",
         default=default,
