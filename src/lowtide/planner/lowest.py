@@ -16,6 +16,8 @@ from lowtide.planner.repair import Problem, shrink
 from lowtide.planner.search import LARGE, SEGMENTS, Search, nested_anchors, offer_anchors
 from lowtide.planner.segments import Boundaries
 
+LOWER = 4
+"""How much more work than the cheapest plan the lowest may take: it is what a refusal names."""
 NESTED = 3
 """Of the anchors of two levels, those from which less is asked for."""
 
@@ -57,7 +59,7 @@ def _nested(search: Search) -> None:
 def _lower(search: Search, enough: int) -> None:
     """Ask for less than the best peak met, by steps that shrink whenever one fails."""
     sim = search.problem.sim
-    stop = sim.evaluations + search.allowed
+    stop = sim.evaluations + LOWER * search.allowed
     step = max(search.best.result.peak // 20, 1)
     while search.best.result.peak > enough and perf_counter() < search.deadline:
         left = stop - sim.evaluations
