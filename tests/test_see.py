@@ -292,6 +292,18 @@ def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:
     assert subject.halved is None
 
 
+def test_a_step_that_takes_one_size_of_batch_has_no_half_and_needs_no_real_step() -> None:
+    """Its labels come from a closure. A warning would be an error here."""
+    model, labels = nn.Linear(16, 4), torch.randint(0, 4, (32,))
+
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(model(x), labels)
+
+    subject = study(step, (torch.randn(32, 16),))
+    assert subject.step.source == "fake"
+    assert subject.halved is None
+
+
 # ---------------------------------------------------------------------------- reasons
 
 

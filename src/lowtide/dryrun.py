@@ -235,14 +235,16 @@ def dry_run(
     kwargs: dict[str, Any],
     on: str | None = None,
     witness: Witness | None = None,
+    real: bool = True,
 ) -> Dry:
     """Go through a step on fake tensors; record a real one where that is not possible.
 
     Times are those of the device named `on`; of the one that the step would run on by default.
-    A `witness` is told where everything comes from.
+    A `witness` is told where everything comes from. Without `real` no real step is run.
 
     Raises:
-        UsageError: called inside a budget or region, or with grad disabled.
+        UsageError: called inside a budget or region, or with grad disabled; a step that needs
+            memory of its own where there is none, or that must not be `real`.
     """
     if current_recorder() is not None or not recordable():
         raise UsageError(
@@ -263,6 +265,10 @@ def dry_run(
             raise UsageError(
                 f"the step cannot be gone through on fake tensors ({reason}), and the model has "
                 "no memory of its own to run it with. Build the model on a real device."
+            ) from error
+        if not real:
+            raise UsageError(
+                f"the step cannot be gone through on fake tensors ({reason})."
             ) from error
     warnings.warn(
         f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
