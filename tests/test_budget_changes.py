@@ -321,3 +321,28 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
     assert ANCHOR in plan.choices  # the product is held, which nobody saves
     assert budget._last is not None
     assert not budget._last.switched
+
+
+def test_whoever_makes_a_budget_for_every_step_is_told_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such a budget keeps its limit, and has nothing to plan with."""
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+
+    def one_step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = model(x).square().mean()
+        loss.backward()
+
+    for _ in range(12):
+        one_step(lowtide.budget("123 MiB"))
+    told = [record.getMessage() for record in caplog.records if record.name == "lowtide"]
+    assert len(told) == 1
+    assert "one before the loop" in told[0]
+    assert "5 budgets of 123.0 MiB" in told[0]
+    caplog.clear()
+    for _ in range(12):
+        budget = lowtide.budget("124 MiB")
+        one_step(budget)
+        one_step(budget)
+    assert not caplog.records

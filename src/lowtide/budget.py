@@ -11,6 +11,7 @@ saves.
 
 from __future__ import annotations
 
+import logging
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from lowtide.earlier import Earlier
 from lowtide.errors import UsageError
 from lowtide.forward import Tally
 from lowtide.known_plans import PLACES
-from lowtide.limits import parse_limit
+from lowtide.limits import format_bytes, parse_limit
 from lowtide.marks import start_marks
 from lowtide.observe import Observer
 from lowtide.planner import plain_peak
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
+_ANEW = 5  # budgets in a row that had one step each, after which their user is told
+
+_log = logging.getLogger("lowtide")
+_beginners: dict[int | float, int] = {}  # of each limit, budgets since one had a second step
 
 
 class Budget(Planning):
@@ -126,6 +131,8 @@ class Budget(Planning):
     def _started(self, decisions: StepDecisions, tape: Tape) -> None:
         decisions.attach(tape)
         self._steps += 1
+        if self._steps <= 2:
+            _tell_of_many(self.limit, self._steps)
         self._active.append(decisions)
 
     def next_step(self) -> None:
@@ -260,7 +267,7 @@ class Budget(Planning):
         last = self._last
         prepared = last.prepared if last is not None else None
         tally = last.tally if last is not None else Tally()
-        kept, recomputed = (0, 0) if prepared is None else prepared.bytes()
+        kept, recomputed = (None, None) if prepared is None else prepared.bytes()
         measured, whose = self._measured or (None, ())
         alike = last is not None and measured is not None and tuple(last.seen) == whose
         if not (alike or isinstance(self.limit, int)):
@@ -279,6 +286,21 @@ class Budget(Planning):
             steps=self._steps,
             planned=prepared is not None,
             measured_alike=alike,
+        )
+
+
+def _tell_of_many(limit: int | float, steps: int) -> None:
+    """A budget made anew for each step keeps its limit, but never plans: say so, once."""
+    if steps == 2:
+        _beginners[limit] = 0
+        return
+    count = _beginners[limit] = _beginners.get(limit, 0) + 1
+    if count == _ANEW:
+        _log.warning(
+            "%d budgets of %s have had one step each: a budget learns from a step and plans the "
+            "next ones. Make one before the loop, and enter the same object for each step.",
+            count,
+            format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak",
         )
 
 

@@ -28,8 +28,8 @@ class BudgetReport:
         measured_peak: of the last step that was measured (on the CPU not every step is), if its
             limit was the same. A fraction gives steps of other operations other limits: None then.
         plain_peak: what the same step would take with nothing recomputed.
-        kept_bytes: activations that the plan keeps.
-        recomputed_bytes: activations that autograd saves and the plan recomputes.
+        kept_bytes: activations that the plan keeps; None for a step without one.
+        recomputed_bytes: activations that autograd saves and the plan recomputes; the same.
         recorded_operations: operations of the last forward.
         replayed_operations: of them, run again in its backward (each time counted).
         replay_seconds: how long that took.
@@ -43,8 +43,8 @@ class BudgetReport:
     planned_peak: int | None
     measured_peak: int | None
     plain_peak: int | None
-    kept_bytes: int
-    recomputed_bytes: int
+    kept_bytes: int | None
+    recomputed_bytes: int | None
     recorded_operations: int
     replayed_operations: int
     replay_seconds: float
