@@ -270,8 +270,6 @@ class Budget(Planning):
         kept, recomputed = (None, None) if prepared is None else prepared.bytes()
         measured, whose = self._measured or (None, ())
         alike = last is not None and measured is not None and tuple(last.seen) == whose
-        if not (alike or isinstance(self.limit, int)):
-            measured = None  # a fraction gives each step its own limit
         limit = self.limit_bytes()
         return BudgetReport(
             limit=None if limit is None else limit + self.before,
@@ -333,7 +331,8 @@ def budget(
 
     Args:
         limit: bytes (``int``); text, ``"6 GiB"`` or ``"800 MB"``; or a ``float`` in (0, 1], a
-            fraction of the peak of the same step with nothing recomputed; or a `Plan`, which is
+            fraction of the peak of the same step with nothing recomputed, the largest of those
+            that ran so far if they differ; or a `Plan`, which is
             followed from the first step on. A step that is not the one it was made for is noticed
             at the first operation that differs, and planned like any unknown step.
         device: where to count. Default: the current CUDA device if the process uses CUDA, else

@@ -53,6 +53,7 @@ class Planning:
         self._freezes_inside = False  # parameters are frozen or unfrozen within a step
         self._last: StepDecisions | None = None
         self._plain_peak: int | None = None
+        self._largest = 0  # of plain peaks that were measured, what was there before included
         self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
         self._refusal: BudgetError | None = None
         self._refused = Refusals()
@@ -63,13 +64,15 @@ class Planning:
     def target(self, live: int, dropped: int) -> int:
         """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
 
-        A fraction is one of this very step's plain peak, of which so much is known by now. A loss
-        outside of the context is taken to be to this forward what it was to the last one.
+        A fraction is one of this very step's plain peak, of which so much is known by now, or of
+        that of the largest step. A loss outside of the context is taken to be to this forward what
+        it was to the last one.
         """
         outside = int(self._outside * (live + dropped)) + self.before
-        if isinstance(self.limit, float):
-            return int(self.limit * (live + dropped + outside)) - outside
-        return int(self.limit * (1 - margins.MODELLED)) - outside
+        if isinstance(self.limit, int):
+            return int(self.limit * (1 - margins.MODELLED)) - outside
+        known = self._largest * (1 - margins.MODELLED)
+        return int(self.limit * max(live + dropped + outside, known)) - outside
 
     def limit_bytes(self) -> int | None:
         """What the step that runs may take; None for a fraction of a peak that is not known."""
@@ -78,10 +81,24 @@ class Planning:
         return self._limit(self._plain_peak or 0, self.before)
 
     def _limit(self, plain: int, before: int) -> int:
-        """Bytes that a step of this plain peak may take, of the whole limit what is left."""
+        """Bytes that a step of this plain peak may take, of the whole limit what is left.
+
+        A fraction is one of the largest step so far: what that one was granted is there for others.
+        """
         if isinstance(self.limit, int):
             return self.limit - before
-        return int(self.limit * (plain + before)) - before
+        return int(self.limit * max(plain + before, self._largest)) - before
+
+    def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
+        """Take in what a step that was watched would take by itself."""
+        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        if self._ranks is not None and ranks is None:
+            return  # the others would not know, and plan for other limits
+        whole = learned.plain_peak + learned.seen.before
+        if learned.measured and whole > self._largest:
+            self._largest = whole
+            if isinstance(self.limit, float):  # what did not fit into a smaller limit may now
+                self._refused = Refusals()
 
     # ------------------------------------------------------------------ plans
 
@@ -159,7 +176,7 @@ class Planning:
 
     def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
         """Whether to plan steps like one whose peak, where it was measured, is this."""
-        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        self._know(learned)
         limit = self._limit(learned.plain_peak, learned.seen.before)
         if decisions.check_up or (peak is not None and peak > limit):
             return True
@@ -168,8 +185,7 @@ class Planning:
         return self._effort.first(decisions.seen)
 
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
-        self._plain_peak = learned.plain_peak
-        self._outside = learned.outside
+        self._know(learned, ranks)
         before = learned.seen.before
         limit = self._limit(learned.plain_peak, before)
         search = partial(learned.solve, limit)

@@ -25,8 +25,7 @@ class BudgetReport:
     Attributes:
         limit: the limit.
         planned_peak: what the plan in force predicts.
-        measured_peak: of the last step that was measured (on the CPU not every step is), if its
-            limit was the same. A fraction gives steps of other operations other limits: None then.
+        measured_peak: of the last step that was measured (on the CPU not every step is).
         plain_peak: what the same step would take with nothing recomputed.
         kept_bytes: activations that the plan keeps; None for a step without one.
         recomputed_bytes: activations that autograd saves and the plan recomputes; the same.
