@@ -397,6 +397,28 @@ def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
     assert f"Half the memory is out of reach here. The nearest: {told.changes[0].what}" in str(told)
 
 
+def test_a_peak_of_gradients_has_advice_about_gradients() -> None:
+    """Four samples and a megabyte of parameters: half the batch changes nothing worth a line."""
+    model, batch = wide(8), torch.randn(4, 32)
+    told = lowtide.explain(model, batch)
+    share = told.plain.by_kind()["gradient"] / told.plain.peak
+    assert share > 0.9
+    assert all(change.peak <= 0.98 * told.plain.peak for change in told.changes)
+    assert f"{share:.0%} of the peak are gradients of parameters and inputs" in str(told)
+    many = torch.randn(4096, 32)
+    assert "gradients of parameters and inputs, which" not in str(lowtide.explain(model, many))
+
+
+def test_alike_modules_are_named_by_their_numbers() -> None:
+    layers = [nn.Linear(32, 32) if place % 2 else nn.Tanh() for place in range(12)]
+    told = lowtide.explain(nn.Sequential(*layers), torch.randn(256, 32))
+    by = {holder.operator: holder for holder in told.biggest if holder.kind == "kept"}
+    assert by["aten::tanh"].module == "0,2,..,10"
+    told = lowtide.explain(wide(3), torch.randn(256, 32))
+    kept = {holder.module for holder in told.biggest if holder.kind == "kept"}
+    assert "0-2.1" in kept
+
+
 def test_a_step_that_runs_backward_itself_is_counted_and_says_so() -> None:
     model, batch = wide(2), torch.randn(64, 32)
 

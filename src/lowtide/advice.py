@@ -19,12 +19,15 @@ from lowtide.study import SHARES, Study
 from lowtide.tape.operators import CONSTANTS
 from lowtide.timeline import Item, Timeline
 
+_MANY = 4  # numbers that are all named
+_NOTHING = 0.02  # of the peak: what lowers it by less is no advice
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Storages of one origin at the peak: the same kind, operator and line, in alike modules.
 
-    `module` has ``#`` for the numbers in which the modules differ.
+    `module` has all the numbers in which the modules differ: ``layers.0-11.attention``.
     """
 
     kind: str
@@ -68,15 +71,31 @@ def holders(line: Timeline) -> tuple[Holder, ...]:
         key = (item.kind, item.site.operator, stem, item.site.line)
         groups.setdefault(key, []).append(item)
     found = []
-    for (kind, operator, stem, where), items in groups.items():
-        modules = {item.site.module for item in items}
-        module = modules.pop() if len(modules) == 1 else stem
+    for (kind, operator, _, where), items in groups.items():
+        module = _together({item.site.module for item in items})
         found.append(
             Holder(kind, operator, module, where, sum(i.nbytes for i in items), len(items))
         )
     found.sort(key=lambda holder: -holder.nbytes)
     assert sum(holder.nbytes for holder in found) == line.peak
     return tuple(found)
+
+
+def _together(modules: set[str]) -> str:
+    """Names that differ in their numbers as one: ``layers.0-11.attention``."""
+    columns = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
+    return "".join(
+        _numbers(sorted(map(int, set(column)))) if place % 2 else column[0]
+        for place, column in enumerate(columns)
+    )
+
+
+def _numbers(numbers: list[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if len(numbers) > 2 and last - first + 1 == len(numbers):
+        return f"{first}-{last}"
+    shown = [str(number) for number in numbers]
+    return ",".join(shown if len(shown) <= _MANY else [*shown[:2], "..", shown[-1]])
 
 
 def reasons(subject: Study, plan: Plan) -> tuple[Kept, ...]:
@@ -182,7 +201,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
         price = 1.0 if change.overhead is None else change.overhead
         return change.peak > half, price, change.peak
 
-    ordered = sorted(found, key=order)
+    ordered = sorted((c for c in found if c.peak <= plain * (1 - _NOTHING)), key=order)
     if ordered and ordered[0].peak > half:  # nothing halves it: the nearest is what was asked for
         nearest = min(ordered, key=lambda change: change.peak)
         ordered.remove(nearest)

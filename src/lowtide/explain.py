@@ -24,6 +24,7 @@ from lowtide.texttable import count_of
 from lowtide.timeline import Timeline
 
 _MOST = 5
+_MUCH = 0.3  # of a peak: what is to be said of
 _KINDS = {
     "kept": "activations kept for backward",
     "recomputed": "recomputed activations",
@@ -239,15 +240,29 @@ def _holder(holder: Holder) -> str:
 
 
 def _advice(told: Explanation) -> list[str]:
-    found, plain = told.changes, told.plain.peak
+    plain = told.plain.peak
+    found = told.changes
     if not found:
-        return ["Nothing that was tried lowers the peak: what stands there is not activations."]
+        said = "Nothing that was tried lowers the peak: what stands there is not activations."
+        return [said, *_gradients(told.plain)]
     first, *others = found
     halves = first.peak <= plain // 2
     lead = "To halve the memory" if halves else "Half the memory is out of reach here. The nearest"
-    said = [f"{lead}: {_change(first, plain)}."]
-    said += [f"Also: {_change(change, plain)}." for change in others[:4]]
-    return said
+    said = f"{lead}: {_change(first, plain)}."
+    also = [f"Also: {_change(change, plain)}." for change in others[:4]]
+    return [said, *([] if halves else _gradients(told.plain)), *also]
+
+
+def _gradients(line: Timeline) -> list[str]:
+    """What to do about them, where they are much of a peak that nothing halves."""
+    nbytes = line.by_kind().get("gradient", 0)
+    if not nbytes or nbytes < line.peak * _MUCH:
+        return []
+    return [
+        f"{nbytes / line.peak:.0%} of the peak are gradients of parameters and inputs, which no "
+        "recomputation lowers. An optimizer that steps as each gradient comes (a "
+        "post-accumulate-grad hook) frees them one by one; frozen parameters have none."
+    ]
 
 
 def _change(change: Change, plain: int) -> str:
