@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import engine
+from lowtide import engine, replay
 from lowtide.compiled import build
 from lowtide.tape import watch
+from lowtide.tape.values import Operation
 
 COMPILED = build.target().exists() or build.possible() is None
 NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
@@ -106,6 +107,26 @@ def test_bilinear_under_autocast_casts_inside_its_kernel(
         return y.sin()
 
     same(function, 3, 8)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["_trilinear", "linalg_pinv"])
+def test_without_autocast_such_a_kernel_is_replayed(name: str) -> None:
+    weight, replayed = torch.ones(2, 8, 8), []
+
+    def function(x: Tensor) -> Tensor:
+        y = F.bilinear(x, x, weight) if name == "_trilinear" else torch.linalg.pinv(x)
+        return y.sin().exp()
+
+    def note(operations: list[Operation]) -> None:
+        replayed.extend(op.facts.name for op in operations)
+
+    replay.listeners.append(note)
+    try:
+        same(function, 3, 8)
+    finally:
+        replay.listeners.remove(note)
+    assert replayed.count(f"aten::{name}") == 1
 
 
 @pytest.mark.usefixtures("way")

@@ -378,6 +378,19 @@ class Pooled(nn.Module):
         return x.view(-1, 8, 64).amax(1).square().mean()
 
 
+class Bilinears(nn.Module):
+    """The backward of each takes many times what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(32, 32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, x.tanh()).tanh() + x
+        return x
+
+
 def convolved() -> nn.Module:
     layers = [m for n in (3, 16, 16) for m in (nn.Conv2d(n, 16, 3, padding=1), nn.GELU())]
     return nn.Sequential(*layers).double()
@@ -386,6 +399,7 @@ def convolved() -> nn.Module:
 FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "float64": (convolved, torch.randn(4, 3, 32, 32, dtype=torch.float64)),
     "amax": (Pooled, torch.randn(2048, 64)),
+    "bilinear": (Bilinears, torch.randn(2048, 32)),
 }
 
 

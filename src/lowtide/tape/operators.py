@@ -160,8 +160,8 @@ class Facts:
         ambient: consults global switches: a family of kernels, or a factory, whose ranges are
             counted from where each thread begins.
         places: takes a device to make its results on.
-        casts_inside: what it calls is cast where autocast is on, which a dispatch mode cannot see:
-            not replayed in that case, in Python never (rule 5).
+        casts_inside: what it calls is cast where autocast is on; not replayed in that case. Under a
+            dispatch mode it is cast neither in the forward nor in a replay (rule 5).
     """
 
     __slots__ = (
@@ -231,7 +231,7 @@ class Facts:
         self.simple = (
             not (self.writes or self.opaque or self.random or self.blank or self.constant)
             and self.statistics is None
-            and not (self.casts_inside or self.chunks)
+            and not self.chunks
         )
         self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
         factory = makes and any(a.name == "dtype" for a in schema.arguments)

@@ -98,7 +98,6 @@ class Recorder(Writes, _compat.Mode):
             return result
         if (
             facts.opaque
-            or facts.casts_inside
             or self.next_step is not None
             or self._among_others
             or (types and any(map(_compat.has_own_dispatch, types)))
