@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -61,6 +61,22 @@ class Told(RegionDecisions):
 
     def packed(self, handle: Any, value: Value) -> None:
         self.saves.append((value.number, handle.sequence, *geometry(handle.ref)))
+
+
+class Holding(Told):
+    """And holds whatever is saved."""
+
+    __slots__ = ("gone",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: list[int] = []
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return True
+
+    def forgotten(self, value: Value) -> None:
+        self.gone.append(value.number)
 
 
 def geometry(ref: Any) -> tuple[Any, ...]:
@@ -127,10 +143,12 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def recorded(function: Callable[[Tensor], Any]) -> tuple[Told, Tensor]:
+T = TypeVar("T", bound=Told)
+
+
+def recorded(function: Callable[[Tensor], Any], told: T) -> tuple[T, Tensor]:
     torch.manual_seed(3)
     x = torch.randn(6, 4, requires_grad=True)
-    told = Told()
     with Recording(told):
         out = function(x)
         out = (out[0] if isinstance(out, tuple) else out).sum()
@@ -170,7 +188,7 @@ def test_both_recorders_write_the_same(name: str) -> None:
         torch.manual_seed(5)
         function = CASES[name] if name in CASES else MODULES[name]()
         with engine.use(way), counted() as replayed:
-            told, grad = recorded(function)
+            told, grad = recorded(function, Told())
         found[way] = (told, grad, replayed.requests)
     (a, grad_a, replays_a), (b, grad_b, replays_b) = found["python"], found["compiled"]
     assert a.lines, "nothing was recorded"
@@ -179,6 +197,64 @@ def test_both_recorders_write_the_same(name: str) -> None:
     assert b.saves == a.saves
     assert replays_b == replays_a
     assert torch.equal(grad_a, grad_b)
+
+
+def asking(x: Tensor) -> Tensor:
+    """Three times it asks for a number, whose graph dies."""
+    first = x * 2  # value 0
+    first.norm().item()  # 1, saved as a result
+    rows = first[1:] + 1  # 2
+    rows.square().sum().item()
+    rows.mul_(2)  # 5
+    kept = rows.cos()
+    rows.tan().sum().item()  # 7, saved as a result; what it is of is still needed
+    return kept.sum() + first.exp().sum()
+
+
+@pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
+def test_what_only_graphs_that_died_have_saved_is_let_go_and_known(way: str) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(6, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(asking(x), x)
+    with engine.use(way), counted() as replayed:
+        told, grad = recorded(asking, Holding())
+    assert torch.equal(grad, expected)
+    assert sorted(told.gone) == [0, 1, 2, 7]
+    outside = [line[0] for line in told.lines for number, *_ in line[7] if number == -1]
+    assert outside == ["aten::mul"]  # reads `x`
+    assert not replayed.requests
+
+
+class Dropping(Holding):
+    """Holds the first value only; a graph dies in the middle of a replay."""
+
+    __slots__ = ("graphs",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graphs: list[Tensor] = []
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return value.number == 0
+
+    def retained(self, value: Value, request: Any) -> bool:
+        self.graphs.clear()
+        return False
+
+
+@pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
+def test_what_a_replay_in_the_forward_counts_on_stays(way: str) -> None:
+    x, told = torch.randn(6, 4, requires_grad=True), Dropping()
+    with engine.use(way), Recording(told), counted() as replayed:
+        y = x * 2
+        told.graphs.append(y.sin())
+        made = ((y + 1) + y).exp()
+        (grad,) = torch.autograd.grad(made.sum(), x, create_graph=True)
+    assert replayed.requests
+    assert not told.graphs
+    assert not told.gone
+    y = x.detach() * 2
+    assert torch.allclose(grad, 4 * ((y + 1) + y).exp())
 
 
 def switched(x: Tensor) -> Tensor:
@@ -197,7 +273,7 @@ def test_switches_of_cuda_are_recorded_once_cuda_was_used(
     for used in (False, True):
         monkeypatch.setattr(devices, "cuda_seen", used)
         with engine.use(way):
-            told, _ = recorded(switched)
+            told, _ = recorded(switched, Told())
         first, second = [line[3] for line in told.lines if line[0] == "aten::mm"]
         assert (first != second) is used
 

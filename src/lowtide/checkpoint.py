@@ -68,6 +68,9 @@ class RegionDecisions:
     def packed(self, handle: Handle, value: Value) -> None:
         pass
 
+    def forgotten(self, value: Value) -> None:
+        pass
+
     def requested(self, handle: Handle) -> None:
         pass
 

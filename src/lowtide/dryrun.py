@@ -135,6 +135,9 @@ class _Everything:
     def packed(self, handle: Handle, value: Value) -> None:
         self.observer.saved(value, handle)
 
+    def forgotten(self, value: Value) -> None:
+        self.observer.let_go(value)
+
     def requested(self, handle: Handle) -> None:
         recorder = handle.tape.recorder
         if recorder is not None and torch.is_grad_enabled():

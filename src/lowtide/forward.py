@@ -273,6 +273,10 @@ class ForwardDecisions:
         if self.observer is not None:
             self.observer.saved(value, handle)
 
+    def forgotten(self, value: Value) -> None:
+        if self.observer is not None:
+            self.observer.let_go(value)
+
     def complete(self) -> None:
         """Backward begins: is the forward that ran the whole of the planned one?"""
         if self._follower is not None:

@@ -273,6 +273,10 @@ class Observer:
 
         self._refs.append(weakref.ref(value, died))
 
+    def let_go(self, value: Value) -> None:
+        """The tape holds such a value no longer."""
+        self.outlived[value.number] = len(self.ops)
+
     def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
         old, meant[0] = meant[0], number
         if old == number:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from lowtide.errors import ReplayError
 from lowtide.tape import generators
 from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten
 from lowtide.tape.watch import copy_of
+
+if TYPE_CHECKING:
+    from lowtide.tape.recorder import Recorder
 
 Tensor = torch.Tensor
 
@@ -45,7 +48,8 @@ def unpack(packed: Any) -> Any:
             if value.op is None:
                 raise _lost(value, packed.ref)
             began = time.perf_counter()
-            base, operations = rematerialize(value, packed)
+            with _all_stays_held(tape.recorder):
+                base, operations = rematerialize(value, packed)
             seconds = time.perf_counter() - began
             tape.decisions.replayed(operations, seconds)
             for listener in listeners:
@@ -58,6 +62,19 @@ def unpack(packed: Any) -> Any:
             return base
         with _compat.below_autograd():
             return ref.of(base)
+
+
+@contextlib.contextmanager
+def _all_stays_held(recorder: Recorder | None) -> Iterator[None]:
+    """A replay inside the forward counts on what it has found in memory."""
+    if recorder is None:
+        yield
+        return
+    recorder.replaying = True
+    try:
+        yield
+    finally:
+        recorder.replaying = False
 
 
 def in_memory(value: Value) -> Tensor | None:

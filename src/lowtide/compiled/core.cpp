@@ -241,6 +241,7 @@ void add_types(PyObject* module) {
   counter_type = type_of(counter_spec);
   operation_type = type_of(operation_spec);
   script_type = type_of(script_spec);
+  state_type = type_of(state_spec);
   value_type = type_of(value_spec);
   handle_type = type_of(handle_spec);
   entry_type = type_of(entry_spec, object_of(&_PyWeakref_RefType));
@@ -249,7 +250,7 @@ void add_types(PyObject* module) {
   weak_list_type = type_of(weak_list_spec);
   watched_type = type_of(watched_spec);
   std::pair<const char*, PyTypeObject*> named[] = {
-      {"State", type_of(state_spec)}, {"Script", script_type}, {"Operation", operation_type},
+      {"State", state_type}, {"Script", script_type}, {"Operation", operation_type},
       {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
       {"Forget", forget_type}, {"WeakList", weak_list_type}};
   for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));

@@ -101,6 +101,26 @@ inline void tell(PyObject* decisions, PyObject* name, PyObject* what) {
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 
+// As `_all_stays_held` of `lowtide/replay.py`.
+struct AllStaysHeld {
+  PyObject* recorder;
+  explicit AllStaysHeld(PyObject* r) : recorder(is_none(r) ? nullptr : Py_NewRef(r)) { set(Py_True); }
+  AllStaysHeld(const AllStaysHeld&) = delete;
+  ~AllStaysHeld() {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    set(Py_False);
+    PyErr_Restore(type, error, trace);
+    Py_XDECREF(recorder);
+  }
+
+ private:
+  void set(PyObject* on) const {
+    static PyObject* name = interned("replaying");
+    if (recorder != nullptr && PyObject_SetAttr(recorder, name, on) < 0) PyErr_Clear();
+  }
+};
+
 // Run again what makes a value, and tell those who want to know.
 inline at::Tensor replayed(
     Value* value, PyObject* handle, PyObject* decisions, const Box* events, bool told) {
@@ -154,7 +174,10 @@ inline PyObject* unpack_handle(Handle* handle) {
     base = *held;
   } else {
     if (value->op == nullptr) lost(value, Owned(new_ref(owner.get(), handle->geometry)).get());
-    base = replayed(value, object_of(handle), decisions.get(), events, handle->told);
+    {
+      AllStaysHeld inside(slot(tape, layout.tape_recorder));
+      base = replayed(value, object_of(handle), decisions.get(), events, handle->told);
+    }
     Owned recorder(Py_NewRef(slot(tape, layout.tape_recorder)));
     if (recorder.get() != Py_None) {
       Owned wrapped(checked(THPVariable_Wrap(base)));

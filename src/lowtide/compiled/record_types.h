@@ -134,7 +134,32 @@ inline PyObject* handle_new(PyTypeObject*, PyObject* args, PyObject*) {
   });
 }
 
+inline bool records_forward(PyObject* recorder);  // in `state.h`
+
+// As `Handle.__del__`: a graph dies while the forward runs. What cannot matter there, and every handle
+// that goes after it, is left out.
+inline void handle_finalize(PyObject* self) {
+  static PyObject* name = interned("forgotten");
+  Owned recorder(Py_NewRef(slot(as<Handle>(self)->tape, layout.tape_recorder)));
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  if (PyObject* done = PyObject_CallMethodOneArg(recorder.get(), name, self)) {
+    Py_DECREF(done);
+  } else {
+    PyErr_WriteUnraisable(self);
+  }
+  PyErr_Restore(type, error, trace);
+}
+
+inline bool is_forgotten(const Handle* handle) {
+  const Value* value = handle->value;
+  return value->held.defined() && value->op != nullptr && !value->keep && handle->told &&
+      handle->before == nullptr && handle->after == nullptr &&
+      records_forward(slot(handle->tape, layout.tape_recorder));
+}
+
 inline void handle_delete(PyObject* self) {
+  if (is_forgotten(as<Handle>(self)) && PyObject_CallFinalizerFromDealloc(self) < 0) return;
   leave(self);
   auto* handle = as<Handle>(self);
   Value* value = unlink(handle);
@@ -165,6 +190,7 @@ inline PyGetSetDef handle_getset[] = {
 inline PyType_Slot handle_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(handle_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(handle_delete)},
+    {Py_tp_finalize, reinterpret_cast<void*>(handle_finalize)},
     {Py_tp_getset, handle_getset},
     {Py_tp_members, record_members},
     {0, nullptr}};

@@ -45,6 +45,15 @@ struct State {
 
 inline thread_local State* current = nullptr;
 
+inline PyTypeObject* state_type;
+
+// Whether it is open, and no backward runs in it or has ended what it records.
+inline bool records_forward(PyObject* recorder) {
+  if (is_none(recorder) || !PyObject_TypeCheck(recorder, state_type)) return false;
+  auto* state = as<State>(recorder);
+  return !state->paused && is_none(state->next_step);
+}
+
 struct Gil {
   PyGILState_STATE state = PyGILState_Ensure();
   ~Gil() { PyGILState_Release(state); }

@@ -140,7 +140,9 @@ class Known:
         if held is None:
             return
         entry = self.table.get(_compat.storage_id(held.untyped_storage()))
-        if entry is not None and entry.weak is not None and entry.weak() is value:
+        if entry is None or entry.value is not None:  # gone, or written since
+            return
+        if entry.weak is not None and entry.weak() is value:
             entry.value, entry.weak = value, None
 
     def adopt(self, value: Value, tensor: Tensor) -> None:

@@ -54,6 +54,7 @@ class Recorder(Writes, _compat.Mode):
     unpack: Callable[[Any], Any]
     new_handle: Callable[..., Handle] = Handle
     _among_others = False  # a mode around this one may change what every operator returns
+    replaying = False  # a backward inside the forward makes something again
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
@@ -411,6 +412,27 @@ class Recorder(Writes, _compat.Mode):
         if self._asks:
             self.decisions.packed(handle, value)
         return handle
+
+    def forgotten(self, handle: Handle) -> None:
+        """A graph dies while the forward runs, and this handle with it.
+
+        What only such graphs have saved is held no longer. Where its memory lives on, as the
+        program's, the table knows the value again, as in `let_go`.
+        """
+        value = handle.value
+        if (
+            not self._asks
+            or self.paused
+            or self.next_step is not None
+            or self.replaying  # which counts on what is held
+            or value.op is None
+            or value.held is None
+            or value.keep
+            or any(other is not handle for other in value.handles())
+        ):
+            return
+        self.decisions.forgotten(value)
+        self.let_go(value)
 
     @staticmethod
     def _kept(tensor: Tensor) -> Kept:

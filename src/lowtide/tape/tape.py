@@ -41,6 +41,10 @@ class Decisions(Protocol):
         """Autograd has got a handle on `value`; called again when it means another value."""
         ...
 
+    def forgotten(self, value: Value) -> None:
+        """All graphs that have saved a held value have died in the forward: it is let go."""
+        ...
+
     def requested(self, handle: Handle) -> None:
         """Autograd asks for a saved tensor: the next event of backward."""
         ...

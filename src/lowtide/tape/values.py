@@ -297,6 +297,11 @@ class Handle:
         self.tape = tape
         ref.value.add_handle(self)
 
+    def __del__(self) -> None:
+        recorder = self.tape.recorder
+        if recorder is not None:  # a graph has died while the forward runs
+            recorder.forgotten(self)
+
     @property
     def value(self) -> Value:
         value = self.ref.value
