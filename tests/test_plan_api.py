@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import BudgetError, Plan, UsageError
+from lowtide import BudgetError, Plan, UsageError, engine
 from lowtide.dryrun import Dry
 from lowtide.frontier import curve_of
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
@@ -129,6 +131,48 @@ def test_keyword_arguments_reach_the_step() -> None:
         lowtide.plan(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot read the limit"):
         lowtide.plan(step, x, scale=2.0, limit="much")
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning")
+@pytest.mark.parametrize("source", ["fake", "recorded"])
+def test_a_plan_can_be_pickled_and_copied_after_a_step_has_followed_it(source: str) -> None:
+    model = network()
+    step = loss_on(model)
+
+    def asking(x: Tensor) -> Tensor:
+        return step(x) if step(x).item() else x.sum()
+
+    x = batch()
+    function = step if source == "fake" else asking
+    plan = lowtide.plan(function, x, limit=halfway(function, x))
+    assert plan.source == source
+    budget = lowtide.budget(plan)
+    for _ in range(2):
+        model.zero_grad()
+        with budget:
+            loss = function(x)
+        loss.backward()
+    sent = pickle.loads(pickle.dumps(plan))
+    for each in (sent, copy.copy(plan), copy.deepcopy(plan)):
+        assert str(each) == str(plan)
+        assert each.retention == plan.retention
+        assert each.modules == plan.modules
+    assert sent.minimum_peak == plan.minimum_peak
+    again = lowtide.budget(sent)
+    model.zero_grad()
+    with again:
+        loss = function(x)
+    loss.backward()
+    assert again.report().planned
+
+
+def test_a_plan_as_it_is_followed_can_be_copied(planned: Plan) -> None:
+    prepared = planned.prepared()
+    if engine.core() is not None:
+        assert prepared.script is prepared.script
+    for each in (copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert each.choices == prepared.choices
+        assert each.signatures == prepared.signatures
 
 
 # ---------------------------------------------------------------------------- odd graphs

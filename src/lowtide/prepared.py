@@ -72,6 +72,9 @@ class Prepared:
         names, sizes, reads = zip(*self.signatures, strict=True) if self.signatures else ((),) * 3
         return engine.core().Script(names, sizes, reads, self.needs, self.choices)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: item for key, item in vars(self).items() if key != "script"}
+
     @staticmethod
     def of(
         plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool, lessons: int = 0

@@ -3,17 +3,19 @@
 Problem: whether a step is the planned one is told by its operations, but not whether its backward
 is: to freeze a parameter, or to run a part under `no_grad`, changes what autograd saves and the
 gradients to come, and no operation shows it. Invariant: no tensor is held, leaves are known by weak
-references. Imports rebuild. Rejected: what requires grad in the signature of each operation, which
-costs every planned step a look at every argument.
+references. Imports rebuild, modelled. Rejected: what requires grad in the signature of each
+operation, which costs every planned step a look at every argument.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from lowtide.modelled import look_closer
 from lowtide.rebuild import OpLog
 
 
@@ -38,6 +40,22 @@ class Seen:
     """Bytes that those before it had left in memory."""
     retains: bool = False
     """Whether its backward gave nothing back of what was saved, as `retain_graph` asks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process its tensors are not there, nor can operators be sent to one: what
+        they cost can."""
+        look_closer(self.ops, self.carries_grad)
+        ops = tuple(
+            [replace(log, kind=None, hidden=None, node=False, function=False) for log in self.ops]
+        )
+        parameters = {-1 - place: pair for place, pair in enumerate(self.parameters.values())}
+        return Seen, (
+            ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
+            self.before, self.retains,
+        )  # fmt: skip
+
+    def __deepcopy__(self, _: Any) -> Seen:
+        return self
 
     def current(self) -> bool:
         """Whether the leaves that collect gradients are still those of this step.
