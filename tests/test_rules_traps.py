@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +252,37 @@ def test_transforms_of_torch_func_are_refused(run: Callable[[], Tensor]) -> None
         return gradients(way(lambda x: x.sin().exp(), x).sum(), x)
 
     assert check(scenario).operations > 0
+
+
+def hooks_disabled() -> AbstractContextManager[None]:
+    return torch.autograd.graph.disable_saved_tensors_hooks("no hooks, please")
+
+
+@every_way
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_hooks_that_are_disabled_are_a_refusal_of_ours(where: str, way: Way) -> None:
+    def disabled(x: Tensor) -> Tensor:
+        with hooks_disabled():
+            return x.sin()
+
+    around = hooks_disabled() if where == "around" else nullcontext()
+    with around, pytest.raises(lowtide.UnsupportedError) as caught:
+        way(disabled if where == "inside" else torch.sin, leaf(4))
+    text = str(caught.value)
+    assert "torch.autograd.graph.disable_saved_tensors_hooks" in text
+    assert "no hooks, please" in text
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert current_recorder() is None
+    with torch.autograd.graph.save_on_cpu():  # they are on again
+        pass
+    # An error of the program's own that says the same is left alone.
+    with pytest.raises(RuntimeError) as own:
+        way(lambda x: _raise("no hooks, please"), leaf(4))
+    assert type(own.value) is RuntimeError
+
+
+def _raise(text: str) -> Tensor:
+    raise RuntimeError(text)
 
 
 @every_way

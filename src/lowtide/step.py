@@ -101,7 +101,7 @@ class Recording:
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
         recorder = self.new_recorder(self.tape)
-        _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
+        _push_hooks(recorder)
         try:
             recorder.__enter__()
         except BaseException:
@@ -143,13 +143,39 @@ class Recording:
         finally:
             _compat.pop_saved_tensor_hooks()
             recorder.close()
-        text = str(error) if isinstance(error, RuntimeError) else ""
-        if "torch.func" in text and "saved tensor hooks" in text:  # torch's own refusal
-            raise UnsupportedError(
-                "a torch.func transform (grad, vmap, jvp, vjp, jacrev, ...) ran inside a lowtide "
-                "budget or region: torch does not offer saved-tensor hooks there. Call the "
-                "transform outside of it, or use torch.autograd.grad in its place."
-            ) from error
+        if isinstance(error, RuntimeError):
+            refused = _torchs_refusal(error)
+            if refused is not None:
+                raise refused from error
+
+
+def _push_hooks(recorder: Recorder) -> None:
+    try:
+        _compat.push_saved_tensor_hooks(recorder.pack, recorder.unpack)
+    except RuntimeError as error:
+        refused = _torchs_refusal(error)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def _torchs_refusal(error: RuntimeError) -> UnsupportedError | None:
+    """What torch says where it does not offer saved-tensor hooks, in our words."""
+    text = str(error)
+    if "torch.func" in text and "saved tensor hooks" in text:
+        return UnsupportedError(
+            "a torch.func transform (grad, vmap, jvp, vjp, jacrev, ...) ran inside a lowtide "
+            "budget or region: torch does not offer saved-tensor hooks there. Call the "
+            "transform outside of it, or use torch.autograd.grad in its place."
+        )
+    if _compat.refuses_hooks(error):
+        return UnsupportedError(
+            "a lowtide budget or region and torch.autograd.graph.disable_saved_tensors_hooks "
+            "stand one inside the other: what a step saves for its backward is recorded through "
+            "saved-tensor hooks, which are disabled there. Disable them outside of the budget or "
+            f"region only, before it or after it. They were disabled with the words: {text}"
+        )
+    return None
 
 
 class Nested:
@@ -164,7 +190,7 @@ class Nested:
     def __enter__(self) -> Tape:
         # Our hooks again, on top: somebody's own between the two regions (torch's checkpoint,
         # save_on_cpu) must see the same saves whether a recording stands around them or not.
-        _compat.push_saved_tensor_hooks(self.recorder.pack, self.recorder.unpack)
+        _push_hooks(self.recorder)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape

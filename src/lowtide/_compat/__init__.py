@@ -30,6 +30,7 @@ from lowtide._compat.autograd import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     queue_after_backward,
+    refuses_hooks,
     set_grad_mode,
 )
 from lowtide._compat.devices import cuda_in_use, on_stream, stream_of, synchronize
@@ -114,6 +115,7 @@ __all__ = [
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "queue_after_backward",
+    "refuses_hooks",
     "run_compiled_eagerly",
     "schema_of",
     "selective_policy",

@@ -8,6 +8,7 @@ Rejected: hooks on every tensor, which change what users see and when their memo
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,23 @@ def push_saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]
 
 def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+_disable_hooks = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks)
+
+
+def refuses_hooks(error: RuntimeError) -> bool:
+    """Whether it is torch's word that somebody has disabled saved-tensor hooks, or cannot.
+
+    Its text is theirs: what tells is what is on, or who has raised it. Goes when that is an
+    exception of a class of its own.
+    """
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() == str(error):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is _disable_hooks.__code__
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
