@@ -323,6 +323,53 @@ def test_two_threads_with_two_budgets() -> None:
     assert budgets[1].report().steps == budgets[2].report().steps == 5
 
 
+def on_a_thread(function: Callable[[], Any]) -> Any:
+    """What it returns, or the exception that it raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_one_budget_on_two_threads_at_once() -> None:
+    """The second is refused, and leaves the first and the budget as they were."""
+    w, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16)
+    limit = lowtide.budget("1 MiB")
+
+    def step() -> Tensor:
+        with limit:
+            return (x @ w).tanh().square().mean()
+
+    def without_grad() -> Tensor:
+        with torch.no_grad():
+            return step()
+
+    (expected,) = torch.autograd.grad((x @ w).tanh().square().mean(), w)
+    with limit:
+        hidden = (x @ w).tanh()
+        refused = on_a_thread(step)
+        assert isinstance(refused, lowtide.UsageError)
+        assert "entered on another thread" in str(refused)
+        assert "a budget of its own" in str(refused)
+        assert current_recorder() is not None
+        assert not on_a_thread(without_grad).requires_grad  # rule 12: it is off there
+        loss = hidden.square().mean()
+    assert torch.equal(expected, torch.autograd.grad(loss, w)[0])
+    other = on_a_thread(lambda: torch.autograd.grad(step(), w)[0])  # they take turns
+    assert torch.equal(expected, other)
+    assert torch.equal(expected, torch.autograd.grad(step(), w)[0])
+    assert limit.report().steps == 3
+    assert current_recorder() is None
+
+
 def test_a_recorder_is_open_on_its_own_thread_only() -> None:
     seen: list[Any] = []
 

@@ -12,6 +12,7 @@ saves.
 from __future__ import annotations
 
 import logging
+import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,8 @@ class Budget(Planning):
         super().__init__(parse_limit(limit), None if group is None else Ranks(group))
         self.device = torch.device(device) if device is not None else None
         self._recording: Recording | None = None
-        self._entered = False
+        self._threads: dict[int, bool] = {}  # that are inside; whether it records there
+        self._occupied = threading.Lock()  # by the one that it records on
         self._steps = 0
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.device)  # steps of this context that are over
@@ -79,14 +81,29 @@ class Budget(Planning):
     # ------------------------------------------------------------------ the context
 
     def __enter__(self) -> Budget:
-        if self._entered:
+        thread = threading.get_ident()
+        if thread in self._threads:
             raise UsageError(
                 "this budget is already entered: leave it before entering it again. One budget "
                 "object serves all steps, one after the other."
             )
-        if not recordable():
-            self._entered = True
-            return self
+        records = recordable()
+        if records:
+            if not self._occupied.acquire(blocking=False):
+                raise UsageError(
+                    "this budget is entered on another thread: a step on each at a time would be "
+                    "two steps inside of one limit. Give each thread a budget of its own, or let "
+                    "them take turns, backwards included."
+                )
+            try:
+                self._open()
+            except BaseException:
+                self._occupied.release()
+                raise
+        self._threads[thread] = records
+        return self
+
+    def _open(self) -> None:
         if current_recorder() is not None:
             raise UsageError(
                 "a budget cannot be entered inside another budget or checkpointed region of the "
@@ -109,9 +126,7 @@ class Budget(Planning):
             decisions.discard()
             raise
         self._started(decisions, tape)
-        self._entered = True
         self._recording = recording
-        return self
 
     def _next_decisions(self) -> StepDecisions:
         check_up = not self._steps % _MEASURE_EVERY
@@ -154,10 +169,21 @@ class Budget(Planning):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._entered = False
-        recording, self._recording = self._recording, None
-        if recording is None:
+        if not self._threads.pop(threading.get_ident(), False):
             return
+        try:
+            self._close(kind, error, trace)
+        finally:
+            self._occupied.release()
+
+    def _close(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        recording, self._recording = self._recording, None
+        assert recording is not None
         decisions = self._active[-1]  # a step begins only when those before it are over
         decisions.forward_ends()
         try:
@@ -262,7 +288,7 @@ class Budget(Planning):
     def report(self) -> BudgetReport:
         """What the last finished step did; see `BudgetReport`."""
         for decisions in tuple(self._active):
-            if decisions.ended and not self._entered:
+            if decisions.ended and not self._occupied.locked():
                 self._finish(decisions)
         last = self._last
         prepared = last.prepared if last is not None else None
