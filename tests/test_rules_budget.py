@@ -477,3 +477,24 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         assert report.planned, share  # no operation differed from those planned
         assert report.replayed_operations
         budget.detach()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.9, 0.5])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_is_filled_after_it_was_saved_is_planned(inplace: bool, share: float) -> None:
+    """The noise of a random ReLU, which autograd saves before it is drawn."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.RReLU(inplace=inplace)) for _ in range(8)]
+    model, x = nn.Sequential(*layers), torch.randn(1024, 64)
+    torch.manual_seed(1)
+    plain, expected = step(model, x)
+    limit = lowtide.budget(int(share * plain))
+    for number in range(3):
+        torch.manual_seed(1)
+        with counted() as replayed:
+            peak, found = step_under(limit, model, x, backward)
+        assert peak <= share * plain
+        assert all(map(torch.equal, expected, found))
+        assert limit.report().planned == (number > 0)
+    assert replayed.operations > 0

@@ -20,7 +20,7 @@ from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
-from lowtide.tape.known import needs_care, weak_value
+from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.values import (
     Handle,
@@ -215,6 +215,7 @@ class Recorder(Writes, _compat.Mode):
         else:
             result = func(*args, **kwargs)
         made: list[Value] = []
+        filled: Entry | None = None
         for entry, place in written:
             old = self.value_in(entry) if place == facts.fills_saved else None
             version = entry.version, entry.loose
@@ -224,9 +225,12 @@ class Recorder(Writes, _compat.Mode):
                 self._follow_live(*behind[entry.key], entry)
             elif old is not None:
                 self._rebind(old, self.value_in(entry))
+                filled = entry
         self._register(op, result, made)
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)
+        if op is not None and filled is not None and facts.fills_saved is not None:
+            self._saved_before(filled, args[facts.fills_saved])
         return result
 
     def _ambient(self) -> tuple[object, ...]:
