@@ -229,9 +229,10 @@ def room_for(
     made = made_by(func, args, kwargs)
     if name == "aten::mkldnn_rnn_layer":
         made += _kept_for_backward(tensors)
+    near = kernel_workspace(name, tensors, args, made)
     if nearest:
-        return made + kernel_workspace(name, tensors, args, made) + scratchpad(name)
-    return made + workspace_of(name, tensors, args, made)
+        return made + near + scratchpad(name)
+    return made + max(near, workspace_of(name, tensors, args, made))
 
 
 def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
