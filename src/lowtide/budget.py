@@ -315,15 +315,15 @@ class Budget(Planning):
 
 def _tell_of_many(limit: int | float, steps: int) -> None:
     """A budget made anew for each step keeps its limit, but never plans: say so, once."""
-    if steps == 2:
-        _beginners[limit] = 0
+    count = _beginners.get(limit, 0)
+    if count == _ANEW:  # that was said
         return
-    count = _beginners[limit] = _beginners.get(limit, 0) + 1
-    if count == _ANEW:
+    _beginners[limit] = count + 1 if steps == 1 else 0
+    if _beginners[limit] == _ANEW:
         _log.warning(
             "%d budgets of %s have had one step each: a budget learns from a step and plans the "
             "next ones. Make one before the loop, and enter the same object for each step.",
-            count,
+            _ANEW,
             format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak",
         )
 
