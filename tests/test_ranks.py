@@ -190,6 +190,30 @@ def plans_apart() -> Outcome:
     return {"retain": limit._plans.expected(0).plan.retain}
 
 
+def engines_that_differ() -> Outcome:
+    """Odd ranks have no compiled core. A step is planned by the first of them, and again by each
+    where its backward has gradients to allocate that were there before."""
+    from lowtide import engine
+    from lowtide.planner import auto
+
+    asked, polish = [], auto.polish
+    auto.polish = lambda search, by: asked.append(by) or polish(search, by)
+    limit, model = lowtide.budget(0.5, group=True), ddp(Net(layers=6))
+    plans = []
+    with engine.use("python" if dist.get_rank() % 2 else "auto"):
+        for number in range(6):
+            torch.manual_seed(number)
+            model.zero_grad(set_to_none=number > 3)
+            with limit:
+                loss = model(torch.randn(256, 8)).square().mean()
+            loss.backward()
+            plans.append(limit._plans.expected(0).plan.retain if number else None)
+        here = engine.annealing() is not None
+    auto.polish = polish
+    known = len(limit._plans._known) if hasattr(limit._plans, "_known") else 0
+    return {"plans": plans, "asked": len(asked), "core": here, "known": known}
+
+
 def shapes_that_differ() -> Outcome:
     """Each rank has batches of its own: it plans by itself, and nobody waits."""
     rows = [128 + 32 * dist.get_rank()] * 4

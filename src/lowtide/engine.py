@@ -24,6 +24,7 @@ from typing import Any
 from lowtide import _compat
 from lowtide.compiled import build
 from lowtide.errors import UsageError
+from lowtide.planner.polish import Polish
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
@@ -103,6 +104,12 @@ def new_recorder(tape: Tape) -> Recorder:
     if _compat.compiled_before_modes() and _compat.modes_of_users():
         return Recorder(tape)  # which keeps everything then
     return active(tape)
+
+
+def annealing() -> Polish | None:
+    """What the planner ends its searches with; None where the Python recorder is in force."""
+    _settle()
+    return core().anneal if core() is not None else None
 
 
 def core() -> Any:

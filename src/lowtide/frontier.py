@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
+from lowtide import engine
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
@@ -94,17 +95,17 @@ def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
     """The curve of a step that was gone through already."""
     graph = step.graph
     plain = plan_step(step, None)
-    least = minimum(graph)
+    least, polish = minimum(graph), engine.annealing()
     points = [plain]
     for share in shares:
         limit = int(share * plain.peak)
         if limit <= least.peak:
             break
-        solution = solve(graph, limit)
+        solution = solve(graph, limit, polish_with=polish)
         if solution.peak <= limit:
             points.append(from_solution(step, limit, solution))
     if least.peak < plain.peak:
-        solution = solve(graph, least.peak)
+        solution = solve(graph, least.peak, polish_with=polish)
         best = min((solution, least), key=lambda s: (s.peak > least.peak, s.seconds))
         limit = min(limit_for(least.peak), plain.peak)
         points.append(from_solution(step, limit, best))

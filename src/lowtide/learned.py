@@ -14,6 +14,7 @@ from functools import cached_property
 
 from lowtide import margins
 from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
+from lowtide.planner.polish import Polish
 from lowtide.prepared import Prepared
 from lowtide.seen import Seen
 
@@ -47,11 +48,11 @@ class Learned:
         for backward."""
         return self.graph.turn / self.graph.saved if self.graph.saved else 0.0
 
-    def solve(self, limit: int) -> tuple[Retention, int]:
+    def solve(self, limit: int, polish: Polish | None = None) -> tuple[Retention, int]:
         """A plan for the next step, and its peak; that may be above the limit."""
         share = margins.MEASURED if self.measured else margins.MODELLED
         margin = 0 if self.measured and self.plain_peak <= limit else int(share * limit)
-        solution = solve(self.graph, limit, margin=margin)
+        solution = solve(self.graph, limit, margin=margin, polish_with=polish)
         if solution.status == "fits":
             return solution.plan, solution.peak
         return self._nearest(limit, solution)

@@ -3,8 +3,8 @@
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
 room than that one had, and may not fit at all. Invariant: what a step may take is the limit less
 what earlier steps of its context have left; whatever is planned, refused or named is that. Imports
-learned, known_plans, effort, refusals, ranks; knows nothing of recordings. Rejected: planning in
-`lowtide.budget`, which says when, not how.
+engine, learned, known_plans, effort, refusals, ranks; knows nothing of recordings. Rejected:
+planning in `lowtide.budget`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lowtide import _compat, margins
+from lowtide import _compat, engine, margins
 from lowtide.decide import StepDecisions
 from lowtide.effort import Effort
 from lowtide.errors import BudgetError
@@ -148,7 +148,9 @@ class Planning:
 
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
         margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
-        solution = solve(graph, limit, margin=margin)
+        # Ranks plan alike without a word here, so they do it by what all of them have.
+        polish = engine.annealing() if self._ranks is None else None
+        solution = solve(graph, limit, margin=margin, polish_with=polish)
         found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
         if found.peak <= limit:  # else the step is refused, and one that comes later may be another
             self._plans.add(found)
@@ -188,7 +190,7 @@ class Planning:
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self._limit(learned.plain_peak, before)
-        search = partial(learned.solve, limit)
+        search = partial(learned.solve, limit, engine.annealing())
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if peak > limit and learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lowtide import margins, planfile
+from lowtide import engine, margins, planfile
 from lowtide.dryrun import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
@@ -325,11 +325,12 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
     share = margins.PREDICTED[step.source] if margin is None else margin
-    solution = solve(graph, limit, margin=int(share * limit), prove=True)
+    polish = engine.annealing()
+    solution = solve(graph, limit, margin=int(share * limit), prove=True, polish_with=polish)
     for less in (int(margins.PREDICTED_HAIR * limit), 0):
         if solution.status == "infeasible":
             # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
-            closer = solve(graph, limit, margin=less, prove=True)
+            closer = solve(graph, limit, margin=less, prove=True, polish_with=polish)
             solution = closer if closer.peak <= limit - less else solution
     if solution.peak > limit:
         least = minimum(graph)

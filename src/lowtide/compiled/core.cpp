@@ -1,11 +1,13 @@
-// The compiled part of lowtide: a Python module with the type that a recorder is derived from.
+// The compiled part of lowtide: a Python module with the type that a recorder is derived from, and
+// the planner's annealing.
 //
-// Problem: see `recorder.h`. Invariant: without this module everything works, and gives the same
-// bits, only slower; it is built for one version of Python and torch and loaded by no other.
+// Problem: see `recorder.h` and `anneal.h`. Invariant: without this module everything works, and gives
+// the same bits, only slower, under plans that may cost more; it is built for one version of Python and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
 
 #include "entry_types.h"
 #include "hooks.h"
+#include "planning.h"
 
 namespace lowtide {
 namespace {
@@ -215,6 +217,8 @@ PyMethodDef functions[] = {
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
+    {"simulate", planner::simulate, METH_VARARGS, nullptr},
+    {"anneal", planner::anneal, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

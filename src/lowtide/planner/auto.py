@@ -7,7 +7,9 @@ and limit give the same plan on any machine; `time_limit` is a guard that only e
 
 Imports: the other modules of `lowtide.planner`.
 
-Rejected: annealing. It needs thousands of evaluations and its answer depends on when it is stopped.
+Rejected: annealing alone. It needs tens of thousands of evaluations, and from a plan that is far
+off finds less than the searches here; it ends them where somebody brings a simulator that is fast
+enough, see `polish`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
 from lowtide.planner.lowest import lowest
 from lowtide.planner.moments import worst_moments
+from lowtide.planner.polish import Polish, polish
 from lowtide.planner.prove import prove as raised
 from lowtide.planner.repair import Problem, grow, shrink, trace_of
 from lowtide.planner.search import LARGE, SCREEN, SEGMENTS, Search, nested_anchors, offer_anchors
@@ -56,7 +59,13 @@ DEAR = 2.0
 
 
 def solve(
-    graph: Graph, limit: int, *, margin: int = 0, time_limit: float = 60.0, prove: bool = False
+    graph: Graph,
+    limit: int,
+    *,
+    margin: int = 0,
+    time_limit: float = 60.0,
+    prove: bool = False,
+    polish_with: Polish | None = None,
 ) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
@@ -75,8 +84,11 @@ def solve(
     |                                    | reached; what is left is held again               |
     | something fits                     | exchanges of what the cheapest plans hold         |
     | nothing does, or twice the bound   | anchors of two levels; exchanges where they help  |
+    | something fits, `polish_with` is   | the best plan changed at random, as often as half |
+    | there and the graph is not large   | a second allows                                   |
     | nothing fits even so               | "infeasible", with the lowest peak met            |
 
+    `polish_with` never decides whether something fits: a limit is refused with it or without.
     With `prove`, as much time again goes into raising the bound; the plan stays the same.
     """
     began = perf_counter()
@@ -92,6 +104,8 @@ def solve(
     _exchange(search)
     if search.doubtful() and _nested(search):
         _exchange(search)
+    if polish_with is not None and search.fits and not search.near_bound():
+        polish(search, polish_with)
     if prove and search.price is not None and search.fits and not search.near_bound():
         search.bound = raised(
             search.problem, search.limit, search.plain, search.best, search.price, search.bound

@@ -9,7 +9,8 @@ fixed order and accepted when they improve, so equal input gives equal output.
 
 Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`.
 
-Rejected: annealing, which gives up that determinism for nothing at these sizes.
+Rejected: annealing. It lowers the cost of a plan that fits, in `polish`; the lowest peak decides
+whether a limit is refused, and that must not depend on whether there is a compiled simulator.
 """
 
 from __future__ import annotations

@@ -74,9 +74,13 @@ class Search:
             return float("inf")
         return (self.best.result.seconds - self.slack) / GOOD_ENOUGH
 
+    def enough(self) -> float:
+        """The time of a plan that would end the search."""
+        return self.bound * GOOD_ENOUGH + self.slack
+
     def near_bound(self) -> bool:
         seconds = min(self.best.result.seconds, self.pool.seconds)
-        return self.fits and seconds <= self.bound * GOOD_ENOUGH + self.slack
+        return self.fits and seconds <= self.enough()
 
     def doubtful(self) -> bool:
         return not self.fits or self.best.result.seconds > DOUBTFUL * self.bound

@@ -1,0 +1,177 @@
+// Annealing: from a plan that fits to a cheaper one that fits, by changes at random.
+//
+// Problem: an exchange of `planner/exchange.py` is judged from the plan it changes; some plans far
+// cheaper are several changes away, and the plans between do not fit or cost more. Invariant:
+// deterministic. The seed is fixed, work is counted in what is simulated, and only the arithmetic is
+// used that rounds alike everywhere, no function of a mathematical library; so the same graph, limit
+// and plan give the same plan on every machine. The clock only ends a search early. Knows nothing of
+// Python or torch. Rejected: a temperature chosen by acceptance rates, which is no better here.
+#pragma once
+
+#include "simulator.h"
+
+#include <bit>
+#include <chrono>
+
+namespace lowtide::planner {
+
+// A value that a plan decides on, and the decisions that it may take.
+struct Choice {
+  int32_t value;
+  int32_t latest;  // the last event from which a replay may retain it; -1: none may
+  bool holds;      // the forward may hold it
+  bool never;      // it may go before it is released, as its graph is retained
+
+  int32_t dropped() const { return latest < 0 ? NEVER : 0; }
+};
+
+// When to stop.
+struct Effort {
+  int64_t work;    // items of lists walked through
+  double enough;   // seconds that need not be bettered
+  double seconds;  // of real time
+};
+
+// xorshift64.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+
+  uint32_t below(uint32_t count) { return static_cast<uint32_t>(((next() >> 32) * count) >> 32); }
+
+  bool percent(uint32_t chance) { return below(100) < chance; }
+
+  // Of mean one, about: -ln of a number between 0 and 1, its logarithm taken as straight between
+  // powers of two.
+  double exponential() {
+    uint64_t bits = next() | 1;
+    int zeros = std::countl_zero(bits);
+    double mantissa = static_cast<double>((bits << zeros) >> 11) * 0x1p-52;
+    return 0.6931471805599453 * (zeros + 2 - mantissa);
+  }
+
+ private:
+  uint64_t next() {
+    state_ ^= state_ << 13;
+    state_ ^= state_ >> 7;
+    return state_ ^= state_ << 17;
+  }
+
+  uint64_t state_;
+};
+
+class Annealing {
+ public:
+  Annealing(const Graph& graph, const std::vector<Choice>& choices, int64_t limit, Plan plan)
+      : choices_(choices), limit_(limit), best_(std::move(plan)), simulator_(graph) {
+    for (double cost : graph.cost) forward_ += cost;
+    dear_ = DEAR * forward_ / static_cast<double>(std::max<int64_t>(limit, 1));
+    each_ = graph.values() + graph.operations() + graph.events() + 1;
+  }
+
+  // The cheapest plan met, or the first one, if that does not fit.
+  const Plan& run(const Effort& effort) {
+    auto everything = [](int64_t, double) { return false; };
+    if (choices_.empty() || !simulator_.run(best_, everything) || simulator_.peak > limit_) {
+      return best_;
+    }
+    seconds_ = simulator_.seconds;
+    using Clock = std::chrono::steady_clock;
+    auto began = Clock::now();
+    std::chrono::duration<double> allowed(effort.seconds);
+    auto over = [&] { return seconds_ <= effort.enough || Clock::now() - began > allowed; };
+    // The second pass begins at the best plan of the first and goes less far from it.
+    cool(HOT, HOT_RATIO, effort.work * 3 / 5, over);
+    cool(COLD, COLD_RATIO, effort.work * 2 / 5, over);
+    return best_;
+  }
+
+ private:
+  // Times are in forwards: what the first stage accepts, and by how much each stage accepts less.
+  static constexpr int STAGES = 64;
+  static constexpr double HOT = 1e-2, HOT_RATIO = 0.9075, COLD = 2e-3, COLD_RATIO = 0.9306;
+  // What an excess as large as the limit counts as, in forwards.
+  static constexpr double DEAR = 8;
+  // Of a replayed operation, the items of lists walked through.
+  static constexpr int64_t REPLAY = 4;
+  static constexpr int MOST = 3;              // changes at once
+  static constexpr uint32_t NEIGHBOURS = 10;  // choices to either side of the first of them
+  static constexpr int64_t BETWEEN = 256;     // moves from one look at the clock to the next
+
+  double score(int64_t peak, double seconds) const {
+    return peak > limit_ ? seconds + dear_ * static_cast<double>(peak - limit_) : seconds;
+  }
+
+  template <class Over>
+  void cool(double temperature, double ratio, int64_t work, const Over& over) {
+    plan_ = best_;
+    current_ = seconds_;
+    temperature *= forward_;
+    int64_t spent = 0, moves = 0;
+    for (int stage = 0; stage < STAGES; ++stage, temperature *= ratio) {
+      for (int64_t end = work / STAGES * (stage + 1); spent < end; spent += move(temperature)) {
+        if (++moves % BETWEEN == 0 && over()) return;
+      }
+    }
+  }
+
+  // Change the plan, unless that costs too much more; the work that it took.
+  int64_t move(double temperature) {
+    int32_t places[MOST], before[MOST];
+    int count = 1 + random_.percent(40);
+    if (random_.percent(15)) ++count;
+    for (int i = 0; i < count; ++i) {
+      places[i] = i == 0 ? anywhere() : beside(places[0]);
+      const Choice& choice = choices_[places[i]];
+      before[i] = plan_[choice.value];
+      plan_[choice.value] = another(choice, before[i]);
+    }
+    // Drawn before the plan is simulated, so that most simulations end early.
+    double most = current_ + temperature * random_.exponential();
+    if (simulator_.run(plan_, [&](int64_t peak, double s) { return score(peak, s) > most; })) {
+      current_ = score(simulator_.peak, simulator_.seconds);
+      if (simulator_.peak <= limit_ && simulator_.seconds < seconds_) {
+        seconds_ = simulator_.seconds;
+        best_ = plan_;
+      }
+    } else {
+      for (int i = count - 1; i >= 0; --i) plan_[choices_[places[i]].value] = before[i];
+    }
+    return each_ + REPLAY * simulator_.count;
+  }
+
+  int32_t anywhere() {
+    return static_cast<int32_t>(random_.below(static_cast<uint32_t>(choices_.size())));
+  }
+
+  // Most changes that go together are of values made one after another.
+  int32_t beside(int32_t place) {
+    if (random_.percent(30)) return anywhere();
+    auto near = place + static_cast<int32_t>(random_.below(2 * NEIGHBOURS + 1)) -
+                static_cast<int32_t>(NEIGHBOURS);
+    return std::clamp(near, 0, static_cast<int32_t>(choices_.size()) - 1);
+  }
+
+  // Held values are let go, others mostly held; some are retained from another event on.
+  int32_t another(const Choice& choice, int32_t now) {
+    if (now == HOLD) return random_.percent(15) ? waiting(choice) : choice.dropped();
+    if (choice.holds && random_.percent(80)) return HOLD;
+    return random_.percent(50) ? waiting(choice) : choice.dropped();
+  }
+
+  int32_t waiting(const Choice& choice) {
+    if (choice.latest < 0) return NEVER;
+    auto event = static_cast<int32_t>(
+        random_.below(static_cast<uint32_t>(choice.latest + 1 + choice.never)));
+    return event > choice.latest ? NEVER : event;
+  }
+
+  const std::vector<Choice>& choices_;
+  int64_t limit_, each_ = 0;
+  Plan best_, plan_;
+  Simulator simulator_;
+  Random random_{0x9E3779B97F4A7C15};
+  double forward_ = 0, dear_ = 0, seconds_ = 0, current_ = 0;
+};
+
+}  // namespace lowtide::planner

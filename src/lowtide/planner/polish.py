@@ -1,0 +1,119 @@
+"""Changing the best plan of a search at random, where a simulator is brought that is fast enough.
+
+Problem: at tight limits the plans that exchanges lead to cost up to a tenth more than some that are
+several changes away. Invariant: what comes back is one more candidate: simulated here, and taken if
+it is cheaper and fits. The decisions that may be tried are those that every other search takes.
+Deterministic: work is counted, in items of lists that the simulations walk through.
+
+Imports: `lowtide.planner.repair`, `lowtide.planner.retention`, `lowtide.planner.search`.
+
+Rejected: the same in Python. In the time that this takes it tries some two hundred changes, where
+fifty thousand are wanted; and then plans would not depend on whether there is a compiler.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Protocol
+
+from lowtide.planner.repair import Candidate, Problem, trace_of
+from lowtide.planner.retention import HOLD
+from lowtide.planner.search import Search
+from lowtide.planner.simulate import Simulator
+
+WORK = 160_000_000
+"""Items that one search may walk through: about half a second."""
+FEWEST, MOST = 10, 3000
+"""Changes for each value to decide on: with fewer nothing is found, with more nothing else."""
+
+Lists = tuple[list[Any], ...]
+Choice = tuple[int, int, bool, bool]
+"""A value; the last event from which it may be retained, -1: none; whether it may be held; whether
+it may go before its release."""
+
+
+class Polish(Protocol):
+    """Changes a plan at random; `anneal.h` says how."""
+
+    def __call__(
+        self,
+        graph: Lists,
+        choices: list[Choice],
+        retain: list[int],
+        limit: int,
+        work: int,
+        enough: float,
+        seconds: float,
+        /,
+    ) -> list[int]:
+        """The cheapest plan met under the limit. The search ends when it has walked through so
+        much, has a plan of at most `enough` seconds, or has taken so many of real time."""
+        ...
+
+
+def polish(search: Search, with_: Polish) -> None:
+    """Offer what comes of the best plan, if the graph is small enough for that to be something."""
+    problem = search.problem
+    choices = choices_of(problem)
+    size = len(problem.fixed) + len(problem.sim.cost) + len(problem.sim.event_value) + 1
+    work = min(WORK, MOST * len(choices) * size)
+    if not choices or work < FEWEST * len(choices) * size:
+        return
+    retain = with_(
+        tables(problem.sim),
+        choices,
+        search.best.retain,
+        search.limit,
+        work,
+        search.enough(),
+        max(search.deadline - perf_counter(), 0.0),
+    )
+    search.offer(_tidy(problem, retain), "annealing")
+
+
+def choices_of(problem: Problem) -> list[Choice]:
+    """The decisions that are open: those of `reference.choices`, for values that have bytes."""
+    sim, graph = problem.sim, problem.sim.graph
+    found = []
+    for value, fixed in enumerate(problem.fixed):
+        release, first = sim.release[value], graph.first_event[value]
+        latest = first if first >= 0 else release
+        holds = value not in problem.gone
+        if fixed or not sim.nbytes[value] or (release < 0 and not holds):
+            continue
+        if release >= 0 or graph.consumers[value]:
+            found.append((value, latest, holds, graph.needed[value] < release))
+    return found
+
+
+def tables(sim: Simulator) -> Lists:
+    """A simulator's lists, in the order in which `planning.h` reads them."""
+    return (
+        sim.nbytes,
+        sim.producer,
+        sim.free,
+        sim.release,
+        sim.stays,
+        sim.reads,
+        sim.outputs,
+        sim.work,
+        sim.cost,
+        sim.replayable,
+        sim.event_value,
+        sim.event_other,
+        sim.event_peak,
+        sim.forward_peak,
+    )
+
+
+def _tidy(problem: Problem, retain: list[int]) -> Candidate:
+    """Without what is held for nobody: changes that cost nothing are left over from others."""
+    result = problem.run(retain)
+    alive = trace_of(result).alive
+    tidy = [
+        problem.dropped(value)
+        if choice == HOLD and alive[value] < 0 and not problem.fixed[value]
+        else choice
+        for value, choice in enumerate(retain)
+    ]
+    return Candidate(tidy, problem.run(tidy))
