@@ -7,6 +7,7 @@ and the same step without, compared bit for bit on each rank.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import subprocess
@@ -191,27 +192,38 @@ def plans_apart() -> Outcome:
 
 
 def engines_that_differ() -> Outcome:
-    """Odd ranks have no compiled core. A step is planned by the first of them, and again by each
-    where its backward has gradients to allocate that were there before."""
+    """Odd ranks have no compiled core. A step is planned for all by the first of them, and again by
+    each for itself where its backward has gradients to allocate that were there before."""
     from lowtide import engine
     from lowtide.planner import auto
 
-    asked, polish = [], auto.polish
-    auto.polish = lambda search, by: asked.append(by) or polish(search, by)
-    limit, model = lowtide.budget(0.5, group=True), ddp(Net(layers=6))
+    annealed: list[bool] = []
+    polish = auto.polish
+
+    def counted(search: Any, polish_with: Any) -> None:
+        annealed.append(True)
+        polish(search, polish_with)
+
+    auto.polish = counted
+    block = (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16), nn.Tanh())
+    torch.manual_seed(0)
+    model = ddp(nn.Sequential(nn.Linear(8, 16), *copy.deepcopy(block), *copy.deepcopy(block)))
+    model(torch.randn(256, 8)).sum().backward()
+    limit = lowtide.budget(0.7, group=True)
     plans = []
-    with engine.use("python" if dist.get_rank() % 2 else "auto"):
-        for number in range(6):
-            torch.manual_seed(number)
-            model.zero_grad(set_to_none=number > 3)
-            with limit:
-                loss = model(torch.randn(256, 8)).square().mean()
-            loss.backward()
-            plans.append(limit._plans.expected(0).plan.retain if number else None)
-        here = engine.annealing() is not None
-    auto.polish = polish
-    known = len(limit._plans._known) if hasattr(limit._plans, "_known") else 0
-    return {"plans": plans, "asked": len(asked), "core": here, "known": known}
+    try:
+        with engine.use("python" if dist.get_rank() % 2 else "auto"):
+            core = engine.annealing() is not None
+            for number in range(6):
+                torch.manual_seed(number)
+                model.zero_grad(set_to_none=number > 3)
+                with limit:
+                    loss = model(torch.randn(256, 8)).square().mean()
+                loss.backward()
+                plans.append([prepared.plan.retain for prepared in limit._plans])
+    finally:
+        auto.polish = polish
+    return {"plans": plans, "annealed": len(annealed), "core": core}
 
 
 def shapes_that_differ() -> Outcome:
@@ -263,8 +275,8 @@ def sync_batch_norm() -> Outcome:
 
 def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
     for function in (
-        plans_alike, plans_apart, shapes_that_differ, one_rank_cannot, collectives_sent,
-        sync_batch_norm,
+        plans_alike, plans_apart, engines_that_differ, shapes_that_differ, one_rank_cannot,
+        collectives_sent, sync_batch_norm,
     ):  # fmt: skip
         yield function.__name__, function
 
@@ -343,6 +355,17 @@ def test_ranks_of_a_group_plan_alike(outcomes: list[dict[str, Outcome]]) -> None
         assert all(outcome[key] == alike[0][key] for outcome in alike), key
     apart = [found["plans_apart"]["retain"] for found in outcomes]
     assert any(retain != apart[0] for retain in apart), "the times made no difference"
+
+
+def test_ranks_of_a_group_plan_alike_where_not_all_have_the_core(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    found = [outcome["engines_that_differ"] for outcome in outcomes]
+    assert all("error" not in outcome for outcome in found), found
+    assert all(outcome["plans"] == found[0]["plans"] for outcome in found)
+    assert len(found[0]["plans"][-1]) > len(found[0]["plans"][3])  # for the gradients to allocate
+    assert not any(outcome["annealed"] for outcome in found[1:])
+    assert not found[1]["core"]
 
 
 def test_ranks_with_steps_of_their_own_plan_by_themselves(
