@@ -2,7 +2,7 @@
 //
 // Problem: the planner has its graph in lists. Invariant: what comes in is checked before it is used
 // as an index, and copied, so that the search runs without Python's lock and other threads go on.
-// Rejected: keeping a copied graph between calls, which takes a thousandth of a search to copy.
+// Rejected: keeping a copied graph between calls; to copy it takes next to nothing of a search.
 #pragma once
 
 #include "anneal.h"

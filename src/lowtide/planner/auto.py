@@ -7,9 +7,9 @@ and limit give the same plan on any machine; `time_limit` is a guard that only e
 
 Imports: the other modules of `lowtide.planner`.
 
-Rejected: annealing alone. It needs tens of thousands of evaluations, and from a plan that is far
-off finds less than the searches here; it ends them where somebody brings a simulator that is fast
-enough, see `polish`.
+Rejected: annealing in place of the searches. It needs a plan that fits to begin with, and tens of
+thousands of evaluations, which take minutes here; where somebody brings a simulator that is fast
+enough, it comes after them, see `polish`.
 """
 
 from __future__ import annotations
