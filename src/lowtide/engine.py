@@ -107,7 +107,12 @@ def new_recorder(tape: Tape) -> Recorder:
 
 
 def annealing() -> Polish | None:
-    """What the planner ends its searches with; None where the Python recorder is in force."""
+    """What the planner ends its searches with; None where the Python recorder is in force.
+
+    Whoever only plans has no recorder built for it.
+    """
+    if _choice.wanted is None and _asked_for() == "auto" and not build.target().exists():
+        return None
     _settle()
     return core().anneal if core() is not None else None
 
@@ -120,10 +125,14 @@ def core() -> Any:
 # ---------------------------------------------------------------------- choosing
 
 
+def _asked_for() -> str:
+    return os.environ.get("LOWTIDE_ENGINE", "auto")
+
+
 def _settle() -> None:
     with _lock:
         if _choice.wanted is None:
-            _want(os.environ.get("LOWTIDE_ENGINE", "auto"))
+            _want(_asked_for())
         if _choice.built is not None and _choice.wanted == "auto":
             built, _choice.built = _choice.built, None
             _load_or_say_why(built)

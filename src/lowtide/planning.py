@@ -149,7 +149,7 @@ class Planning:
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
         margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
         # Ranks plan alike without a word here, so they do it by what all of them have.
-        polish = engine.annealing() if self._ranks is None else None
+        polish = engine.annealing() if old.measured and self._ranks is None else None
         solution = solve(graph, limit, margin=margin, polish_with=polish)
         found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
         if found.peak <= limit:  # else the step is refused, and one that comes later may be another
@@ -190,7 +190,8 @@ class Planning:
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self._limit(learned.plain_peak, before)
-        search = partial(learned.solve, limit, engine.annealing())
+        # What was only modelled is planned again from what is measured, soon.
+        search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if peak > limit and learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -261,3 +262,21 @@ def test_same_plan_in_another_process(core: Any) -> None:
         for seed in ("1", "2")
     }
     assert len(answers) == 1
+
+
+def test_whoever_only_plans_has_nothing_built(tmp_path: Path) -> None:
+    code = (
+        "import torch, lowtide\n"
+        "from lowtide import engine\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(64, 64), torch.nn.Tanh()) * 6)\n"
+        "plan = lowtide.plan(model, torch.randn(512, 64), limit=0.7)\n"
+        "assert plan.overhead > 0\n"
+        "assert engine.annealing() is None\n"
+        "assert engine._choice.building is None\n"
+    )
+    environment = {**os.environ, "LOWTIDE_ENGINE": "auto", "LOWTIDE_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())

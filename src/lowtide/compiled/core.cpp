@@ -2,7 +2,8 @@
 // the planner's annealing.
 //
 // Problem: see `recorder.h` and `anneal.h`. Invariant: without this module everything works, and gives
-// the same bits, only slower, under plans that may cost more; it is built for one version of Python and torch and loaded by no other.
+// the same bits, only slower, under plans that may cost more; it is built for one version of Python
+// and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
 
 #include "entry_types.h"
