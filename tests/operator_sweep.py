@@ -1,0 +1,247 @@
+"""Torch's own database of operators and modules, one program each, through a checkpoint.
+
+Problem: torch's test-only packages freeze its backends' flags and patch scripted functions, for
+good: a process that imports them is not one for other tests. Invariant: run as a program, it prints
+what became of each sweep as JSON, and judges nothing. What an operator reads has to be made again,
+and so has what it returns, where it is saved. Left out is what raises, has no gradient or
+differs from run to run without lowtide. Samples of torch choose shapes and arguments. Imports
+`against_plain`.
+Rejected: a list of operators, which is out of date with the next release.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import lowtide
+from against_plain import bits, counted, plainly, tape_records
+from lowtide import engine
+
+SAMPLES = 2  # of an operator, the first and one from further on
+WITHIN = 12  # of how many
+# Not determined by their arguments, which two plain runs may fail to show.
+UNDETERMINED = {
+    "linalg.lstsq",  # LAPACK's last bits depend on where in memory its matrices begin
+}
+# A formula of torch that takes another way under any dispatch mode (rule 5).
+ANOTHER_WAY_IN_PYTHON = {"linalg.pinv", "pinverse", "linalg.lstsq"}
+
+
+def database(name: str) -> Any:
+    """One of torch's lists. What it imports has a base class from a package that is not needed."""
+    if "expecttest" not in sys.modules:
+        standing_in = types.ModuleType("expecttest")
+        standing_in.TestCase = object  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = standing_in
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name == "module_db":
+            from torch.testing._internal.common_modules import module_db
+
+            found: Any = module_db
+        else:
+            from torch.testing._internal.common_methods_invocations import op_db
+
+            found = op_db
+    return found
+
+
+@dataclass
+class Program:
+    """Activations, a call, and something that saves what it returns."""
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    gaps: bool  # whether the activations have gaps between their elements
+    module: Callable[[], nn.Module] | None = None
+
+    def __call__(self, way: Callable[..., Any]) -> tuple[list[Any], set[str]]:
+        """Everything to compare of one step: result, gradients, buffers and random state; and the
+        warnings, of which torch gives some once a process."""
+        flat, form = tree_flatten(self.arguments)
+        leaves = [t.detach().clone().requires_grad_() for t in flat if _wants_gradient(t)]
+        torch.manual_seed(1)
+        module = self.module() if self.module is not None else None
+        torch.manual_seed(2)
+
+        def forward(*leaves: Tensor) -> tuple[Tensor, list[Tensor]]:
+            given = iter(leaves)
+            filled = [self.activation(next(given)) if _wants_gradient(t) else t for t in flat]
+            function = self.call if module is None else module
+            args, kwargs = tree_unflatten(filled, form)
+            outputs = tree_flatten(function(*args, **kwargs))[0]
+            tensors = [t for t in outputs if isinstance(t, Tensor)]
+            losses = [_saved(t) for t in tensors if _differentiable(t)]
+            return sum(losses, torch.zeros((), dtype=torch.float64)), tensors
+
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            loss, outputs = way(forward, *leaves)
+            loss.backward()
+        state = [] if module is None else [*module.buffers()]
+        gradients = [leaf.grad for leaf in leaves]
+        if module is not None:
+            gradients += [parameter.grad for parameter in module.parameters()]
+        strides = [t.stride() for t in gradients if t is not None and t.layout == torch.strided]
+        tensors = [loss, *outputs, *gradients, *state, torch.get_rng_state()]
+        return [*map(bits, tensors), strides], {str(w.message) for w in said}
+
+    def activation(self, leaf: Tensor) -> Tensor:
+        """Made again where it is asked for, with the bits of the leaf: what an operator needs of
+        its arguments (positive, symmetric, sorted) holds for them."""
+        made = (leaf * 2) * 0.5
+        return torch.stack((made, made), -1).select(-1, 0) if self.gaps and made.dim() else made
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.requires_grad and floats and tensor.layout == torch.strided
+
+
+def _saved(output: Tensor) -> Tensor:
+    again = output * 1.25
+    total = (again.tanh() * again).sum()
+    return (total.real + total.imag if total.is_complex() else total).double()
+
+
+@dataclass
+class Swept:
+    """What became of all programs."""
+
+    same: set[str] = field(default_factory=set)
+    left_out: set[str] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+    before: int = field(default_factory=tape_records)
+
+    def run(
+        self, name: str, program: Program, way: Callable[..., Any] = lowtide.checkpoint
+    ) -> None:
+        try:
+            expected, warned = program(plainly)
+            determined = program(plainly)[0] == expected
+        except Exception:  # no gradient, or not for an activation
+            determined = False
+        if not determined:
+            self.left_out.add(name)
+            return
+        try:
+            with counted() as replayed:
+                found, said = program(way)
+        except Exception as error:  # the plain step has none
+            self.wrong.append(f"{name}: {type(error).__name__}: {error}")
+            return
+        if found != expected:
+            places = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+            self.wrong.append(f"{name}: {places} of {len(expected)} differ")
+        elif said - warned:
+            self.wrong.append(f"{name}: {sorted(said - warned)}")
+        elif not replayed.operations:
+            self.wrong.append(f"{name}: nothing was made again")
+        else:
+            self.same.add(name)
+
+    def told(self) -> dict[str, Any]:
+        gc.collect()
+        left = tape_records() - self.before
+        same, left_out = sorted(self.same), sorted(self.left_out)
+        return {"same": same, "left out": left_out, "wrong": self.wrong, "records left": left}
+
+
+def spread(samples: Iterator[Any]) -> list[Any]:
+    found = list(itertools.islice(samples, WITHIN))
+    return found[:: max(1, len(found) - 1)][:SAMPLES]
+
+
+def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
+    """Those that have gradients of this type, and determined results."""
+    left_out = UNDETERMINED
+    if dtype.is_complex and engine.name() == "python":
+        left_out = left_out | ANOTHER_WAY_IN_PYTHON
+    for operator in database("op_db"):
+        has_gradient = operator.supports_autograd and operator.supported_backward_dtypes("cpu")
+        if has_gradient and dtype in has_gradient and operator.name not in left_out:
+            yield f"{operator.name} {operator.variant_test_name}".strip(), operator
+
+
+def sweep_operators(dtype: torch.dtype, *, in_place: bool = False) -> Swept:
+    swept = Swept()
+    for name, operator in operators(dtype):
+        call = operator.inplace_variant if in_place else operator.op
+        if call is None:
+            continue
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sparse tensors, in the making of samples
+            samples = spread(operator.sample_inputs("cpu", dtype, requires_grad=True))
+        for place, sample in enumerate(samples):
+            arguments = ((sample.input, *sample.args), sample.kwargs)
+            swept.run(name, Program(call, arguments, gaps=place > 0))
+    return swept
+
+
+def sweep_modules() -> Swept:
+    swept = Swept()
+    for info in database("module_db"):
+        if torch.float32 not in info.dtypes or "Lazy" in info.name:  # the same once they have run
+            continue
+        torch.manual_seed(0)
+        options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True}
+        inputs = info.module_inputs_func(info, **options, training=True)
+        for place, given in enumerate(spread(iter(inputs))):
+            if given.forward_input is None:
+                continue
+            made = given.constructor_input
+
+            def build(made: Any = made, kind: Any = info.module_cls) -> nn.Module:
+                return kind(*made.args, **made.kwargs).to(torch.float32).train()
+
+            arguments = (given.forward_input.args, given.forward_input.kwargs)
+            swept.run(info.name, Program(plainly, arguments, place > 0, build))
+    return swept
+
+
+def sweep_what_differs() -> Swept:
+    """Programs of which a sweep that sees anything says that they are wrong."""
+    swept, calls = Swept(), itertools.count()
+    x = torch.rand(4, requires_grad=True)
+    swept.run("counts", Program(lambda t: t + (next(calls) > 1), ((x,), {}), gaps=False))
+    swept.run("keeps", Program(torch.sin, ((x,), {}), gaps=False), plainly)
+    return swept
+
+
+SWEEPS: dict[str, Callable[[], Swept]] = {
+    "float32": lambda: sweep_operators(torch.float32),
+    "complex64": lambda: sweep_operators(torch.complex64),
+    "in place": lambda: sweep_operators(torch.float32, in_place=True),
+    "modules": sweep_modules,
+    "what differs": sweep_what_differs,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in ("op_db", "module_db"):
+        database(name)
+    gc.collect()
+    gc.freeze()
+    sys.stdout.write(json.dumps({name: sweep().told() for name, sweep in SWEEPS.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
