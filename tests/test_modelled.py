@@ -290,6 +290,24 @@ def test_kernels_of_several_steps_take_more_than_they_make() -> None:
     ]
     for loss in ("mse_loss", "smooth_l1_loss", "huber_loss"):
         calls += [(getattr(aten, loss).default, (x, target, reduction)) for reduction in (0, 1, 2)]
+    volume, flags = x.view(64, 32, 16), torch.ones(64, 16, 32, dtype=torch.bool)
+    waves, points = torch.view_as_complex(torch.randn(32, 16, 33, 2)), x.view(8, 64, 64)
+    calls += [(aten.roll.default, (volume, [1] * n, list(range(n)))) for n in (1, 2, 3)]
+    calls += [(aten.masked_select.default, (t, flags)) for t in (volume.mT, volume.double().mT)]
+    calls += [
+        (aten.dist.default, (x, target)),
+        (aten.nanmedian.default, (x,)),
+        (aten.ldexp.Tensor, (x, target)),
+        (aten.masked_scatter_backward.default, (x, mask, list(x.shape))),
+        (aten.soft_margin_loss_backward.default, (torch.tensor(1.0), x, target, 1)),
+        (aten._fft_c2r.default, (waves, [2], 0, 64)),
+        (aten._fft_c2r.default, (waves, [1, 2], 0, 64)),
+        (aten._fft_c2r.default, (waves, [1], 0, 30)),
+        (aten._cdist_forward.default, (points, points + 1, 2.0, None)),
+        (aten._cdist_forward.default, (points, points + 1, 2.0, 2)),
+        (aten._cdist_forward.default, (points, points + 1, 1.0, None)),
+    ]
+    calls += [(aten.soft_margin_loss.default, (x, target, reduction)) for reduction in (0, 1)]
     entropy = aten.binary_cross_entropy_with_logits.default
     calls += [(entropy, (x, target, None, weight, 0)) for weight in (None, target[0])]
     calls += [(entropy, (x, target, None, weight)) for weight in (None, target[0])]
@@ -301,6 +319,33 @@ def test_kernels_of_several_steps_take_more_than_they_make() -> None:
         name = operator._schema.name
         modelled = kernel_workspace(name, tensors, args, made)
         assert modelled == pytest.approx(peak - made, abs=4096), (name, args[2:])
+
+
+FLAGS = torch.ones(500, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        lambda x: x[:, None] - x,
+        lambda x: torch.outer(x, x),
+        lambda x: x[:, None] @ x[None],
+        lambda x: torch.masked_select(x[:, None], FLAGS),
+    ],
+    ids=["difference", "outer", "product", "selected"],
+)
+def test_many_numbers_made_of_a_few_are_refused_before_they_are_made(
+    pairs: Callable[[Tensor], Tensor],
+) -> None:
+    """Rule 13: nothing that was seen before is nearly as large."""
+    x = torch.randn(500, requires_grad=True)
+    made = 500 * 500 * x.element_size()
+
+    def step() -> None:
+        with pytest.raises(lowtide.BudgetError), lowtide.budget(made // 2):
+            pairs(x * 1.0).tanh().sum().backward()
+
+    assert lowtide.measure(step, device="cpu").peak_bytes <= made // 2
 
 
 def test_formulas_read_shapes_only() -> None:

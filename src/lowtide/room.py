@@ -8,8 +8,12 @@ room after the operation has run, when the limit has been passed already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lowtide.observe import Observer
 from lowtide.online import Evictor
@@ -20,7 +24,7 @@ from lowtide.workspace import room_for, unfolds
 if TYPE_CHECKING:
     from lowtide.budget import Budget
 
-_PLENTY = 8  # largest storages seen so far that must fit before a call is looked at closely
+_PLENTY = 8  # largest storages, seen or to come, that must fit before a call is looked at closely
 
 
 class Room:
@@ -50,7 +54,7 @@ class Room:
         evictor = self._evictor
         self._observer.anew()  # what was dropped before may have gone just now
         live = self._live[0]
-        plenty = live + _PLENTY * evictor.largest
+        plenty = live + _PLENTY * max(evictor.largest, _together(args))
         target = self._owner.target(live, evictor.dropped_bytes)
         if plenty <= target and not unfolds(facts.name):
             return
@@ -79,3 +83,17 @@ class Room:
     def lacks(self, name: str, need: int) -> None:
         """All that may go has gone, and an operation allocates so much."""
         self._owner.cannot_fit(self._observer, name, self._live[0], need)
+
+
+def _together(args: Any) -> int:
+    """Bytes of what a call reads, broadcast to one shape: all pairs of a few numbers are many."""
+    sizes: tuple[int, ...] = ()
+    each = 0
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            shape = argument.shape
+            if sizes != shape:
+                longer = zip_longest(reversed(sizes), reversed(shape), fillvalue=1)
+                sizes = tuple(map(max, longer))[::-1]
+            each = max(each, argument.element_size())
+    return each * math.prod(sizes)

@@ -9,7 +9,9 @@ ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ _COMPOSED = frozenset(
     f"aten::{name}"
     for name in (
         "native_dropout", "native_dropout_backward", "logsumexp", "im2col", "_fused_rms_norm",
+        "dist", "nanmedian", "ldexp", "masked_scatter_backward",
     )
 )  # fmt: skip
 # Losses, in multiples of their first tensor, their result included: the place of the argument
@@ -62,6 +65,7 @@ _LOSSES = {
     "aten::mse_loss": (2, 2, 1),
     "aten::smooth_l1_loss": (2, 2, 1),
     "aten::binary_cross_entropy_with_logits": (4, 2, 2),
+    "aten::soft_margin_loss": (2, 1, 1),
 }
 # Kernels that copy their first tensor where it is not contiguous, nor has its channels last.
 _COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
@@ -97,6 +101,8 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
         return max(0, _bytes(tensors[0]) - made)
+    if tensors and name in _FORMULAS:
+        return _FORMULAS[name](tensors, args, made)
     if tensors and name in _LOSSES:
         place, reduced, unreduced = _LOSSES[name]
         several = unreduced if len(args) > place and args[place] == 0 else reduced
@@ -111,6 +117,55 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
         return _recurrent(tensors, name.endswith("_backward"))
     return converted(name, tensors, args) if tensors and tensors[0].device.type == "cpu" else 0
+
+
+def _rolled(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """One dimension after the other, and each result stays until all are made."""
+    dimensions = args[2] if len(args) > 2 else ()
+    return made * max(0, len(dimensions) - 1)
+
+
+def _selected(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Counts and sums of them where both are gone through together, else places of what is true,
+    twice; how many are is not known, half of them here."""
+    source, mask = tensors[:2]
+    together = torch.broadcast_shapes(source.shape, mask.shape)
+    if source.shape == mask.shape and source.is_contiguous() and mask.is_contiguous():
+        return max(0, 8 * mask.numel() - made)
+    return int(16 * math.prod(together))
+
+
+def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    return 2 * made
+
+
+def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """All dimensions but the last into a tensor of their own, and the last from a copy of that."""
+    source, dimensions = tensors[0], args[1]
+    if len(dimensions) > 1:
+        return 2 * _bytes(source)
+    last = source.dim() - 1
+    return 0 if source.is_contiguous() and dimensions[0] % source.dim() == last else _bytes(source)
+
+
+def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Euclidean ones of many rows are a product, of both with two columns more."""
+    one, two = tensors[:2]
+    mode = args[3] if len(args) > 3 else None
+    many = max(one.shape[-2], two.shape[-2]) > _FEW_ROWS
+    if args[2] != 2 or mode == 2 or not (many or mode == 1):
+        return 0
+    return sum(_bytes(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
+
+
+_FEW_ROWS = 25
+_FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
+    "aten::roll": _rolled,
+    "aten::masked_select": _selected,
+    "aten::soft_margin_loss_backward": _soft_margins,
+    "aten::_fft_c2r": _to_real,
+    "aten::_cdist_forward": _distances,
+}
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
