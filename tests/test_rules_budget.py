@@ -207,7 +207,8 @@ def test_a_last_batch_that_is_small_is_not_refused() -> None:
             report = limit.report()
             assert report.limit is not None
             assert peak <= report.limit or not epoch  # the first step has no limit yet
-        assert report.replayed_operations == 0  # what the others were granted is enough
+        if epoch:  # what the others were granted is enough; the first went by their plan
+            assert report.replayed_operations == 0
     own = lowtide.budget(0.4)
     step_under(own, model, data[-1], backward)
     with pytest.raises(lowtide.BudgetError):

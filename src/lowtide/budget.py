@@ -259,6 +259,10 @@ class Budget(Planning):
         strict = measured or isinstance(self.limit, int)
         graph = forward_over(graph, held)
         found = with_margin(graph, held, limit, margin, search=strict)
+        if found.result.peak > limit and decisions.covered:
+            decisions.prepared, decisions.covered = None, False  # this one may need less
+            self._settle(decisions, observer)
+            return
         if found.result.peak > limit and strict:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again
@@ -279,9 +283,11 @@ class Budget(Planning):
         self._last = decisions
         decisions.let_go()
         self._alike = 0 if decisions.switched else self._alike + 1
-        if decisions.followed is not None:
-            self._effort.followed()
-        observer = decisions.observer
+        followed, observer = decisions.followed, decisions.observer
+        if followed is not None:
+            self._effort.followed(followed, covered=decisions.covered)
+            if decisions.covered and observer is None:
+                self._plan_smaller(followed, decisions.seen)
         if observer is not None:
             observer.finish(lambda watched: self._learn(watched, decisions))
 

@@ -215,7 +215,7 @@ def _unfolding(base: str, args: Any, made: torch.Tensor) -> int:
     back = "backward" in base
     out, source, weight = args[:3] if back else (made, *args[:2])
     options = options_of(args, back)
-    if not unfolded(source, weight, options=options):
+    if not unfolded(source, weight, source.device.type, options):
         return 0
     kernel = math.prod(weight.shape[2:])
     if kernel == 1:  # an image is its own columns

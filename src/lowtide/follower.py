@@ -9,6 +9,7 @@ appends to, which makes three Python objects an operation that nobody reads in a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowtide import engine
@@ -25,7 +26,7 @@ class Follower:
         event: the number of backward's last request, which a compiled hook counts.
     """
 
-    __slots__ = ("_recorder", "_seen", "_signatures", "event", "handles", "made")
+    __slots__ = ("_recorder", "_seen", "_signatures", "_sizes", "event", "handles", "made")
 
     def __init__(self, recorder: Any, seen: list[Signature]) -> None:
         core = engine.core()
@@ -35,6 +36,7 @@ class Follower:
         self._recorder = recorder
         self._seen = seen
         self._signatures: tuple[Signature, ...] = ()
+        self._sizes: list[int] | None = None  # what a step made that is covered, not yet in `seen`
         recorder.made, recorder.handles = self.made, self.handles
 
     @staticmethod
@@ -45,13 +47,15 @@ class Follower:
             return None
         return Follower(recorder, seen)
 
-    def follow(self, prepared: Prepared, ceiling: int | None) -> None:
+    def follow(self, prepared: Prepared, ceiling: int | None, *, covered: bool) -> None:
         """Compare the step with this plan, as long as no more than so many bytes are live.
 
         `produced` is called only where something has to be done that is not in the plan's list.
+        A step that is covered may make fewer of them than planned.
         """
         self._signatures = prepared.signatures
         self._recorder.script = prepared.script
+        self._sizes = self._recorder.sizes = [] if covered else None
         self._recorder.limit = -1 if ceiling is None else ceiling
 
     def catch_up(self, count: int | None = None) -> None:
@@ -59,8 +63,19 @@ class Follower:
         if count is None:
             count = self._recorder.sequence
         seen = self._seen
-        if len(seen) < count:
-            seen.extend(self._signatures[len(seen) : count])
+        if len(seen) >= count:
+            return
+        planned = self._signatures[len(seen) : count]
+        seen.extend(planned if self._sizes is None else self._as_made(planned))
+
+    def _as_made(self, planned: Sequence[Signature]) -> Iterator[Signature]:
+        """Operations of a step that is covered, with the bytes that they made."""
+        assert self._sizes is not None
+        sizes, used = self._sizes, 0
+        for name, most, reads in planned:
+            yield name, tuple(sizes[used : used + len(most)]), reads
+            used += len(most)
+        del sizes[:used]
 
     def stop(self) -> None:
         """From now on every operation is told."""

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from lowtide.anchors import Anchors
 from lowtide.follower import Follower
 from lowtide.observe import Observer
-from lowtide.prepared import ANCHOR, Prepared, Signature
+from lowtide.prepared import ANCHOR, Prepared, Signature, covers
 from lowtide.room import Room
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
+from lowtide.unfolding import runs_itself
 from lowtide.workspace import made_by, room_for
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ForwardDecisions:
         self.begun = False
         self.switched = False  # from one plan to another or to none
         self.ended = False  # a backward has run to its end
+        self.covered = False  # the plan is that of a step that is larger
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
         self._event = [-1]  # the last of backward's requests for a recorded value
@@ -84,7 +86,7 @@ class ForwardDecisions:
         follower = Follower.of(tape.recorder, self.seen) if self.observer is None else None
         if follower is not None:
             self._made, self._handles, self._event = follower.made, follower.handles, follower.event
-            follower.follow(self.prepared, self._ceiling(self.prepared))
+            follower.follow(self.prepared, self._ceiling(self.prepared), covered=False)
             self._follower = follower
 
     def _watch_room(self) -> Room:
@@ -121,7 +123,7 @@ class ForwardDecisions:
             self.observer = Observer.resumed(
                 self.prepared.seen,
                 self.prepared.graph,
-                count,
+                self.seen[:count],
                 self._made.alive(),
                 self._handles.alive(),
                 None if self.tape is None else self.tape.recorder,
@@ -152,10 +154,16 @@ class ForwardDecisions:
         if prepared is not None:
             index = op.sequence
             signatures = prepared.signatures
-            if index < len(signatures) and signatures[index] == signature:
+            planned = signatures[index] if index < len(signatures) else None
+            if planned == signature or (
+                self.covered
+                and planned is not None
+                and covers(planned, signature)
+                and _same_kernel(prepared, index, args)
+            ):
                 self._as_chosen(prepared, op, made)
-            elif index or not self._began_as_another(op, made):
-                self._diverged(index, op, made)
+            else:
+                self._changed(prepared, op, made, args)
         if self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
         else:
@@ -172,22 +180,47 @@ class ForwardDecisions:
             elif choice == ANCHOR:
                 self.anchors.hold(value, op)
 
-    def _began_as_another(self, op: Operation, made: list[Value]) -> bool:
-        """The first operation is that of another step that was planned, of another shape say.
-
-        Nothing has been held or dropped yet: it is as if that plan had been the expected one.
-        """
-        found = self.owner.matching(self.seen, whole=False)
-        if found is None:
-            return False
-        self.prepared = found
+    def _changed(self, left: Prepared, op: Operation, made: list[Value], args: Any) -> None:
+        """Not the operation that was planned: it is one of another step, of another shape say."""
+        found, covered = self._other_plan(left, whole=False)
+        if found is not None and covered and not _same_kernel(found, op.sequence, args):
+            found, covered = None, False
+        so_far = made[0].number if made else 0
+        if (
+            found is None
+            or self.switched
+            or (op.sequence and not made)
+            or found.choices[:so_far] != left.choices[:so_far]
+        ):
+            self._diverged(op.sequence, found, op, made, covered=covered)
+            return
+        # All that was held and dropped yet would have been by that plan: it might as well have
+        # been the expected one.
+        self.prepared, self.covered = found, covered
         self._as_chosen(found, op, made)
         if self._follower is not None:
-            self._follower.follow(found, self._ceiling(found))
-        return True
+            self._follower.follow(found, self._ceiling(found), covered=covered)
 
-    def _diverged(self, index: int, op: Operation | None, made: list[Value]) -> None:
-        """Not the step that was planned: another plan that fits so far, or none.
+    def _other_plan(self, left: Prepared, *, whole: bool) -> tuple[Prepared | None, bool]:
+        """The plan for a step like this one so far, and whether it is that of a larger one."""
+        found = self.owner.matching(self.seen, whole=whole, other_than=left)
+        if found is not None:
+            return found, False
+        # That of a larger step it may be itself, unless it is not the operations that differ.
+        other_than = left if whole else None
+        found = self.owner.covering(self.seen, whole=whole, other_than=other_than)
+        return found, found is not None
+
+    def _diverged(
+        self,
+        index: int,
+        found: Prepared | None,
+        op: Operation | None,
+        made: list[Value],
+        *,
+        covered: bool,
+    ) -> None:
+        """Not the step that was planned: another one that fits so far, or none.
 
         What was held up to here may go, as nothing is final before backward begins.
         """
@@ -195,8 +228,7 @@ class ForwardDecisions:
         self._on_our_own()
         self.watched(index)
         self.anchors.release()
-        left = self.prepared
-        self.prepared = self.owner.matching(self.seen, whole=op is None, other_than=left)
+        self.prepared, self.covered = found, covered
         if self.prepared is not None:
             self._crowded = False  # it was the other plan that had no room
             self._follow(self.prepared, op, made)
@@ -285,7 +317,8 @@ class ForwardDecisions:
         if prepared is None:
             return
         if len(self.seen) != prepared.seen.forward or self._saves_more(prepared):
-            self._diverged(len(self.seen), None, [])
+            found, covered = self._other_plan(prepared, whole=True)
+            self._diverged(len(self.seen), found, None, [], covered=covered)
 
     def _saves_more(self, prepared: Prepared) -> bool:
         """The operations are those of the plan, and backward will ask for values that it has not:
@@ -298,3 +331,11 @@ class ForwardDecisions:
         planned = seen.saved
         numbers = (handle.value.number for handle in self._handles.alive())
         return any(number >= 0 and number not in planned for number in numbers)
+
+
+def _same_kernel(larger: Prepared, index: int, args: Any) -> bool:
+    """Whether a smaller convolution than the planned one is run alike."""
+    if index not in larger.itself:
+        return True
+    device = args[0].device.type
+    return device != "cpu" or larger.itself[index] == runs_itself(args, device)

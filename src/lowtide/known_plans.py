@@ -4,15 +4,18 @@ Problem: shapes and branches change from step to step, and a step that was plann
 be planned again. Invariant: a plan is for one forward, operation by operation, at one place among
 the steps of a context, for the leaves that collect gradients, and for the gradients that it has to
 allocate: an attack on the input and the training step after it run the same forward, but other
-backwards, and so do the first and the second step of an accumulation. Imports prepared. Rejected:
-a plan a shape, as shapes do not tell branches apart.
+backwards, and so do the first and the second step of an accumulation. A smaller step of the same
+operations may go by it as well: it has at each moment no more in memory. Imports prepared.
+Rejected: a plan a shape, as shapes do not tell branches apart, and never come again where each
+batch has a length of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from lowtide.prepared import Prepared, Signature
+from lowtide.prepared import Prepared, Signature, covers
 
 _KEPT = 32
 PLACES = 16
@@ -31,7 +34,43 @@ class KnownPlans:
     def add(self, prepared: Prepared) -> None:
         """A plan, in place of the one that the same step had."""
         others = [p for p in self._plans if _key(p) != _key(prepared)]
-        self._plans = [prepared, *others][:_KEPT]
+        self._plans = [prepared, *others]
+        if len(self._plans) > _KEPT:
+            self._plans.remove(next(filter(self._covered, reversed(self._plans)), self._plans[-1]))
+
+    def confirm(self, prepared: Prepared) -> None:
+        """A step that was measured has kept its limit by this plan."""
+        more = replace(prepared, lessons=prepared.lessons + 1)
+        self._plans = [more if known is prepared else known for known in self._plans]
+
+    def remove(self, prepared: Prepared) -> None:
+        """A step has exceeded its limit by this plan."""
+        self._plans = [known for known in self._plans if _key(known) != _key(prepared)]
+
+    def outgrown(self, seen: Sequence[Signature], place: int) -> list[Prepared]:
+        """Plans for the same operations on other sizes, the largest first; none if a step on these
+        could go by one of them."""
+        alike = [
+            known
+            for known in self._possible(len(seen), place, False, None)
+            if len(known.signatures) == len(seen)
+            and known.seen.current()
+            and all(
+                planned[0] == ran[0] and planned[2] == ran[2]
+                for planned, ran in zip(known.signatures, seen, strict=True)
+            )
+        ]
+        if any(all(map(covers, known.signatures, seen)) for known in alike):
+            return []
+        return sorted(alike, key=lambda known: -known.allocates)
+
+    def _covered(self, prepared: Prepared) -> bool:
+        """Whether the step of this plan could go by another one."""
+        step, place = prepared.signatures, prepared.seen.place
+        return any(
+            len(known.signatures) == len(step) and all(map(covers, known.signatures, step))
+            for known in self._possible(len(step), place, False, prepared)
+        )
 
     def expected(self, place: int, *, any_leaves: bool = False) -> Prepared | None:
         """The plan that was followed last at this place in its context, for the leaves that collect
@@ -53,19 +92,54 @@ class KnownPlans:
     ) -> Prepared | None:
         """The plan for a step that began like this, or that was the whole of it."""
         count = len(seen)
-        found: list[Prepared] = []
-        for prepared in self._plans:
-            if prepared is other_than or prepared.seen.place != place:
-                continue
-            if whole and prepared.seen.forward != count:
-                continue
-            if found and prepared.signatures != found[0].signatures:
-                continue
-            if prepared.seen.current() and list(prepared.signatures[:count]) == seen:
-                found.append(prepared)
+        for prepared in self._possible(count, place, whole, other_than):
+            if list(prepared.signatures[:count]) == seen and prepared.seen.current():
+                return self._followed(prepared, other_than)
+        return None
+
+    def covering(
+        self,
+        seen: list[Signature],
+        place: int,
+        *,
+        whole: bool = False,
+        other_than: Prepared | None = None,
+    ) -> Prepared | None:
+        """The plan for the least of the larger steps: the same operations so far, none of which
+        made fewer bytes."""
+        found = [
+            prepared
+            for prepared in self._possible(len(seen), place, whole, other_than)
+            if all(map(covers, prepared.signatures, seen)) and prepared.seen.current()
+        ]
         if not found:
             return None
-        prepared = _for_gradients(found)
+        last = len(seen) - 1
+        least = min(found, key=lambda known: (sum(known.signatures[last][1]), -known.allocates))
+        return self._followed(least, other_than)
+
+    def _possible(
+        self, count: int, place: int, whole: bool, other_than: Prepared | None
+    ) -> Iterator[Prepared]:
+        """Plans for steps of that many operations, or of no fewer."""
+        for prepared in tuple(self._plans):
+            length = prepared.seen.forward if whole else len(prepared.signatures)
+            fits = length == count if whole else length >= count
+            if prepared is not other_than and prepared.seen.place == place and fits:
+                yield prepared
+
+    def _followed(self, prepared: Prepared, other_than: Prepared | None) -> Prepared:
+        """This plan, or that of the same step for the gradients to be allocated."""
+        prepared = _for_gradients(
+            [
+                known
+                for known in self._plans
+                if known is not other_than
+                and known.signatures == prepared.signatures
+                and known.seen.place == prepared.seen.place
+                and known.seen.current()
+            ]
+        )
         self._plans.remove(prepared)
         self._plans.insert(0, prepared)
         return prepared

@@ -3,20 +3,25 @@
 Problem: the next step is to be planned from the one before, which may leave no plan the margin that
 a plan should have. Invariant: a plan that was measured to keep its limit is never refused for
 another; what comes out depends on the graph, the limit and what ran, so that ranks which agree on
-these agree on the plan. Imports margins, planner, prepared. Rejected: refusing whatever does not
-leave the whole margin, when it would have run.
+these agree on the plan. Imports margins, effort, planner, prepared. Rejected: refusing whatever
+does not leave the whole margin, when it would have run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lowtide import margins
+from lowtide.effort import LESSONS
 from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
 from lowtide.planner.polish import Polish
 from lowtide.prepared import Prepared
 from lowtide.seen import Seen
+
+_LARGER = 1.15  # a step that others outgrow is planned for so much more as well
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,13 @@ class Learned:
     ran: list[int] | None
     measured: bool
     lessons: int
+
+    @staticmethod
+    def of(prepared: Prepared) -> Learned:
+        """The step that a plan was made from."""
+        return Learned(
+            prepared.graph, prepared.seen, None, prepared.measured, lessons=prepared.lessons
+        )
 
     @cached_property
     def plain_peak(self) -> int:
@@ -73,6 +85,60 @@ class Learned:
         peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
         return plan, peak
 
+    def larger(self) -> Learned:
+        """The same operations on more bytes, for steps that are a little larger than this one.
+
+        All of its memory is taken to grow alike. What does not, gradients of parameters say, is
+        less than that then; the planned sizes are a bound that each operation is held to.
+        """
+        graph = self.graph
+        values = tuple([replace(node, nbytes=_grown(node.nbytes)) for node in graph.values])
+        ops = tuple(
+            [
+                replace(
+                    op,
+                    workspace=_grown(op.workspace),
+                    other=_grown(op.other),
+                    peak_other=_grown(op.peak_other),
+                )
+                for op in graph.ops
+            ]
+        )
+        events = tuple(
+            [
+                replace(event, other=_grown(event.other), peak_other=_grown(event.peak_other))
+                for event in graph.events
+            ]
+        )
+        logs = tuple([replace(log, sizes=tuple(map(_grown, log.sizes))) for log in self.seen.ops])
+        return replace(
+            self,
+            graph=Graph(values, ops, events, _grown(graph.turn)),
+            seen=replace(self.seen, ops=logs),
+            ran=None,
+            lessons=LESSONS,
+        )
+
+    def of_sizes(self, sizes: Sequence[tuple[int, ...]]) -> Learned:
+        """The same operations on fewer bytes, those that each makes: a bound on what such a step
+        takes, as all else is left as it is until it is measured."""
+        values = list(self.graph.values)
+        for log, made in zip(self.seen.ops, sizes, strict=True):
+            for number, nbytes in zip(log.outputs, made, strict=True):
+                values[number] = replace(values[number], nbytes=nbytes)
+        logs = [replace(log, sizes=made) for log, made in zip(self.seen.ops, sizes, strict=True)]
+        return replace(
+            self,
+            graph=replace(self.graph, values=tuple(values)),
+            seen=replace(self.seen, ops=tuple(logs)),
+            ran=None,
+            lessons=LESSONS,
+        )
+
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
         return Prepared.of(plan, self.graph, peak, self.seen, self.measured, self.lessons)
+
+
+def _grown(nbytes: int) -> int:
+    return math.ceil(_LARGER * nbytes)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
 from lowtide.workspace import backward_temporaries, kernel_workspace, scratchpad
 
 if TYPE_CHECKING:
+    from lowtide.prepared import Signature
     from lowtide.tape.recorder import Recorder
 
 
@@ -79,14 +81,18 @@ class Observer:
     def resumed(
         seen: Seen,
         base: Graph,
-        count: int,
+        ran: Sequence[Signature],
         values: Iterable[Value],
         handles: Iterable[Handle],
         recorder: Recorder | None,
     ) -> Observer:
-        """An observer for a step that was not watched, and that parted from `seen` at `count`."""
-        observer = Observer(None, seen.ops)
-        observer.ops = list(seen.ops[:count])
+        """An observer for a step that was not watched: it `ran` the first operations of `seen`, on
+        no more bytes."""
+        observer, count = Observer(None, seen.ops), len(ran)
+        observer.ops = [
+            log if log.sizes == sizes else replace(log, sizes=sizes)
+            for log, (_, sizes, _) in zip(seen.ops, ran, strict=False)
+        ]
         observer.carries_grad = set(seen.carries_grad)
         observer.base, observer.common = base, count
         observer.names.resume(base, count, {} if recorder is None else recorder.table)

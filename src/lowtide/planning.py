@@ -9,6 +9,7 @@ planning in `lowtide.budget`, which says when, not how.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from lowtide.learned import Learned
 from lowtide.observe import Observer
 from lowtide.planner import Graph, minimum, solve
 from lowtide.planner.resume import forward_over, from_held
-from lowtide.prepared import Prepared, Signature, signatures_of
+from lowtide.prepared import Prepared, Signature, covers, signatures_of
 from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
@@ -117,6 +118,20 @@ class Planning:
         self.limit_now = self.limit_bytes()
         return self._fitting(found)
 
+    def covering(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
+        """A plan for a larger step than one that began like this, or that this was the whole of.
+
+        At each moment the smaller one has no more in memory.
+        """
+        found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
+        if found is None:
+            return None
+        self._plain_peak = self._claim(found)
+        self.limit_now = self.limit_bytes()
+        return self._fitting(found)
+
     def _for_this_backward(self, prepared: Prepared) -> Prepared:
         """This plan, or another for the same step where its backward has gradients to allocate that
         were there when it was made, or retains a graph that was let go of then."""
@@ -136,10 +151,14 @@ class Planning:
         assert limit is not None
         return self._planned_again(prepared, graph, seen, limit)
 
+    def _claim(self, larger: Prepared) -> int:
+        """The plain peak that a fraction is one of, for a step that goes by this plan."""
+        return min(larger.plain_peak, self._largest or larger.plain_peak)
+
     def _fitting(self, prepared: Prepared) -> Prepared | None:
         """This plan, or another for the step where those before it have left less room than they
         had when it was made; None: it would not fit."""
-        limit = self._limit(prepared.plain_peak, self.before)
+        limit = self._limit(self._plain_peak or 0, self.before)
         if self.before <= prepared.seen.before or prepared.peak <= limit:
             return prepared
         seen = replace(prepared.seen, before=self.before)
@@ -166,6 +185,11 @@ class Planning:
             self._measured = timeline.peak + observer.before, signatures_of(observer.ops)
         if not observer.requests or (followed is not None and not measured):
             return
+        covered = followed is not None and decisions.covered
+        if followed is not None and covered and not self._outdone(followed, decisions, observer):
+            return
+        if self._ranks is None and not measured and self._grown(observer):
+            return
         graph = observer.graph()
         if not measured:  # the loss of another step is the best guess
             graph = replace(graph, turn=int(self._outside * graph.saved))
@@ -173,8 +197,20 @@ class Planning:
         learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
-        elif self._worth_planning(learned, decisions, timeline.peak if timeline else None):
+        elif covered or self._worth_planning(
+            learned, decisions, timeline.peak if timeline else None
+        ):
             self._plan_next(learned)
+
+    def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
+        """Whether a plan of its own is better for a step that was measured than the plan for a
+        larger one, by which it went."""
+        assert observer.timeline is not None
+        if observer.timeline.peak > self._limit(self._claim(larger), observer.before):
+            self._plans.remove(larger)
+            return True
+        self._plans.confirm(larger)
+        return self._effort.smaller(larger, decisions.seen, measured=True)
 
     def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
         """Whether to plan steps like one whose peak, where it was measured, is this."""
@@ -202,7 +238,42 @@ class Planning:
             if self._ranks is None or ranks is not None:  # else the others would not know
                 self._refused.add(learned.seen, self._refusal)
             return
+        seen = signatures_of(learned.seen.ops)
+        if (
+            self._ranks is None
+            and learned.measured
+            and self._plans.outgrown(seen, learned.seen.place)
+        ):
+            self._plan_derived(learned.larger(), limit)  # the next may well be larger still
         self._plans.add(learned.prepared(plan, peak))
+
+    def _plan_derived(self, derived: Learned, limit: int, *, measured: bool = True) -> bool:
+        begin = time.perf_counter()
+        plan, peak = derived.solve(limit, engine.annealing())
+        self._effort.spent(time.perf_counter() - begin, derived.graph)
+        if peak <= limit:
+            self._plans.add(replace(derived.prepared(plan, peak), measured=measured))
+        return peak <= limit
+
+    def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
+        """Plan a step that went by the plan for a larger one, and was not measured, if it pays."""
+        if self._ranks is not None or len(seen) != len(larger.signatures):
+            return
+        if self._effort.smaller(larger, seen, measured=False):
+            smaller = Learned.of(larger).of_sizes([made for _, made, _ in seen])
+            limit = self._limit(self._claim(larger), larger.seen.before)
+            self._plan_derived(smaller, limit, measured=False)
+
+    def _grown(self, observer: Observer) -> bool:
+        """Plan for larger steps than those that were measured, as one that was not is a little
+        larger: to model its backward would take more room, and it is not likely to come again."""
+        seen = signatures_of(observer.ops)
+        for known in self._plans.outgrown(seen, observer.place):
+            larger = Learned.of(known).larger()
+            if known.measured and all(map(covers, signatures_of(larger.seen.ops), seen)):
+                limit = self._limit(self._claim(known), observer.before)
+                return self._plan_derived(larger, limit)
+        return False
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them; a collective of their group."""

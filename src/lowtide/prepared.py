@@ -2,13 +2,14 @@
 
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
-decisions of every step that follows it, in Python or compiled. Imports plan and observe. Rejected:
-looking the graph up while the step runs.
+decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen and
+what knows of kernels. Rejected: looking the graph up while the step runs.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from lowtide import engine
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.rebuild import OpLog
 from lowtide.seen import Seen
+from lowtide.unfolding import runs_itself
+from lowtide.workspace import unfolds
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
@@ -27,6 +30,16 @@ Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
     return tuple((log.name, log.sizes, log.reads) for log in ops)
+
+
+def covers(planned: Signature, seen: Signature) -> bool:
+    """Whether it is the same operation on the same values, and makes no more bytes than planned."""
+    return (
+        planned[0] == seen[0]
+        and planned[2] == seen[2]
+        and len(planned[1]) == len(seen[1])
+        and all(map(operator.ge, planned[1], seen[1]))
+    )
 
 
 @dataclass(frozen=True)
@@ -67,10 +80,27 @@ class Prepared:
         return plain_peak(self.graph)
 
     @functools.cached_property
+    def allocates(self) -> int:
+        """Bytes that its operations allocate, all together: how large a step it is."""
+        return sum(self.needs)
+
+    @functools.cached_property
+    def itself(self) -> dict[int, bool | None]:
+        """Of each convolution of the forward, whether torch runs it itself, see `unfolding`; None:
+        not known. A smaller one may be run otherwise, and take more memory."""
+        return {
+            index: None if log.kind is None else runs_itself(log.kind.args, log.kind.device)
+            for index, log in enumerate(self.seen.ops)
+            if unfolds(log.name)
+        }
+
+    @functools.cached_property
     def script(self) -> Any:
         """What the compiled recorder reads of this plan; made at its first use."""
         names, sizes, reads = zip(*self.signatures, strict=True) if self.signatures else ((),) * 3
-        return engine.core().Script(names, sizes, reads, self.needs, self.choices)
+        return engine.core().Script(
+            names, sizes, reads, self.needs, self.choices, tuple(self.itself)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: item for key, item in vars(self).items() if key != "script"}

@@ -24,9 +24,11 @@ class BudgetReport:
 
     Attributes:
         limit: the limit.
-        planned_peak: what the plan in force predicts.
+        planned_peak: what the plan in force predicts, for the step that it was made for: one that
+            is followed by a smaller step takes less.
         measured_peak: of the last step that was measured (on the CPU not every step is).
-        plain_peak: what the same step would take with nothing recomputed.
+        plain_peak: what the same step would take with nothing recomputed, or the larger one by
+            whose plan it went.
         kept_bytes: activations that the plan keeps; None for a step without one.
         recomputed_bytes: activations that autograd saves and the plan recomputes; the same.
         recorded_operations: operations of the last forward.

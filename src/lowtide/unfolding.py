@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.backward import Like
 
 _SMALL = 20480  # elements in the first four dimensions up to which one image is not for oneDNN
 _MANY = 16  # images from which on it takes kernels of one point too
@@ -39,13 +42,13 @@ def options_of(args: Sequence[Any], backward: bool) -> Options:
 
 
 def unfolded(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    device: str | None = None,
+    source: torch.Tensor | Like,
+    weight: torch.Tensor | Like,
+    device: str,
     options: Options = Options(),  # noqa: B008 (immutable)
 ) -> bool:
     """Whether torch runs a convolution itself: on the CPU, other types and small single images."""
-    if (device or source.device.type) != "cpu" or source.dim() not in (3, 4, 5):
+    if device != "cpu" or len(source.shape) not in (3, 4, 5):
         return False
     if source.dtype != torch.float32:
         return not _compat.onednn_takes(source.dtype)
@@ -59,6 +62,11 @@ def unfolded(
     first = math.prod((1, *space)[-3:][:2]) if len(space) < 3 else math.prod(space[:2])
     few = batch == 1 and batch * channels * first <= _SMALL
     return few and options.groups == 1 and min(kernel) <= 3
+
+
+def runs_itself(args: Sequence[Any], device: str) -> bool:
+    """The same of a call of `convolution`, by its arguments."""
+    return unfolded(args[0], args[1], device, options_of(args, backward=False))
 
 
 def unfolded_workspace(

@@ -194,7 +194,7 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
     """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies."""
-    if unfolded(source, weight, None, options):
+    if unfolded(source, weight, source.device.type, options):
         copied = 0 if source.is_contiguous() else _bytes(source) + _bytes(weight)
         return copied + unfolded_workspace(source, weight, made, options, False)
     channels_out = weight.shape[1] if options.transposed else weight.shape[0]

@@ -24,6 +24,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->tape);
   Py_VISIT(state->decisions);
   Py_VISIT(state->script);
+  Py_VISIT(state->sizes);
   Py_VISIT(state->made);
   Py_VISIT(state->handles);
   Py_VISIT(state->next_step);
@@ -42,6 +43,7 @@ int clear(PyObject* self) {
   Py_CLEAR(state->tape);
   Py_CLEAR(state->decisions);
   Py_CLEAR(state->script);
+  Py_CLEAR(state->sizes);
   Py_CLEAR(state->made);
   Py_CLEAR(state->handles);
   Py_CLEAR(state->next_step);
@@ -94,6 +96,7 @@ PyMemberDef state_members[] = {
     {"script", T_OBJECT, offsetof(State, script), 0, nullptr},
     {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
     {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
+    {"sizes", T_OBJECT, offsetof(State, sizes), 0, nullptr},
     {"next_step", T_OBJECT, offsetof(State, next_step), 0, nullptr},
     {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
@@ -150,12 +153,13 @@ PyObject* all_interned(PyObject* names) {
   return made.release();
 }
 
-// Script(names, sizes, reads, needs, choices): tuples, one item an operation, or a value.
+// Script(names, sizes, reads, needs, choices, by_size): tuples, one item an operation, or a value.
 PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *names, *sizes, *reads, *needs, *choices;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
-                        &PyTuple_Type, &reads, &PyTuple_Type, &needs, &PyTuple_Type, &choices)) {
+  PyObject *names, *sizes, *reads, *needs, *choices, *by_size;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
+                        &PyTuple_Type, &reads, &PyTuple_Type, &needs, &PyTuple_Type, &choices, &PyTuple_Type,
+                        &by_size)) {
     return nullptr;
   }
   Owned owner(checked(type->tp_alloc(type, 0)));
@@ -165,11 +169,15 @@ PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&script->needs) std::vector<int64_t>();
   new (&script->choices) std::vector<int64_t>();
   new (&script->looked_at) std::vector<size_t>();
+  new (&script->by_size) std::unordered_set<int64_t>();
   script->names = all_interned(names);
   read_lists(sizes, script->sizes);
   read_lists(reads, script->reads);
   read_numbers(needs, script->needs);
   read_numbers(choices, script->choices);
+  std::vector<int64_t> indices;
+  read_numbers(by_size, indices);
+  script->by_size.insert(indices.begin(), indices.end());
   script->looked_at.resize(script->sizes.size());
   return owner.release();
   END_HANDLE_TH_ERRORS
@@ -183,6 +191,7 @@ void delete_script(PyObject* self) {
   script->needs.~vector();
   script->choices.~vector();
   script->looked_at.~vector();
+  script->by_size.~unordered_set();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);

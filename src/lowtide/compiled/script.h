@@ -1,13 +1,16 @@
 // Following a plan: what `StepDecisions.produced` and `saved` answer where all goes as planned.
 //
 // Problem: a planned step is compared with its plan at every operation. Invariant: an operation counts
-// as the planned one only if its name, the values that it reads and the bytes that it makes are;
-// everything else is Python's to decide. Rejected: trusting the order of operations.
+// as the planned one only if its name, the values that it reads and the bytes that it makes are, or
+// are no more where the plan is that of a larger step; everything else is Python's to decide.
+// Rejected: trusting the order of operations.
 #pragma once
 
 #include "storages.h"
 
 #include <c10/util/hash.h>
+
+#include <unordered_set>
 
 namespace lowtide {
 
@@ -19,6 +22,7 @@ struct Script {
   std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
   std::vector<int64_t> needs;               // bytes that each allocates
   std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
+  std::unordered_set<int64_t> by_size;      // operations that take another kernel on less
   std::vector<size_t> looked_at;            // digest of a call that Python found to have room, or 0
 };
 
@@ -82,13 +86,19 @@ inline bool follow(State* state, const Fact& fact, const Operation* op, const Ma
     if (read >= reads.size() || reads[read++] != number) return false;
   }
   if (read != reads.size()) return false;
+  bool covered = !is_none(state->sizes);
   for (size_t i = 0; i < made.size(); ++i) {
-    if (made[i]->nbytes != sizes[i] || script->choices.at(made[i]->number) < -1) return false;
+    bool as_planned = covered ? made[i]->nbytes <= sizes[i] : made[i]->nbytes == sizes[i];
+    if (!as_planned || script->choices.at(made[i]->number) < -1) return false;
   }
+  if (covered && script->by_size.count(op->sequence) != 0) return false;
   for (Value* value : made) {
     int64_t choice = script->choices[value->number];
     if (choice > 0) value->retain_from = choice;
     add_weak(state->made, object_of(value));
+    if (!covered) continue;
+    Owned nbytes(checked(PyLong_FromLongLong(value->nbytes)));
+    if (PyList_Append(state->sizes, nbytes.get()) < 0) throw py::error_already_set();
   }
   return true;
 }

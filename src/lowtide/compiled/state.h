@@ -36,6 +36,7 @@ struct State {
   PyObject* script;   // the plan to follow, or none
   PyObject* made;     // where to note what was made while it is followed: a `WeakList`
   PyObject* handles;  // and what autograd got
+  PyObject* sizes;    // none, or the plan is that of a larger step: a list for the bytes that are made
   PyObject* next_step;  // to be called before autograd saves anything more, or none
   long long sequence, numbers, group;
   long long limit;  // bytes that may be alive while the script is followed, -1: any

@@ -1,0 +1,346 @@
+"""Rule 13 where each batch has a size of its own: plans serve smaller steps of the same operations.
+
+Rules of docs/semantics.md are cited by number. A step counts as covered where it followed the plan
+of a larger one.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import same
+from lowtide.effort import LESSONS
+from lowtide.known_plans import _KEPT, KnownPlans
+from lowtide.learned import Learned
+from lowtide.prepared import Prepared, covers
+from lowtide.unfolding import runs_itself
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Attention(nn.Module):
+    """Memory that grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(100, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks(self.table(x)))
+        return out
+
+
+class Pair(nn.Module):
+    """Two inputs with sizes of their own: what comes first does not tell how large the rest is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left = nn.Sequential(*(tower() for _ in range(3)))
+        self.right = nn.Sequential(*(tower() for _ in range(3)))
+
+    def forward(self, rows: tuple[Tensor, Tensor]) -> Tensor:
+        left, right = rows
+        out: Tensor = self.left(left).mean(0) + self.right(right).mean(0)
+        return out
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(100, (8, length), generator=torch.Generator().manual_seed(length))
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
+
+
+def peak_of(model: nn.Module, x: Any, limit: lowtide.Budget | None = None) -> int:
+    model.zero_grad()
+
+    def run() -> None:
+        torch.manual_seed(7)
+        if limit is None:
+            loss = model(x).square().mean()
+        else:
+            with limit:
+                loss = model(x).square().mean()
+        loss.backward()
+
+    return lowtide.measure(run, device="cpu").peak_bytes
+
+
+def train(model: nn.Module, limit: lowtide.Budget, batches: Iterable[Any]) -> list[str]:
+    """How each step went, its limit and its gradients compared with those of the plain step."""
+    twin, ways = copy.deepcopy(model), []
+    for number, x in enumerate(batches):
+        peak_of(twin, x)
+        peak = peak_of(model, x, limit)
+        decisions = limit._active[-1]
+        ways.append(
+            "none" if decisions.prepared is None else "covered" if decisions.covered else "planned"
+        )
+        assert isinstance(limit.limit, float) or peak <= limit.limit, f"step {number}"
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    return ways
+
+
+def sizes(low: int, high: int, count: int) -> list[int]:
+    choose = random.Random(0)
+    return [choose.randrange(low, high) for _ in range(count)]
+
+
+# --- smaller steps ------------------------------------------------------------------------------
+
+
+def test_steps_of_ever_new_lengths_are_planned() -> None:
+    model, lengths = Attention(), sizes(40, 140, 30)
+    limit = lowtide.budget(int(0.5 * peak_of(model, tokens(140))))
+    ways = train(model, limit, map(tokens, lengths))
+    assert len(set(lengths)) > 20
+    assert ways[:10].count("none") <= 5
+    assert ways[10:].count("none") <= 1
+    assert ways.count("covered") > 20
+
+
+def test_a_smaller_step_replays_what_the_plan_says(replayed: Callable[[], int]) -> None:
+    model = Attention()
+    share = int(0.5 * peak_of(model, tokens(120)))
+    limit = lowtide.budget(share)
+    for _ in range(4):
+        peak_of(model, tokens(120), limit)
+    before = replayed()
+    peak_of(model, tokens(120), limit)
+    planned = replayed() - before
+    assert planned
+    peak_of(model, tokens(115), limit)
+    assert replayed() == before + 2 * planned
+    report = limit.report()
+    assert report.planned
+    assert report.replayed_operations == planned
+    assert not report.measured_alike  # that was of the larger one
+
+
+def test_a_first_operation_of_one_size_does_not_hide_the_others() -> None:
+    """A plan is changed over to where the sizes differ, and what comes before is the same."""
+    model = Pair()
+    batches = [(rows(400), rows(count)) for count in (600, 600, 600, 500, 590, 450, 580, 300)]
+    limit = lowtide.budget(int(0.7 * peak_of(model, batches[0])))
+    assert train(model, limit, batches) == ["none", "planned", "planned", *["covered"] * 5]
+
+
+def test_neither_of_two_inputs_is_larger() -> None:
+    choose = random.Random(3)
+    model = Pair()
+    batches = [
+        (rows(choose.randrange(50, 600)), rows(choose.randrange(50, 600))) for _ in range(40)
+    ]
+    limit = lowtide.budget(int(0.6 * peak_of(model, (rows(600), rows(600)))))
+    ways = train(model, limit, batches)
+    assert ways[20:].count("none") <= 3
+
+
+def test_a_fraction_is_one_of_the_largest_step_that_was_measured() -> None:
+    """What a plan for a still larger one would take is nothing to have a part of."""
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(0.6)
+    train(model, limit, map(rows, (400, 404, 408, 412, 416)))
+    decisions = limit._active[-1]
+    assert decisions.covered
+    assert decisions.prepared is not None
+    assert decisions.prepared.allocates > 1.1 * sum(sum(made) for _, made, _ in decisions.seen)
+    plain = peak_of(model, rows(404))
+    granted = limit.report().limit
+    assert granted is not None
+    assert abs(granted - 0.6 * plain) < 0.01 * plain
+
+
+def test_a_plan_from_fake_tensors_serves_smaller_steps() -> None:
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    plan = lowtide.plan(lambda x: model(x).square().mean(), rows(500), limit=0.6)
+    limit = lowtide.budget(plan)
+    ways = train(model, limit, map(rows, (480, 500, 300)))
+    assert ways == ["covered", "planned", "covered"]
+
+
+# --- what does not count as smaller -------------------------------------------------------------
+
+
+def test_other_operations_are_no_smaller_step() -> None:
+    """As many operations on as few bytes, but one of them is another."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(tower() for _ in range(4)))
+            self.activation: Callable[[Tensor], Tensor] = torch.tanh
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layers(self.activation(x))
+            return out
+
+    torch.manual_seed(0)
+    model = Gated()
+    limit = lowtide.budget(int(0.7 * peak_of(model, rows(400))))
+    twin = copy.deepcopy(model)
+    for count, activation in ((400, torch.tanh), (400, torch.tanh), (390, torch.sin)):
+        model.activation = twin.activation = activation
+        ways = train(model, limit, [rows(count)])
+    assert ways == ["none"]
+
+
+def test_a_smaller_convolution_that_takes_another_kernel() -> None:
+    """A single image is unfolded, which takes more memory than several that are not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.GELU()) for _ in range(4))
+    )
+    several, single = torch.randn(2, 8, 16, 16, 8), torch.randn(1, 8, 16, 16, 8)
+    assert not runs_itself((several, model[0][0].weight, None, [1], [1], [1], False), "cpu")
+    assert runs_itself((single, model[0][0].weight, None, [1], [1], [1], False), "cpu")
+    assert peak_of(model, single) > 1.2 * peak_of(model, several)
+    limit = lowtide.budget(int(1.2 * peak_of(model, single)))
+    assert train(model, limit, [several] * 3) == ["none", "planned", "planned"]
+    assert train(model, limit, [single]) == ["none"]
+    assert train(model, limit, [several[:, :, :12], single, single]) == [
+        "covered",
+        "planned",
+        "planned",
+    ]
+
+
+def test_one_byte_more_is_too_much() -> None:
+    planned = ("aten::mul", (64, 8), (-1, 3))
+    assert covers(planned, planned)
+    assert covers(planned, ("aten::mul", (64, 0), (-1, 3)))
+    assert not covers(planned, ("aten::mul", (65, 8), (-1, 3)))
+    assert not covers(planned, ("aten::mul", (64,), (-1, 3)))
+    assert not covers(planned, ("aten::mul", (64, 8), (-1, 2)))
+    assert not covers(planned, ("aten::add", (64, 8), (-1, 3)))
+
+
+def test_a_step_that_leaves_the_plan_of_a_larger_one_is_known_by_its_own_bytes() -> None:
+    """Else it would be planned, and refused, as if it were the larger one."""
+    model, head = nn.Sequential(*(tower() for _ in range(4))), nn.Linear(32, 3000)
+    large, small = rows(500), rows(430)
+
+    def run(x: Tensor, limit: lowtide.Budget | None, other: bool) -> int:
+        def step() -> None:
+            if limit is None:
+                (head(model(x)) if other else model(x)).square().mean().backward()
+                return
+            with limit:
+                loss = (head(model(x)) if other else model(x)).square().mean()
+            loss.backward()
+
+        model.zero_grad()
+        head.zero_grad()
+        return lowtide.measure(step, device="cpu").peak_bytes
+
+    share = int(0.95 * run(small, None, True))
+    limit = lowtide.budget(share)
+    for _ in range(3):
+        run(large, limit, False)
+    assert run(small, limit, True) <= share
+    decisions = limit._active[-1]
+    assert decisions.switched
+    made = sum(sum(made) for _, made, _ in decisions.seen)
+    limit.report()  # what was learned from it
+    [learned] = [known for known in limit._plans if len(known.signatures) == len(decisions.seen)]
+    assert sum(sum(made) for _, made, _ in learned.signatures) == made
+
+
+# --- what is measured and planned ---------------------------------------------------------------
+
+
+def test_a_much_smaller_step_gets_a_plan_of_its_own() -> None:
+    """That for a larger one recomputes more than it would have to."""
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
+    train(model, limit, map(rows, [600] * 4))
+    [largest] = limit._plans
+    ways = train(model, limit, map(rows, (420, 410, 415, 405)))
+    assert ways == ["covered"] * 4
+    assert len(list(limit._plans)) == 2
+    followed = limit._active[-1].prepared
+    assert followed is not None
+    assert followed.allocates < 0.8 * largest.allocates
+    assert followed.bytes()[1] < 0.5 * largest.bytes()[1]
+    assert followed.peak <= limit.limit
+
+
+def test_a_step_that_comes_again_gets_a_plan_of_its_own() -> None:
+    """Also where that for a larger one costs little more: it would for the rest of the training."""
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
+    train(model, limit, map(rows, [600] * 4))
+    ways = train(model, limit, map(rows, [580] * 8))
+    assert ways == ["covered"] * 3 + ["planned"] * 5
+    assert [prepared.measured for prepared in limit._plans] == [True, True]
+    assert limit.report().measured_alike
+
+
+def test_steps_that_grow_are_outgrown_by_few_of_them() -> None:
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(int(0.6 * peak_of(model, rows(460))))
+    ways = train(model, limit, map(rows, range(300, 440, 4)))
+    assert ways.count("none") <= 5
+
+
+def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:
+    """Memory of kernels that grows as their inputs shrink is known to nobody before it is seen."""
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
+    train(model, limit, map(rows, [600] * 3))
+    [larger] = limit._plans
+    peak_of(model, rows(590), limit)
+    decisions = limit._active[-1]
+    assert decisions.covered
+    observer = lowtide.observe.Observer(None)
+    observer.timeline = lowtide._memory_events.Timeline([0], [limit.limit + 1], [0])
+    assert limit._outdone(larger, decisions, observer)
+    assert not list(limit._plans)
+
+
+def prepared_for(count: int) -> Prepared:
+    model = nn.Sequential(tower())
+    plan = lowtide.plan(lambda x: model(x).square().mean(), rows(count))
+    return plan.prepared()
+
+
+def test_the_largest_plan_is_not_what_is_forgotten() -> None:
+    plans = KnownPlans()
+    largest = prepared_for(100)
+    plans.add(largest)
+    for count in range(_KEPT + 5):
+        plans.add(prepared_for(50 + count))
+    assert len(list(plans)) == _KEPT
+    assert any(known is largest for known in plans)
+
+
+def test_room_for_growth() -> None:
+    learned = Learned.of(prepared_for(100))
+    larger = learned.larger()
+    assert larger.lessons == LESSONS
+    assert larger.plain_peak > 1.14 * learned.plain_peak
+    assert [len(log.sizes) for log in larger.seen.ops] == [
+        len(log.sizes) for log in learned.seen.ops
+    ]
+    for log, other in zip(larger.seen.ops, learned.seen.ops, strict=True):
+        planned, seen = (log.name, log.sizes, log.reads), (other.name, other.sizes, other.reads)
+        assert covers(planned, seen)
+        assert not covers(seen, planned)
