@@ -9,6 +9,22 @@ import pytest
 import torch
 
 from by_hand import counted_replays
+from lowtide.beside import Beside, Search
+
+
+@pytest.fixture(autouse=True)
+def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Plans are there as soon as they are looked for: which step is the first to follow one does
+    not depend on how long that takes. Tests marked `beside` are about the thread."""
+    if request.node.get_closest_marker("beside") is not None:
+        return
+
+    def ask(self: Beside, search: Search) -> None:
+        found = search()
+        if found is not None:
+            self._found.append(found)
+
+    monkeypatch.setattr(Beside, "ask", ask)
 
 
 @pytest.fixture

@@ -111,6 +111,8 @@ class Budget(Planning):
             )
         for decisions in tuple(self._active):
             self._finish(decisions)
+        for found in self._beside.found():
+            self._plans.add(found)
         if self._ranks is not None:
             self._agree(self._ranks)
         if self._refusal is not None:

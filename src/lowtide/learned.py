@@ -85,6 +85,11 @@ class Learned:
         peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
         return plan, peak
 
+    def search(self, limit: int, polish: Polish | None = None) -> Prepared | None:
+        """A plan for steps like this one; None: it would not fit."""
+        plan, peak = self.solve(limit, polish)
+        return self.prepared(plan, peak) if peak <= limit else None
+
     def larger(self) -> Learned:
         """The same operations on more bytes, for steps that are a little larger than this one.
 

@@ -3,8 +3,8 @@
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
 room than that one had, and may not fit at all. Invariant: what a step may take is the limit less
 what earlier steps of its context have left; whatever is planned, refused or named is that. Imports
-engine, learned, known_plans, effort, refusals, ranks; knows nothing of recordings. Rejected:
-planning in `lowtide.budget`, which says when, not how.
+engine, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
+Rejected: planning in `lowtide.budget`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from lowtide import _compat, engine, margins
+from lowtide.beside import Beside
 from lowtide.decide import StepDecisions
 from lowtide.effort import Effort
 from lowtide.errors import BudgetError
@@ -51,6 +52,7 @@ class Planning:
         self._news: Learned | None = None  # what the ranks have not planned yet
         self._plans = KnownPlans()
         self._effort = Effort()
+        self._beside = Beside()
         self._freezes_inside = False  # parameters are frozen or unfrozen within a step
         self._last: StepDecisions | None = None
         self._plain_peak: int | None = None
@@ -197,9 +199,15 @@ class Planning:
         learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
-        elif covered or self._worth_planning(
-            learned, decisions, timeline.peak if timeline else None
-        ):
+            return
+        self._know(learned)
+        limit = self._limit(learned.plain_peak, learned.seen.before)
+        kept = timeline is not None and timeline.peak <= limit
+        if not (covered or (timeline and not kept) or self._worth_planning(decisions)):
+            return
+        if followed is not None and kept:
+            self._plan_better(learned, followed, limit)
+        else:
             self._plan_next(learned)
 
     def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
@@ -212,11 +220,9 @@ class Planning:
         self._plans.confirm(larger)
         return self._effort.smaller(larger, decisions.seen, measured=True)
 
-    def _worth_planning(self, learned: Learned, decisions: StepDecisions, peak: int | None) -> bool:
-        """Whether to plan steps like one whose peak, where it was measured, is this."""
-        self._know(learned)
-        limit = self._limit(learned.plain_peak, learned.seen.before)
-        if decisions.check_up or (peak is not None and peak > limit):
+    def _worth_planning(self, decisions: StepDecisions) -> bool:
+        """Whether to plan steps like one that was watched, and did not exceed its limit."""
+        if decisions.check_up:
             return True
         if decisions.followed is not None:
             return self._effort.again(decisions.followed)
@@ -244,25 +250,32 @@ class Planning:
             and learned.measured
             and self._plans.outgrown(seen, learned.seen.place)
         ):
-            self._plan_derived(learned.larger(), limit)  # the next may well be larger still
+            # The next one may well be larger still.
+            self._beside.ask(partial(learned.larger().search, limit, engine.annealing()))
         self._plans.add(learned.prepared(plan, peak))
 
-    def _plan_derived(self, derived: Learned, limit: int, *, measured: bool = True) -> bool:
-        begin = time.perf_counter()
-        plan, peak = derived.solve(limit, engine.annealing())
-        self._effort.spent(time.perf_counter() - begin, derived.graph)
-        if peak <= limit:
-            self._plans.add(replace(derived.prepared(plan, peak), measured=measured))
-        return peak <= limit
+    def _plan_better(self, learned: Learned, followed: Prepared, limit: int) -> None:
+        """The step keeps its limit as it is."""
+        self._plans.confirm(followed)
+        self._beside.ask(partial(learned.search, limit, engine.annealing()))
 
     def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
         """Plan a step that went by the plan for a larger one, and was not measured, if it pays."""
-        if self._ranks is not None or len(seen) != len(larger.signatures):
+        if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
             return
-        if self._effort.smaller(larger, seen, measured=False):
-            smaller = Learned.of(larger).of_sizes([made for _, made, _ in seen])
-            limit = self._limit(self._claim(larger), larger.seen.before)
-            self._plan_derived(smaller, limit, measured=False)
+        if not self._effort.smaller(larger, seen, measured=False):
+            return
+        smaller = Learned.of(larger).of_sizes([made for _, made, _ in seen])
+        limit = self._limit(self._claim(larger), larger.seen.before)
+        polish = engine.annealing()
+
+        def search() -> Prepared | None:
+            begin = time.perf_counter()
+            found = smaller.search(limit, polish)
+            self._effort.spent(time.perf_counter() - begin, smaller.graph)
+            return None if found is None else replace(found, measured=False)
+
+        self._beside.ask(search)
 
     def _grown(self, observer: Observer) -> bool:
         """Plan for larger steps than those that were measured, as one that was not is a little
@@ -272,7 +285,10 @@ class Planning:
             larger = Learned.of(known).larger()
             if known.measured and all(map(covers, signatures_of(larger.seen.ops), seen)):
                 limit = self._limit(self._claim(known), observer.before)
-                return self._plan_derived(larger, limit)
+                found = larger.search(limit, engine.annealing())
+                if found is not None:
+                    self._plans.add(found)
+                return found is not None
         return False
 
     def _agree(self, ranks: Ranks) -> None:

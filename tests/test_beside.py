@@ -1,0 +1,161 @@
+"""Plans that are looked for beside training: steps go on by those they have, with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from by_hand import same
+from lowtide.beside import Beside
+from lowtide.effort import LESSONS
+from lowtide.learned import Learned
+from lowtide.prepared import Prepared
+
+pytestmark = [pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+    return nn.Sequential(*layers)
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(count))
+
+
+def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> int:
+    model.zero_grad()
+
+    def run() -> None:
+        if limit is None:
+            loss = model(x).square().mean()
+        else:
+            with limit:
+                loss = model(x).square().mean()
+        loss.backward()
+
+    return lowtide.measure(run, device="cpu").peak_bytes
+
+
+class Gate:
+    """Searches wait in front of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.threads = threading.Event(), set[str]()
+        search: Callable[..., Prepared | None] = Learned.search
+
+        def waiting(*args: Any) -> Prepared | None:
+            self.threads.add(threading.current_thread().name)
+            assert self.open.wait(60)
+            return search(*args)
+
+        monkeypatch.setattr(Learned, "search", waiting)
+
+
+def test_training_goes_on_while_a_better_plan_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, replayed: Callable[[], int]
+) -> None:
+    gate = Gate(monkeypatch)
+    model = net()
+    twin, x = copy.deepcopy(model), rows(500)
+    share = int(0.6 * peak_of(twin, x))
+    limit = lowtide.budget(share)
+
+    def step() -> None:
+        assert peak_of(model, x, limit) <= share
+        peak_of(twin, x)
+        assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+    for _ in range(6):  # the first is planned where it is met, the second would be again
+        step()
+    assert gate.threads == {"lowtide-plans"}
+    [first] = limit._plans
+    assert limit.report().planned
+    assert replayed()
+    gate.open.set()
+    limit._beside.wait()
+    step()
+    [better] = limit._plans
+    assert better is limit._active[-1].prepared
+    assert first.lessons == better.lessons == LESSONS  # asked for once
+    assert better.graph != first.graph
+    assert not limit._beside.busy
+
+
+def test_a_much_smaller_step_does_not_wait_for_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    share = int(0.6 * peak_of(model, rows(600)))
+    limit = lowtide.budget(share)
+    for _ in range(4):
+        peak_of(model, rows(600), limit)
+    limit._beside.wait()
+    gate = Gate(monkeypatch)
+    for _ in range(3):
+        assert peak_of(model, rows(400), limit) <= share
+        assert limit._active[-1].covered
+    gate.open.set()
+    limit._beside.wait()
+    assert peak_of(model, rows(400), limit) <= share
+    assert limit.report().planned
+    assert not limit._active or not limit._active[-1].covered
+
+
+def test_what_goes_wrong_there_is_raised_where_steps_are_taken() -> None:
+    limit = lowtide.budget(0.5)
+
+    def wrong() -> Prepared | None:
+        raise ArithmeticError("no such plan")
+
+    limit._beside.ask(wrong)
+    limit._beside.wait()
+    with pytest.raises(ArithmeticError, match="no such plan"), limit:
+        pass
+    with limit:  # it is said once
+        pass
+
+
+def test_searches_run_one_after_the_other() -> None:
+    beside, running, most = Beside(), 0, 0
+
+    def search() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threading.Event().wait(0.01)
+        running -= 1
+
+    for _ in range(5):
+        beside.ask(search)
+    beside.wait()
+    assert most == 1
+    assert not beside.busy
+    assert beside.found() == []
+
+
+ENDS = """
+import time
+from lowtide.beside import Beside
+from lowtide.effort import LESSONS
+
+beside = Beside()
+beside.ask(lambda: time.sleep(0.5))
+beside.ask(lambda: print("the next is not begun"))
+print("over")
+"""
+
+
+def test_a_program_ends_while_a_plan_is_looked_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("over\n", "")
