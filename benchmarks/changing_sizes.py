@@ -31,7 +31,7 @@ from models import (
     wrap_blocks,
 )
 
-GRAINS = {"gpt2": 1, "unet3d": 4, "densenet121": 8}
+GRAINS = {"gpt2": 1, "unet3d": 4}
 """Networks, and what their sizes are multiples of."""
 _MEASURED = 10  # steps between two that are measured
 
@@ -122,9 +122,9 @@ def cells(row: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.set_defaults(models=list(GRAINS))
+    parser = arguments(__doc__ or "", models=False)
+    parser.add_argument("--models", nargs="+", choices=GRAINS, default=list(GRAINS))
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     steps = 40 if options.quick else options.steps
     head = (
