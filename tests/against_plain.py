@@ -104,7 +104,8 @@ def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.layout != torch.strided:
         plain = plain.to_dense()
-    raw = plain.contiguous().reshape(-1).view(torch.uint8) if plain.numel() else plain
+    raw = plain.contiguous().reshape(-1)
+    raw = raw.view(torch.uint8) if plain.numel() else raw  # an empty one has no bytes to view
     return (plain.dtype, tuple(plain.shape), tensor.requires_grad, bytes(raw.tolist()))
 
 

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import lowtide
 from against_plain import bits, counted, plainly, tape_records
-from lowtide import engine
 
 SAMPLES = 2  # of an operator, the first and one from further on
 WITHIN = 12  # of how many
@@ -35,8 +34,6 @@ WITHIN = 12  # of how many
 UNDETERMINED = {
     "linalg.lstsq",  # LAPACK's last bits depend on where in memory its matrices begin
 }
-# A formula of torch that takes another way under any dispatch mode (rule 5).
-ANOTHER_WAY_IN_PYTHON = {"linalg.pinv", "pinverse", "linalg.lstsq"}
 
 
 def database(name: str) -> Any:
@@ -170,12 +167,9 @@ def spread(samples: Iterator[Any]) -> list[Any]:
 
 def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     """Those that have gradients of this type, and determined results."""
-    left_out = UNDETERMINED
-    if dtype.is_complex and engine.name() == "python":
-        left_out = left_out | ANOTHER_WAY_IN_PYTHON
     for operator in database("op_db"):
         has_gradient = operator.supports_autograd and operator.supported_backward_dtypes("cpu")
-        if has_gradient and dtype in has_gradient and operator.name not in left_out:
+        if has_gradient and dtype in has_gradient and operator.name not in UNDETERMINED:
             yield f"{operator.name} {operator.variant_test_name}".strip(), operator
 
 

@@ -129,6 +129,69 @@ def test_without_autocast_such_a_kernel_is_replayed(name: str) -> None:
     assert replayed.count(f"aten::{name}") == 1
 
 
+def complex_kernels() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Operators whose kernels conjugate lazily what they have made; torch 2.15 has all of them."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {"pinv": torch.linalg.pinv}
+    if hasattr(torch.linalg, "polar"):
+        found["polar"] = lambda x: torch.linalg.polar(x)[1]
+    if hasattr(torch.linalg, "matrix_sqrth"):
+        found["matrix_sqrth"] = lambda x: torch.linalg.matrix_sqrth(x @ x.mH)
+    return found
+
+
+def step_of_complex(
+    way: Callable[..., Tensor], function: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(5, 5, dtype=torch.complex64).requires_grad_()
+    y = way(lambda x: function(x * 2).sin(), x)
+    (grad,) = torch.autograd.grad(y.abs().sum(), x)
+    return y, grad
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", complex_kernels())
+def test_a_kernel_that_conjugates_what_it_has_made(name: str) -> None:
+    """Under a mode of torch such a kernel reads its conjugates as if they were none (rule 5)."""
+    function = complex_kernels()[name]
+    plain = step_of_complex(lambda f, x: f(x), function)
+    found = step_of_complex(lowtide.checkpoint, function)
+    assert all(map(torch.equal, plain, found))
+
+
+@pytest.mark.usefixtures("way")
+def test_a_backward_inside_a_recording_conjugates_too() -> None:
+    """That of `lstsq` is one operator, which calls `pinv`. Its last bits vary on their own."""
+
+    def function(x: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_()
+        solution = torch.linalg.lstsq(inner, torch.ones(5, 2, dtype=x.dtype)).solution
+        (slope,) = torch.autograd.grad(solution.abs().sum(), inner)
+        return x * slope
+
+    plain = step_of_complex(lambda f, x: f(x), function)
+    found = step_of_complex(lowtide.checkpoint, function)
+    for expected, value in zip(plain, found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.filterwarnings("ignore::lowtide.errors.CompiledWarning")
+def test_the_body_of_a_higher_order_operator_conjugates_too() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 5, dtype=torch.complex64), torch.ones((), requires_grad=True)
+
+    def function(weight: Tensor) -> Tensor:
+        (inverse,) = torch.cond(
+            torch.tensor(True), lambda x: (torch.linalg.pinv(x),), lambda x: (x.clone(),), (x,)
+        )
+        return (inverse * weight).abs().sum()
+
+    assert torch.equal(
+        lowtide.checkpoint(function, weight), (torch.linalg.pinv(x) * weight).abs().sum()
+    )
+
+
 @pytest.mark.usefixtures("way")
 def test_nested_tensors_of_strided_layout() -> None:
     def function(x: Tensor) -> Tensor:

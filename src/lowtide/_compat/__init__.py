@@ -37,6 +37,7 @@ from lowtide._compat.devices import cuda_in_use, on_stream, stream_of, synchroni
 from lowtide._compat.dispatch import (
     Mode,
     below_autograd,
+    called,
     compiled_before_modes,
     disable_dispatch,
     disable_torch_function_subclass,
@@ -84,6 +85,7 @@ __all__ = [
     "Mode",
     "backward_retains_graph",
     "below_autograd",
+    "called",
     "compiled_before_modes",
     "constant_while_compiling",
     "cuda_in_use",

@@ -74,6 +74,30 @@ class Mode(TorchDispatchMode):
         return False
 
 
+# What resolves tensors whose content is not just what is in their storage. Both stand above modes.
+_CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
+_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator on real tensors from the handler of a mode.
+
+    torch leaves out all keys above modes while a handler runs. A kernel that conjugates lazily what
+    it has made (`linalg_pinv`, `linalg_polar`) then reads it as if it had not, and its result is
+    wrong, not merely rounded otherwise: pytorch/pytorch#198118. Goes when that is closed.
+    """
+    if not (_excluded(_CONJUGATE) and _excluded(_NEGATIVE)):
+        return func(*args, **kwargs)
+    _exclude(_CONJUGATE, False)
+    _exclude(_NEGATIVE, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _exclude(_CONJUGATE, True)
+        _exclude(_NEGATIVE, True)
+
+
 # The key of the compiled recorder: nothing but `compiled/recorder.h` uses it, see there. Python has
 # no name for it.
 

@@ -40,7 +40,7 @@ class _Reads(_compat.Mode):
                     "it does not do inside a lowtide budget or region: their gradients would be "
                     "missing. Call the operator outside of it, or write it as plain Python there."
                 )
-        return func(*args, **kwargs)
+        return _compat.called(func, args, kwargs)
 
 
 def watched(

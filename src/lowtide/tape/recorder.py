@@ -93,7 +93,7 @@ class Recorder(Writes, _compat.Mode):
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
-            result = func(*args, **kwargs)
+            result = _compat.called(func, args, kwargs)
             if self.paused and not facts.view and not facts.writes:
                 self._register(None, result, [])  # only its bytes are counted
             return result
@@ -105,7 +105,7 @@ class Recorder(Writes, _compat.Mode):
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
         if torch.is_inference_mode_enabled():
-            return func(*args, **kwargs)
+            return _compat.called(func, args, kwargs)
         if facts.simple and not self._careful:
             return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
@@ -149,7 +149,7 @@ class Recorder(Writes, _compat.Mode):
         else:
             named = kwargs
         if not known:
-            result = func(*args, **kwargs)
+            result = _compat.called(func, args, kwargs)
             self._register(None, result, [])
             return result
         op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
@@ -157,7 +157,7 @@ class Recorder(Writes, _compat.Mode):
         if self.before is not None:
             self.before(facts, func, args, kwargs)
         self.sequence += 1
-        result = func(*args, **kwargs)
+        result = _compat.called(func, args, kwargs)
         made: list[Value] = []
         self._register(op, result, made)
         if self._asks or region.policy is not None:
@@ -208,12 +208,12 @@ class Recorder(Writes, _compat.Mode):
             if self.cuda:
                 _compat.synchronize()
             start = time.perf_counter()
-            result = func(*args, **kwargs)
+            result = _compat.called(func, args, kwargs)
             if self.cuda:
                 _compat.synchronize()
             op.seconds = time.perf_counter() - start
         else:
-            result = func(*args, **kwargs)
+            result = _compat.called(func, args, kwargs)
         made: list[Value] = []
         filled: Entry | None = None
         for entry, place in written:
@@ -256,7 +256,7 @@ class Recorder(Writes, _compat.Mode):
             overwriting(entry.key)
         if facts.has_bodies:
             args, kwargs = bodies.watched(facts.name, args, kwargs)
-        result = func(*args, **kwargs)
+        result = _compat.called(func, args, kwargs)
         for entry, _ in written:
             self._rewritten(None, None, entry, [])
         self._register(None, result, [])
