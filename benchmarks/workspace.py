@@ -61,6 +61,12 @@ CASES = [
         Convolution(2, pair, 3, 1, 32)
         for pair in ((64, 64), (128, 32), (24, 24), (48, 24), (16, 2))
     ),
+    *(
+        Convolution(3, pair, 3, 1, 16, dims=dims)
+        for dims in (2, 3)
+        for pair in ((1, 8), (2, 2), (4, 12), (12, 1), (17, 2))
+    ),
+    *(Convolution(1, (channels, 8), 3, 1, 64) for channels in (5, 8)),
     *(Convolution(2, pair, 3, 2, 32) for pair in ((64, 128), (24, 24))),
     *(Convolution(2, pair, 1, 1, 32) for pair in ((128, 128), (24, 3))),
     *(Convolution(2, (3, 64), 7, 2, 128, first=first) for first in (True, False)),
@@ -71,6 +77,7 @@ CASES = [
     *(Convolution(n, (24, 24), 3, 1, 32, dims=3) for n in (1, 2)),
     *(Convolution(2, (96, 96), 3, 1, size, dims=3) for size in (2, 4)),
     *(Convolution(2, pair, 2, 2, 16, transposed=True) for pair in ((64, 32), (24, 24), (16, 2))),
+    *(Convolution(3, pair, 2, 2, 12, 3, transposed=True) for pair in ((12, 2), (48, 8))),
     *(Convolution(2, pair, 3, 1, 32, transposed=True) for pair in ((64, 32), (32, 8))),
     Convolution(2, (64, 64), 3, 1, 32, last=True),
     Convolution(2, (32, 32), 3, 1, 16, dims=3, last=True),

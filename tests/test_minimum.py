@@ -342,7 +342,29 @@ KERNELS: dict[str, Shape] = {
     "transposed, stride 1": ((1, 32, 24, 24, 24), (32, 16, 3, 3, 3), 1, 1, 0),
     "transposed, few": ((2, 64, 32, 32), (64, 7, 2, 2), 2, 1, 0),
     "transposed, many inputs": ((1, 192, 16, 16, 16), (192, 32, 3, 3, 3), 2, 1, 1),
-}
+    "transposed, odd, stride 1": ((2, 17, 48, 48), (17, 3, 3, 3), 1, 1, 0),
+    "transposed, one image": ((1, 8, 16, 16, 16), (8, 4, 2, 2, 2), 2, 1, 0),
+    "transposed, half a block": ((2, 16, 32, 32), (16, 8, 3, 3), 2, 1, 1),
+    "transposed, few, 3D": ((3, 48, 10, 10, 8), (48, 8, 3, 3, 3), 2, 1, 1),
+    "transposed, two, 3D": ((2, 12, 16, 16, 16), (12, 2, 2, 2, 2), 2, 1, 0),
+    "pointwise, stride, few": ((2, 8, 64, 64), (12, 8, 1, 1), 2, 1, None),
+    "pointwise, stride, odd size": ((2, 6, 65, 65), (8, 6, 1, 1), 2, 1, None),
+    "pointwise, stride, 3D": ((2, 8, 32, 32, 32), (12, 8, 1, 1, 1), 2, 1, None),
+    "one image, small": ((1, 5, 64, 64), (8, 5, 3, 3), 1, 1, None),
+    "one image, large": ((1, 8, 64, 64), (8, 8, 3, 3), 1, 1, None),
+    "depthwise, few": ((2, 4, 64, 64), (4, 1, 3, 3), 1, 4, None),
+    "groups of one point, 3D": ((2, 16, 16, 16, 16), (8, 4, 1, 1, 1), 1, 4, None),
+    **{
+        f"{into} to {out} channels, {len(size)}D": (
+            (3, into, *size), (out, into, *[3] * len(size)), 1, 1, None
+        )
+        for size in ((64, 64), (16, 16, 16))
+        for into, out in ((1, 8), (2, 2), (3, 17), (4, 12), (8, 8), (12, 1), (17, 2), (24, 5))
+    },
+    "few, stride": ((2, 8, 64, 64), (12, 8, 3, 3), 2, 1, None),
+    "one, stride": ((4, 1, 128, 128), (32, 1, 3, 3), 2, 1, None),
+    "few, one dimension": ((2, 6, 4096), (12, 6, 3), 1, 1, None),
+}  # fmt: skip
 
 
 def options(shape: Shape) -> tuple[Any, ...]:

@@ -441,7 +441,19 @@ def convolved() -> nn.Module:
     return nn.Sequential(*layers).double()
 
 
+def narrow(dims: int) -> nn.Module:
+    """A small U-Net's ends: two channels at full size, and a few more below."""
+    conv, up = (nn.Conv2d, nn.ConvTranspose2d) if dims == 2 else (nn.Conv3d, nn.ConvTranspose3d)
+    return nn.Sequential(
+        conv(1, 8, 3, 2, 1), nn.PReLU(), conv(8, 8, 3, 1, 1), nn.PReLU(),
+        up(8, 2, 3, 2, 1, 1), nn.PReLU(), conv(2, 2, 3, 1, 1), nn.PReLU(), conv(2, 2, 3, 1, 1),
+    )  # fmt: skip
+
+
 FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "narrow, 2D": (lambda: narrow(2), torch.randn(2, 1, 160, 160)),
+    "narrow, one image": (lambda: narrow(2), torch.randn(1, 1, 192, 192)),
+    "narrow, 3D": (lambda: narrow(3), torch.randn(3, 1, 32, 32, 32)),
     "float64": (convolved, torch.randn(4, 3, 32, 32, dtype=torch.float64)),
     "amax": (Pooled, torch.randn(2048, 64)),
     "bilinear": (Bilinears, torch.randn(2048, 32)),

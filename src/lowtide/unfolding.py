@@ -32,13 +32,15 @@ class Options(NamedTuple):
     dilation: Sequence[int] = (1,)
     transposed: bool = False
     groups: int = 1
+    padding: Sequence[int] = (0,)
 
 
 def options_of(args: Sequence[Any], backward: bool) -> Options:
     """Those of a call of `convolution` or `convolution_backward`."""
     shift = 1 if backward else 0
     groups = args[8 + shift] if len(args) > 8 + shift else 1
-    return Options(args[3 + shift], args[5 + shift], bool(args[6 + shift]), groups)
+    stride, padding, dilation, transposed = args[3 + shift : 7 + shift]
+    return Options(stride, dilation, bool(transposed), groups, padding)
 
 
 def unfolded(
@@ -59,7 +61,7 @@ def unfolded(
     if plain and max(kernel) == 1 and source.shape[0] < _MANY and torch.get_num_threads() == 1:
         return True
     batch, channels, *space = source.shape
-    first = math.prod((1, *space)[-3:][:2]) if len(space) < 3 else math.prod(space[:2])
+    first = math.prod(space[:2])
     few = batch == 1 and batch * channels * first <= _SMALL
     return few and options.groups == 1 and min(kernel) <= 3
 
@@ -76,6 +78,7 @@ def unfolded_workspace(
     options: Options,
     back: bool,
     passes: bool = False,
+    biased: bool = False,
 ) -> int:
     """Bytes of one that torch runs itself, besides what it returns and copies of its tensors.
 
@@ -86,6 +89,7 @@ def unfolded_workspace(
         options: how it goes over its input.
         back: whether this is its backward.
         passes: whether that gives a gradient to the input.
+        biased: whether its forward adds a bias.
     """
     batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
     dilated, groups = max(options.dilation) > 1, options.groups
@@ -99,11 +103,16 @@ def unfolded_workspace(
         images = 1 if dilated else batch
     columns = images * weight.shape[1] * spatial * points
     if not options.transposed and not dilated:
-        if spatial == max(options.stride) == 1:  # read as it is, and unfolded in its gradient only
-            columns = max(0, columns * groups - parameter) if volume and back and passes else 0
+        grouped = volume and groups > 1
+        if spatial == max(options.stride) == 1 and not grouped:
+            # read as it is, and unfolded in its gradient only
+            columns = max(0, columns - parameter) if volume and back and passes else 0
         if volume:  # its kernel has groups of its own
             columns, groups = columns * groups, 1
     if groups == 1:
+        if options.transposed and volume and not back:
+            # Its result has memory for as much as the input; a bias is multiplied by ones.
+            columns += max(0, into - out) + (out // max(1, weight.shape[1]) if biased else 0)
         return columns
     # One group after another, copied out of the batch; then all are joined.
     if batch > 1:
