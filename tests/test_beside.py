@@ -142,6 +142,19 @@ def test_searches_run_one_after_the_other() -> None:
     assert beside.found() == []
 
 
+OUTLIVES = """
+import threading, time
+from lowtide.beside import Beside
+
+def train():
+    threading.main_thread().join()
+    beside = Beside()
+    beside.ask(lambda: print("found"))
+    beside.wait()
+
+threading.Thread(target=train).start()
+"""
+
 ENDS = """
 import time
 from lowtide.beside import Beside
@@ -152,6 +165,13 @@ beside.ask(lambda: time.sleep(0.5))
 beside.ask(lambda: print("the next is not begun"))
 print("over")
 """
+
+
+def test_training_on_a_thread_after_the_main_one_has_ended() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUTLIVES], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("found\n", "")
 
 
 def test_a_program_ends_while_a_plan_is_looked_for() -> None:

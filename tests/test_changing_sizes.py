@@ -6,6 +6,7 @@ of a larger one.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Iterable
@@ -167,6 +168,45 @@ def test_a_fraction_is_one_of_the_largest_step_that_was_measured() -> None:
     granted = limit.report().limit
     assert granted is not None
     assert abs(granted - 0.6 * plain) < 0.01 * plain
+
+
+class Heavy(nn.Module):
+    """A tower, and a parameter whose gradient is left in memory by the first backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Linear(600, 800)
+        layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.Tanh())]
+        self.tower = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.tower(x).square().mean() + self.large.weight.mean()
+        return loss
+
+
+def test_a_fraction_where_an_earlier_step_has_left_memory() -> None:
+    """What that has left is in the largest peak that was measured, and no part of this step's."""
+    model = Heavy()
+    twin, limit, largest = copy.deepcopy(model), lowtide.budget(0.7), 0
+
+    def step(model: nn.Module, counts: tuple[int, ...], within: Any) -> int:
+        def run() -> None:
+            with within:
+                for count in counts:
+                    model(torch.ones(count, 64)).backward()
+
+        model.zero_grad()
+        return lowtide.measure(run, device="cpu").peak_bytes
+
+    later = (*[1000] * 10, *[1020] * 4, *[1005] * 6, *[1010] * 6)
+    for counts in [(1000,), *((200, count) for count in later)]:
+        largest = max(largest, step(twin, counts, contextlib.nullcontext()))
+        peak = step(model, counts, limit)
+        granted = limit.report().limit
+        assert granted is not None
+        assert len(counts) == 1 or peak <= 0.7 * largest  # the first of all has no limit yet
+        assert granted <= 0.701 * largest
 
 
 def test_a_plan_from_fake_tensors_serves_smaller_steps() -> None:

@@ -66,6 +66,8 @@ def planned(model: nn.Module, limit: lowtide.Budget, steps: int) -> Graph:
     for _ in range(steps):
         step(model, limit)
     limit.report()
+    for found in limit._beside.found():  # the next step would take it up
+        limit._plans.add(found)
     return limit._plans.expected(0).graph
 
 

@@ -22,13 +22,13 @@ Search = Callable[[], Prepared | None]
 class Beside:
     """Searches that run one after the other on a thread of their own, which ends with the last.
 
-    It is no daemon: a program that ends waits for the search that runs, a second or so, and starts
-    no other.
+    It is no daemon: a program that ends waits for the search that runs, a second or so. None is
+    begun for a thread that has ended.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wanted: deque[Search] = deque()
+        self._wanted: deque[tuple[threading.Thread, Search]] = deque()
         self._found: list[Prepared] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -42,7 +42,7 @@ class Beside:
     def ask(self, search: Search) -> None:
         """Look for a plan; None is none that serves."""
         with self._lock:
-            self._wanted.append(search)
+            self._wanted.append((threading.current_thread(), search))
             if self.busy:
                 return
             self._thread = threading.Thread(target=self._run, name="lowtide-plans")
@@ -72,10 +72,12 @@ class Beside:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._wanted or not threading.main_thread().is_alive():
+                if not self._wanted:
                     self._thread = None
                     return
-                search = self._wanted.popleft()
+                asker, search = self._wanted.popleft()
+            if not asker.is_alive():
+                continue
             try:
                 plan = search()
             except BaseException as error:

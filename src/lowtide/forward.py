@@ -183,7 +183,7 @@ class ForwardDecisions:
     def _changed(self, left: Prepared, op: Operation, made: list[Value], args: Any) -> None:
         """Not the operation that was planned: it is one of another step, of another shape say."""
         found, covered = self._other_plan(left, whole=False)
-        if found is not None and covered and not _same_kernel(found, op.sequence, args):
+        if found is not None and covered and not _same_kernels(found, left, op.sequence, args):
             found, covered = None, False
         so_far = made[0].number if made else 0
         if (
@@ -331,6 +331,14 @@ class ForwardDecisions:
         planned = seen.saved
         numbers = (handle.value.number for handle in self._handles.alive())
         return any(number >= 0 and number not in planned for number in numbers)
+
+
+def _same_kernels(larger: Prepared, left: Prepared, index: int, args: Any) -> bool:
+    """The same of this convolution, and of those before it, which were run as `left` has them."""
+    before = (at for at in larger.itself if at < index)
+    if any(larger.itself[at] != left.itself.get(at) for at in before):
+        return False
+    return _same_kernel(larger, index, args)
 
 
 def _same_kernel(larger: Prepared, index: int, args: Any) -> bool:

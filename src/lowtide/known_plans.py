@@ -125,7 +125,8 @@ class KnownPlans:
         for prepared in tuple(self._plans):
             length = prepared.seen.forward if whole else len(prepared.signatures)
             fits = length == count if whole else length >= count
-            if prepared is not other_than and prepared.seen.place == place and fits:
+            other = other_than is None or prepared.plan is not other_than.plan
+            if other and prepared.seen.place == place and fits:
                 yield prepared
 
     def _followed(self, prepared: Prepared, other_than: Prepared | None) -> Prepared:
@@ -134,7 +135,7 @@ class KnownPlans:
             [
                 known
                 for known in self._plans
-                if known is not other_than
+                if (other_than is None or known.plan is not other_than.plan)
                 and known.signatures == prepared.signatures
                 and known.seen.place == prepared.seen.place
                 and known.seen.current()

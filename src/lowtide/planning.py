@@ -130,7 +130,7 @@ class Planning:
         found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
         if found is None:
             return None
-        self._plain_peak = self._claim(found)
+        self._plain_peak = self._claim(found, self.before)
         self.limit_now = self.limit_bytes()
         return self._fitting(found)
 
@@ -153,9 +153,11 @@ class Planning:
         assert limit is not None
         return self._planned_again(prepared, graph, seen, limit)
 
-    def _claim(self, larger: Prepared) -> int:
-        """The plain peak that a fraction is one of, for a step that goes by this plan."""
-        return min(larger.plain_peak, self._largest or larger.plain_peak)
+    def _claim(self, larger: Prepared, before: int) -> int:
+        """The plain peak that a fraction is one of, for a step that goes by this plan: no more than
+        was measured, what is there `before` left out."""
+        largest = self._largest - before if self._largest else larger.plain_peak
+        return min(larger.plain_peak, largest)
 
     def _fitting(self, prepared: Prepared) -> Prepared | None:
         """This plan, or another for the step where those before it have left less room than they
@@ -187,9 +189,6 @@ class Planning:
             self._measured = timeline.peak + observer.before, signatures_of(observer.ops)
         if not observer.requests or (followed is not None and not measured):
             return
-        covered = followed is not None and decisions.covered
-        if followed is not None and covered and not self._outdone(followed, decisions, observer):
-            return
         if self._ranks is None and not measured and self._grown(observer):
             return
         graph = observer.graph()
@@ -197,10 +196,14 @@ class Planning:
             graph = replace(graph, turn=int(self._outside * graph.saved))
         lessons = measured + (0 if followed is None else followed.lessons)
         learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
+        if self._ranks is None:
+            self._know(learned)
+        covered = followed is not None and decisions.covered
+        if followed is not None and covered and not self._outdone(followed, decisions, observer):
+            return
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
             return
-        self._know(learned)
         limit = self._limit(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
         if not (covered or (timeline and not kept) or self._worth_planning(decisions)):
@@ -214,7 +217,8 @@ class Planning:
         """Whether a plan of its own is better for a step that was measured than the plan for a
         larger one, by which it went."""
         assert observer.timeline is not None
-        if observer.timeline.peak > self._limit(self._claim(larger), observer.before):
+        before = observer.before
+        if observer.timeline.peak > self._limit(self._claim(larger, before), before):
             self._plans.remove(larger)
             return True
         self._plans.confirm(larger)
@@ -266,7 +270,8 @@ class Planning:
         if not self._effort.smaller(larger, seen, measured=False):
             return
         smaller = Learned.of(larger).of_sizes([made for _, made, _ in seen])
-        limit = self._limit(self._claim(larger), larger.seen.before)
+        before = larger.seen.before
+        limit = self._limit(self._claim(larger, before), before)
         polish = engine.annealing()
 
         def search() -> Prepared | None:
@@ -284,7 +289,8 @@ class Planning:
         for known in self._plans.outgrown(seen, observer.place):
             larger = Learned.of(known).larger()
             if known.measured and all(map(covers, signatures_of(larger.seen.ops), seen)):
-                limit = self._limit(self._claim(known), observer.before)
+                before = observer.before
+                limit = self._limit(self._claim(known, before), before)
                 found = larger.search(limit, engine.annealing())
                 if found is not None:
                     self._plans.add(found)
