@@ -234,6 +234,37 @@ def test_exceptions_swallowed_inside_the_region() -> None:
     assert not caught
 
 
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(share: float) -> None:
+    """Fallbacks after an error of torch's: the step is planned as any other."""
+    net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    batch = torch.randn(64, 16)
+    limit, other = lowtide.budget(share), lowtide.budget(share)
+
+    def step(tries: bool) -> list[Tensor]:
+        net.zero_grad()
+        x = batch
+        for layer in net:
+            x = torch.tanh(layer(x))
+            try:
+                x = x @ x if tries else x * 2
+            except RuntimeError:
+                x = x * 2
+        x.square().mean().backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    expected = step(tries=False)
+    with other:
+        step(tries=False)
+    for number in range(4):
+        with limit:
+            assert all(map(torch.equal, step(tries=True), expected))
+        report = limit.report()
+        assert report.recorded_operations == other.report().recorded_operations
+        assert report.planned or number == 0
+    assert (report.replayed_operations > 0) == (share < 1)
+
+
 # Rule 12: off means off.
 
 

@@ -101,7 +101,7 @@ inline bool run_recorded(
     }
   }
   if (again) {
-    made->sequence = state->sequence++;
+    made->sequence = state->sequence;
     made->grad_mode = c10::GradMode::is_enabled();
     made->default_dtype = c10::get_default_dtype_as_scalartype();
     made->threads = at::get_num_threads();
@@ -122,6 +122,7 @@ inline bool run_recorded(
     WithoutGil released;
     run_below(op, keys, stack);
   }
+  if (again) ++state->sequence;  // only now: one that raises is no operation of the step
   PyObject* policy = slot(state->region, layout.region_policy);
   bool told = again && (state->asks || !is_none(policy));
   Made results;

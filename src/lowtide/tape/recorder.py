@@ -156,8 +156,8 @@ class Recorder(Writes, _compat.Mode):
                        self._ambient() if facts.ambient else None)  # fmt: skip
         if self.before is not None:
             self.before(facts, func, args, kwargs)
-        self.sequence += 1
         result = _compat.called(func, args, kwargs)
+        self.sequence += 1  # only now: one that raises is no operation of the step
         made: list[Value] = []
         self._register(op, result, made)
         if self._asks or region.policy is not None:
@@ -202,8 +202,6 @@ class Recorder(Writes, _compat.Mode):
                 overwriting(entry.key, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
-        if op is not None:
-            self.sequence += 1
         if self.timed and op is not None:
             if self.cuda:
                 _compat.synchronize()
@@ -214,6 +212,8 @@ class Recorder(Writes, _compat.Mode):
             op.seconds = time.perf_counter() - start
         else:
             result = _compat.called(func, args, kwargs)
+        if op is not None:
+            self.sequence += 1
         made: list[Value] = []
         filled: Entry | None = None
         for entry, place in written:
