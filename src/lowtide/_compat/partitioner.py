@@ -74,15 +74,19 @@ class JointGraph:
                 found |= set(placeholders) if known is None else {known}
         return found
 
+    def prefers_channels_last(self) -> bool:
+        """Whether Inductor gives 2D convolutions all their tensors in that layout."""
+        from torch._inductor.graph import GraphLowering
+
+        return bool(GraphLowering.decide_layout_opt(self.module, is_inference=False))
+
     def converted_inputs(self) -> set[Any]:
         """Inputs that Inductor copies to channels last for convolutions, at the start of a forward.
 
         The copies are what its backward is given. Inductor does so with all of four dimensions that
         a convolution is computed from (`GraphLowering.find_nodes_prefer_channels_last`).
         """
-        from torch._inductor.graph import GraphLowering
-
-        if not GraphLowering.decide_layout_opt(self.module, is_inference=False):
+        if not self.prefers_channels_last():
             return set()
         forward = self.info._required_fw_nodes
         wanted: set[Any] = set()

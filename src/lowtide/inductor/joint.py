@@ -127,6 +127,7 @@ class Joint:
         self._overwritten = traced.overwritten()
         self._changed: set[int] = set()
         converted = traced.converted_inputs() if fuse else frozenset()
+        self._channels_last = fuse and traced.prefers_channels_last()
         for node in traced.nodes:
             self._enter(node)
             if node in converted:
@@ -262,6 +263,8 @@ class Joint:
                 result = _values(result)
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
                 name = _compat.schema_of(node.target).name
+                if self._channels_last and name.startswith("aten::convolution"):
+                    args = [_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) else 0
@@ -295,6 +298,12 @@ def _key(tensor: torch.Tensor) -> int | None:
         return _compat.storage_key(tensor)
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def _channels_last(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() != 4:
+        return value
+    return value.to(memory_format=torch.channels_last)
 
 
 def _numel(tensor: torch.Tensor) -> int:
