@@ -234,12 +234,14 @@ def test_exceptions_swallowed_inside_the_region() -> None:
     assert not caught
 
 
-@pytest.mark.parametrize("share", [1.0, 0.7])
-def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(share: float) -> None:
+@pytest.mark.parametrize("allowed", ["1 MB", 0.7])
+def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
+    allowed: str | float,
+) -> None:
     """Fallbacks after an error of torch's: the step is planned as any other."""
     net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     batch = torch.randn(64, 16)
-    limit, other = lowtide.budget(share), lowtide.budget(share)
+    limit, other = lowtide.budget(allowed), lowtide.budget(allowed)
 
     def step(tries: bool) -> list[Tensor]:
         net.zero_grad()
@@ -262,7 +264,7 @@ def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(sha
         report = limit.report()
         assert report.recorded_operations == other.report().recorded_operations
         assert report.planned or number == 0
-    assert (report.replayed_operations > 0) == (share < 1)
+    assert (report.replayed_operations > 0) == (allowed == 0.7)
 
 
 # Rule 12: off means off.
