@@ -24,6 +24,7 @@ from typing import Any
 from lowtide import _compat
 from lowtide.compiled import build
 from lowtide.errors import UsageError
+from lowtide.planner.flow import CutWith
 from lowtide.planner.polish import Polish
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
@@ -107,14 +108,23 @@ def new_recorder(tape: Tape) -> Recorder:
 
 
 def annealing() -> Polish | None:
-    """What the planner ends its searches with; None where the Python recorder is in force.
+    """What the planner ends its searches with; None where the Python recorder is in force."""
+    found = _core_to_plan_with()
+    return found.anneal if found is not None else None
 
-    Whoever only plans has no recorder built for it.
-    """
+
+def cutting() -> CutWith | None:
+    """What the planner proves with; None where the Python recorder is in force."""
+    found = _core_to_plan_with()
+    return found.minimum_cut if found is not None else None
+
+
+def _core_to_plan_with() -> Any:
+    """Whoever only plans has no recorder built for it."""
     if _choice.wanted is None and _asked_for() == "auto" and not build.target().exists():
         return None
     _settle()
-    return core().anneal if core() is not None else None
+    return core()
 
 
 def core() -> Any:

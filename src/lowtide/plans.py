@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -325,12 +325,14 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
     share = margins.PREDICTED[step.source] if margin is None else margin
-    polish = engine.annealing()
-    solution = solve(graph, limit, margin=int(share * limit), prove=True, polish_with=polish)
+    search = partial(
+        solve, graph, limit, prove=True, polish_with=engine.annealing(), cut_with=engine.cutting()
+    )
+    solution = search(margin=int(share * limit))
     for less in (int(margins.PREDICTED_HAIR * limit), 0):
         if solution.status == "infeasible":
             # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
-            closer = solve(graph, limit, margin=less, prove=True, polish_with=polish)
+            closer = search(margin=less)
             solution = closer if closer.peak <= limit - less else solution
     if solution.peak > limit:
         least = minimum(graph)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "anneal.h"
+#include "flow.h"
 #include "objects.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -133,6 +134,32 @@ inline PyObject* anneal(PyObject*, PyObject* args) {
     }
   }
   return py::cast(found).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+// minimum_cut(nodes, heads, rooms): bytes, of each node whether it is on the source's side.
+inline PyObject* minimum_cut(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  int nodes;
+  PyObject *heads, *rooms;
+  if (!PyArg_ParseTuple(args, "iO!O!", &nodes, &PyList_Type, &heads, &PyList_Type, &rooms)) {
+    return nullptr;
+  }
+  auto head = py::handle(heads).cast<std::vector<int32_t>>();
+  std::vector<int64_t> room(PyList_GET_SIZE(rooms));
+  check(nodes >= 2 && head.size() == room.size() && head.size() % 2 == 0);
+  check_within(head, 0, nodes);
+  for (size_t arc = 0; arc < room.size(); ++arc) {
+    room[arc] = PyLong_AsLongLong(PyList_GET_ITEM(rooms, arc));
+  }
+  if (PyErr_Occurred()) return nullptr;
+  check_within(room, 0, 2 * INFINITE);
+  std::vector<char> side;
+  {
+    py::gil_scoped_release unlocked;
+    side = Network(nodes, head, std::move(room)).cut();
+  }
+  return PyBytes_FromStringAndSize(side.data(), static_cast<Py_ssize_t>(side.size()));
   END_HANDLE_TH_ERRORS
 }
 

@@ -28,6 +28,7 @@ from lowtide.planner.cut import (
     peak_moment,
     room_at,
 )
+from lowtide.planner.flow import CutWith
 from lowtide.planner.graph import Graph
 from lowtide.planner.greedy import greedy
 from lowtide.planner.lowest import lowest
@@ -66,6 +67,7 @@ def solve(
     time_limit: float = 60.0,
     prove: bool = False,
     polish_with: Polish | None = None,
+    cut_with: CutWith | None = None,
 ) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
@@ -89,7 +91,8 @@ def solve(
     | nothing fits even so               | "infeasible", with the lowest peak met            |
 
     `polish_with` never decides whether something fits: a limit is refused with it or without.
-    With `prove`, as much time again goes into raising the bound; the plan stays the same.
+    With `prove`, as much time again goes into raising the bound; the plan stays the same. With
+    `cut_with` that proves more.
     """
     began = perf_counter()
     search = Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
@@ -108,8 +111,9 @@ def solve(
         polish(search, polish_with)
     if prove and search.price is not None and search.fits and not search.near_bound():
         search.bound = raised(
-            search.problem, search.limit, search.plain, search.best, search.price, search.bound
-        )
+            search.problem, search.limit, search.plain, search.best, search.price, search.bound,
+            cut_with,
+        )  # fmt: skip
     return search.solution(began)
 
 

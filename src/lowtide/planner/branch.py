@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from lowtide.planner.cut import SCALE
-from lowtide.planner.flow import INFINITE, Network
+from lowtide.planner.flow import INFINITE, CutWith, Network
 from lowtide.planner.moments import Moments, raise_bound
 from lowtide.planner.repair import Problem
 
@@ -35,8 +35,10 @@ WIDE = 3
 class Branch(Moments):
     """Cuts at several moments where it is decided of some values whether they are held."""
 
-    def __init__(self, problem: Problem, moments: list[int], limit: int) -> None:
-        super().__init__(problem.sim, moments, limit)
+    def __init__(
+        self, problem: Problem, moments: list[int], limit: int, cut_with: CutWith | None = None
+    ) -> None:
+        super().__init__(problem.sim, moments, limit, cut_with)
         self.problem = problem
         self.moments = moments
         self.cuts = 0
@@ -120,8 +122,7 @@ class Branch(Moments):
         network, sim = self.network, self.sim
         self.cuts += 1
         self._load(prices)
-        network.maximise()
-        side = self.side = network.source_side()
+        side = self.side = network.cut()
         seconds = self.known + sum(cost for node, cost in self.due if side[node])
         over = [-room for room in self.rooms]
         for value, arcs in self.arcs.items():
@@ -139,11 +140,12 @@ class Branch(Moments):
         network, sim = self.network, self.sim
         network.restore(self.undecided)
         room, needed = network.room, sim.graph.needed
+        scaled = [min(price * SCALE, self.dearest) for price in prices]
         for value, arcs in self.arcs.items():
             held, size, release = self.held.get(value), sim.nbytes[value], sim.release[value]
             for index, arc, pay in arcs:
                 asked = needed[value] >= self.moments[index]
-                capacity = int(prices[index] * SCALE * size)
+                capacity = int(scaled[index] * size)
                 if held:
                     # What is still asked for is there whatever a cut says.
                     room[pay] = 0 if asked else capacity
@@ -162,13 +164,15 @@ class Branch(Moments):
     def _kept(self, value: int) -> bool:
         """Whether the last cut has a value in memory at its first moment."""
         _, arc, _ = self.arcs[value][0]
-        return self.side[self.network.head[arc ^ 1]] and not self.side[self.network.head[arc]]
+        head = self.network.head
+        return bool(self.side[head[arc ^ 1]]) and not self.side[head[arc]]
 
     def candidates(self) -> list[int]:
         """Values to decide on: large ones of which the last cuts did not know, or did not pay for.
 
         What a replay by one of the moments reads; what one cut with these decisions holds and
-        another does not; what is asked for by one of the moments and not held.
+        another does not; what is asked for by one of the moments and not held. Where all that is
+        decided, anything that is left.
         """
         sim, first_event, last = self.sim, self.sim.graph.first_event, len(self.moments)
         reads = (x for op, by in self.work.items() if by < last for x in sim.reads[op])
@@ -180,7 +184,7 @@ class Branch(Moments):
             *self._largest(v for v in asked if not self._kept(v))[:2],
             *self._largest(asked)[:2],
         ]
-        return list(dict.fromkeys(found))[:WIDE]
+        return list(dict.fromkeys(found))[:WIDE] or self._largest(self.arcs)[:WIDE]
 
     def _largest(self, values: Iterable[int]) -> list[int]:
         size, held = self.sim.nbytes, self.held
@@ -200,6 +204,11 @@ class Tree:
         raised = [raise_bound(model, prices, 0.0, target, FIRST_CLIMBS) for prices in starts]
         best, prices = max(raised)
         self._add(model.start(), prices, best, CLIMBS)
+
+    @property
+    def moments(self) -> list[int]:
+        """Those of its model."""
+        return self.model.moments
 
     @property
     def bound(self) -> float:

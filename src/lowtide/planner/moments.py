@@ -17,7 +17,7 @@ Rejected: a linear program, which is this bound's limit and needs a solver as a 
 from __future__ import annotations
 
 from lowtide.planner.cut import SCALE, moment_weights, room_at
-from lowtide.planner.flow import INFINITE, Network
+from lowtide.planner.flow import INFINITE, CutWith, Network
 from lowtide.planner.simulate import Simulator
 
 APART = 2
@@ -52,13 +52,15 @@ def _small(sizes: list[int], total: int) -> int:
 class Moments:
     """Cuts of one graph at several moments, for any prices."""
 
-    def __init__(self, sim: Simulator, moments: list[int], limit: int) -> None:
+    def __init__(
+        self, sim: Simulator, moments: list[int], limit: int, cut_with: CutWith | None = None
+    ) -> None:
         self.sim = sim
         small = _small(sim.nbytes, limit // NEGLIGIBLE)
         self.rooms = [room_at(sim, ("backward", event), limit) for event in moments]
         self.priced: list[list[tuple[int, int, int, int]]] = []
         nodes = 2
-        self.network = network = Network(2)
+        self.network = network = Network(2, cut_with)
         earlier: dict[int, int] = {}
 
         def node() -> int:
@@ -111,17 +113,17 @@ class Moments:
             self.replays.append(replays)
             earlier.update(replays)
         self.empty = network.snapshot()
+        self.dearest = INFINITE / max(1, *sim.nbytes)  # no more is paid for a byte
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         """Seconds that these prices prove, and the bytes by which the cut is over each room."""
         network = self.network
         network.restore(self.empty)
         for price, priced in zip(prices, self.priced, strict=True):
-            scaled = price * SCALE
+            scaled = min(price * SCALE, self.dearest)
             for arc, size, _, _ in priced:
                 network.room[arc] = int(scaled * size)
-        network.maximise()
-        side = network.source_side()
+        side = network.cut()
         seconds = sum(cost for node, cost in self.paid if side[node])
         over = [
             sum(size for _, size, here, maker in priced if side[here] and not side[maker]) - room

@@ -9,11 +9,14 @@ runs a plan need not know how good it is.
 from __future__ import annotations
 
 from lowtide.planner.branch import Branch, Tree
+from lowtide.planner.flow import CutWith
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.repair import Candidate, Problem, trace_of
 
 WORK = 200_000
 """Nodes of the networks that may be cut."""
+COMPILED_WORK, COMPILED_ROUNDS = 2_000_000, 3
+"""The same where somebody brings faster cuts, and how many moments may join that of the peak."""
 LATER = 4
 """Moments tried besides that of the plain peak."""
 PROBE = 3
@@ -29,41 +32,57 @@ def prove(
     best: Candidate,
     main: tuple[int, float],
     bound: float,
+    cut_with: CutWith | None = None,
 ) -> float:
     """The best bound found, `bound` or better.
 
     `main` is the event of the plain peak and the price of a byte there, `best` the plan found.
-    The moment of the plain peak alone and with a later one is branched on; then what has proved
-    most gets the rest of the work.
+    The moment of the plain peak alone and with a later one is branched on; with faster cuts those
+    that have proved most are joined by another moment, and by one more; then what has proved most
+    gets the rest of the work.
     """
     event, price = main
     target = best.result.seconds
-    pairs = _pairs(trace_of(plain.result).backward, trace_of(best.result).backward, event, limit)
+    work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
+    later = _later(trace_of(plain.result).backward, trace_of(best.result).backward, event, limit)
+    later = later[: rounds * LATER]
+    size = len(problem.sim.cost) + len(problem.sim.nbytes)
     trees: list[Tree] = []
-    left = WORK
-    for moments in [*pairs, [event]]:
-        if left < LEAST * len(moments) * (len(problem.sim.cost) + len(problem.sim.nbytes)):
-            continue
-        model = Branch(problem, moments, limit)
-        starts = [[price]]
-        if len(moments) > 1:
-            # What is held at one of them is mostly held at the other, or the other is no peak.
-            starts = [[price / 2, price / 2], [price, 0.0]]
-        trees.append(Tree(model, starts, target))
-        left -= trees[-1].grow(WORK // (PROBE * (len(pairs) + 1)))
-    # Of those that have proved the same, the first pair has seen the plan's own peak.
-    trees.sort(key=lambda tree: -round(tree.bound / target, 3))
+    chosen, left = [event], work
+    for _ in range(rounds):
+        tried = [sorted([*chosen, another]) for another in later if another not in chosen]
+        if not trees:
+            tried.append(chosen)
+        for moments in tried:
+            if left < LEAST * len(moments) * size:
+                continue
+            starts = _starts(moments, event, price)
+            trees.append(Tree(Branch(problem, moments, limit, cut_with), starts, target))
+            left -= trees[-1].grow(work // (PROBE * rounds * len(tried)))
+        # Of those that have proved the same, the first pair has seen the plan's own peak.
+        trees.sort(key=lambda tree: -round(tree.bound / target, 3))
+        if not trees or trees[0].moments == chosen:
+            break
+        chosen = trees[0].moments
     for tree in trees:
         left -= tree.grow(left)
     return max(bound, *(tree.bound for tree in trees)) if trees else bound
 
 
-def _pairs(plain: list[int], best: list[int], main: int, limit: int) -> list[list[int]]:
-    """The moment of the plain peak and a later one over the limit in the plain step.
+def _starts(moments: list[int], event: int, price: float) -> list[list[float]]:
+    """Prices to begin with: what is held at one of them is mostly held at the others, or the others
+    are no peaks."""
+    if len(moments) == 1:
+        return [[price]]
+    return [[price / len(moments)] * len(moments), [price * (m == event) for m in moments]]
+
+
+def _later(plain: list[int], best: list[int], main: int, limit: int) -> list[int]:
+    """Moments after that of the plain peak that are over the limit in the plain step.
 
     Those are its own peaks and those of the plan; they show what is replayed twice.
     """
     own = [event for event in sorted(range(len(best)), key=lambda e: (-best[e], e))
            if plain[event] > limit]  # fmt: skip
     near = [*own[:LATER], *worst_moments(plain, limit, LATER)]
-    return [[main, event] for event in dict.fromkeys(near) if event > main][:LATER]
+    return [event for event in dict.fromkeys(near) if event > main]

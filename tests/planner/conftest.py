@@ -1,0 +1,20 @@
+"""What the tests of the planner share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lowtide import engine
+from lowtide.compiled import build
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[Any]:
+    """The compiled core, in force while the tests of a file run."""
+    if not build.target().exists() and build.possible() is not None:
+        pytest.skip("no compiled core here")
+    with engine.use("compiled"):
+        yield engine.core()

@@ -1,0 +1,119 @@
+"""Cuts in C++ are those of Python, and prove what they may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from graphs import unet
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from test_solve import tiny
+
+from lowtide import engine
+from lowtide.planner import Simulator, keep_all, simulate, solve
+from lowtide.planner.branch import Branch, Tree
+from lowtide.planner.flow import INFINITE, CutWith, Network
+from lowtide.planner.reference import brute_force
+from lowtide.planner.repair import Problem
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
+
+
+@pytest.fixture(scope="module")
+def cut_with(core: Any) -> CutWith:
+    found = engine.cutting()
+    assert found is not None
+    return found
+
+
+capacities = st.one_of(st.integers(0, 9), st.just(INFINITE), st.integers(INFINITE // 2, INFINITE))
+arcs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), capacities), max_size=40)
+anyhow = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@anyhow
+@given(edges=arcs)
+def test_the_smallest_cut_of_any_network(
+    cut_with: CutWith, edges: list[tuple[int, int, int]]
+) -> None:
+    here, there = Network(10), Network(10, cut_with)
+    for tail, head, capacity in edges:
+        if tail != head:
+            here.arc(tail, head, capacity)
+            there.arc(tail, head, capacity)
+    rooms = there.snapshot()
+    assert list(map(bool, there.cut())) == here.cut()
+    assert there.room == rooms  # the flow is not kept
+
+
+def test_a_long_chain_needs_no_recursion(cut_with: CutWith) -> None:
+    count = 20_000
+    network = Network(count, cut_with)
+    network.arc(0, 2, INFINITE)
+    for node in range(2, count - 1):
+        network.arc(node, node + 1, 7 - (node == count // 2))
+    network.arc(count - 1, 1, 8)
+    assert sum(network.cut()) == count // 2  # the source, and up to the narrowest arc
+
+
+@pytest.mark.parametrize(
+    ("nodes", "heads", "rooms"),
+    [
+        (3, [2, 3], [1, 0]),
+        (3, [-1, 0], [1, 0]),
+        (3, [2], [1]),
+        (3, [2, 0], [1]),
+        (1, [0, 0], [1, 0]),
+        (3, [2, 0], [-1, 0]),
+        (3, [2, 0], [1 << 61, 0]),
+    ],
+)
+def test_what_is_no_network_is_refused(
+    cut_with: CutWith, nodes: int, heads: list[int], rooms: list[int]
+) -> None:
+    with pytest.raises(RuntimeError, match="these lists are not a graph's"):
+        cut_with(nodes, heads, rooms)
+
+
+def test_a_capacity_that_is_no_number_of_64_bits_is_refused(cut_with: CutWith) -> None:
+    with pytest.raises(OverflowError):
+        cut_with(3, [2, 0], [1 << 70, 0])
+
+
+@anyhow
+@given(st.integers(0, 10**9), st.integers(3, 6), st.floats(0, 1), st.data())
+def test_branches_prove_the_same_and_never_more_than_the_best_plan_takes(
+    cut_with: CutWith, seed: int, ops: int, share: float, data: st.DataObject
+) -> None:
+    graph = tiny(seed, ops)
+    assume(graph.events)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    _, lowest = brute_force(graph, 0)
+    limit = lowest + int((plain - lowest) * share)
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    events = st.integers(0, len(graph.events) - 1)
+    moments = sorted(data.draw(st.sets(events, min_size=1, max_size=4)))
+    prices = [best.result.seconds / plain / len(moments)] * len(moments)
+    target = best.result.seconds * 2 + 1e-3
+    trees = [
+        Tree(Branch(Problem(Simulator(graph)), moments, limit, way), [prices], target)
+        for way in (None, cut_with)
+    ]
+    assert [tree.grow(5000) for tree in trees] == [trees[0].done] * 2
+    assert trees[0].bound == trees[1].bound <= best.result.seconds + 1e-9
+
+
+def test_more_is_proved_of_the_same_plan(cut_with: CutWith) -> None:
+    graph = unet()
+    limit = int(0.45 * simulate(graph, keep_all(graph).retain).peak)
+    ways = [solve(graph, limit, prove=True, cut_with=way) for way in (None, cut_with)]
+    assert ways[0].plan == ways[1].plan
+    lower = [way.lower_bound or 0.0 for way in ways]
+    assert lower[0] < lower[1] <= ways[1].seconds
+    again = solve(graph, limit, prove=True, cut_with=cut_with)
+    assert again.lower_bound == ways[1].lower_bound
