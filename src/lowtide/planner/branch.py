@@ -16,7 +16,7 @@ Rejected: an integer program with a solver, which proves the same without prices
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from lowtide.planner.cut import SCALE
@@ -34,6 +34,9 @@ WIDE = 3
 
 class Branch(Moments):
     """Cuts at several moments where it is decided of some values whether they are held."""
+
+    NEVER = -1
+    """In place of a moment: what is not to be had for any price."""
 
     def __init__(
         self, problem: Problem, moments: list[int], limit: int, cut_with: CutWith | None = None
@@ -114,58 +117,70 @@ class Branch(Moments):
                 room[self.again[by][op]] = round(sim.cost[op] * SCALE)
                 self.due.append((self.replays[by][op], sim.cost[op]))
         self.known = sum(sim.cost[op] for op in work)
+        self._sort(held)
         self.undecided = room
-        self.met: dict[bool, set[int]] = {}
+        self.met: dict[bool, Sequence[int]] = {}
         return True
 
+    def _sort(self, held: Held) -> None:
+        """What depends on prices with these decisions."""
+        sim, needed, network = self.sim, self.sim.graph.needed, self.network
+        # (moment, bytes, arc), and where flow goes on from it straight to the sink, the drain.
+        self.bought: list[tuple[int, int, int]] = []
+        self.asked: list[tuple[int, int, int, int]] = []
+        # (moment, bytes, node, and that of the producer: without it if the value is held).
+        self.there: list[tuple[int, int, int, int]] = []
+        for value, arcs in self.arcs.items():
+            decided, size = held.get(value), sim.nbytes[value]
+            gone = decided is False and sim.release[value] < 0
+            for index, arc, pay in arcs:
+                asked, drains = needed[value] >= self.moments[index], self.drain[index]
+                here, maker = network.head[arc ^ 1], network.head[arc]
+                self.there.append((index, size, here, Network.SINK if decided else maker))
+                if decided:
+                    if not asked:  # what is, is there whatever a cut says
+                        self.bought.append((index, size, pay))
+                    continue
+                if gone or size > self.rooms[index]:
+                    index, size = self.NEVER, 1
+                if asked:
+                    self.asked.append((index, size, arc, drains[sim.producer[value]]))
+                else:
+                    self.bought.append((index, size, arc))
+
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
-        network, sim = self.network, self.sim
         self.cuts += 1
         self._load(prices)
-        side = self.side = network.cut()
+        side = self.network.cut()
         seconds = self.known + sum(cost for node, cost in self.due if side[node])
         over = [-room for room in self.rooms]
-        for value, arcs in self.arcs.items():
-            held, size = self.held.get(value), sim.nbytes[value]
-            for index, arc, _ in arcs:
-                here, maker = network.head[arc ^ 1], network.head[arc]
-                if side[here] and (held or not side[maker]):
-                    over[index] += size
+        for index, size, here, maker in self.there:
+            if side[here] and not side[maker]:
+                over[index] += size
         dear = sum(p * o for p, o in zip(prices, over, strict=True))
-        self.met[dear > 0] = {value for value in self.arcs if self._kept(value)}
+        self.met[dear > 0] = self.side = side
         return seconds + dear, over
 
     def _load(self, prices: list[float]) -> None:
         """Set the capacities, and the flow that goes from a value straight to its producer."""
-        network, sim = self.network, self.sim
-        network.restore(self.undecided)
-        room, needed = network.room, sim.graph.needed
+        self.network.restore(self.undecided)
+        room = self.network.room
         scaled = [min(price * SCALE, self.dearest) for price in prices]
-        for value, arcs in self.arcs.items():
-            held, size, release = self.held.get(value), sim.nbytes[value], sim.release[value]
-            for index, arc, pay in arcs:
-                asked = needed[value] >= self.moments[index]
-                capacity = int(scaled[index] * size)
-                if held:
-                    # What is still asked for is there whatever a cut says.
-                    room[pay] = 0 if asked else capacity
-                    continue
-                if (held is False and release < 0) or size > self.rooms[index]:
-                    capacity = INFINITE
-                room[arc] = capacity
-                if asked:
-                    drain = self.drain[index][sim.producer[value]]
-                    push = min(capacity, room[drain])
-                    room[arc] -= push
-                    room[arc ^ 1] += push
-                    room[drain] -= push
-                    room[drain ^ 1] += push
+        scaled.append(INFINITE)
+        for index, size, arc in self.bought:
+            room[arc] = int(scaled[index] * size)
+        for index, size, arc, drain in self.asked:
+            capacity = int(scaled[index] * size)
+            push = min(capacity, room[drain])
+            room[arc], room[arc ^ 1] = capacity - push, push
+            room[drain] -= push
+            room[drain ^ 1] += push
 
-    def _kept(self, value: int) -> bool:
-        """Whether the last cut has a value in memory at its first moment."""
+    def _kept(self, value: int, side: Sequence[int]) -> bool:
+        """Whether a cut has a value in memory at its first moment."""
         _, arc, _ = self.arcs[value][0]
         head = self.network.head
-        return bool(self.side[head[arc ^ 1]]) and not self.side[head[arc]]
+        return bool(side[head[arc ^ 1]]) and not side[head[arc]]
 
     def candidates(self) -> list[int]:
         """Values to decide on: large ones of which the last cuts did not know, or did not pay for.
@@ -176,12 +191,16 @@ class Branch(Moments):
         """
         sim, first_event, last = self.sim, self.sim.graph.first_event, len(self.moments)
         reads = (x for op, by in self.work.items() if by < last for x in sim.reads[op])
-        differ = self.met.get(True, set()) ^ self.met.get(False, set())
+        differ: Iterable[int] = ()
+        if len(self.met) == 2:
+            differ = (
+                v for v in self.arcs if len({self._kept(v, s) for s in self.met.values()}) > 1
+            )
         asked = [v for v in self.arcs if 0 <= first_event[v] <= self.moments[-1]]
         found = [
             *self._largest(reads)[:WIDE],
-            *(self._largest(differ)[:2] if len(self.met) == 2 else []),
-            *self._largest(v for v in asked if not self._kept(v))[:2],
+            *self._largest(differ)[:2],
+            *self._largest(v for v in asked if not self._kept(v, self.side))[:2],
             *self._largest(asked)[:2],
         ]
         return list(dict.fromkeys(found))[:WIDE] or self._largest(self.arcs)[:WIDE]
