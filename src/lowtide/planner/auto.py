@@ -25,6 +25,7 @@ from lowtide.planner.cut import (
     hull,
     lower_bound,
     moment_weights,
+    number_of,
     peak_moment,
     room_at,
 )
@@ -109,9 +110,9 @@ def solve(
         _exchange(search)
     if polish_with is not None and search.fits and not search.near_bound():
         polish(search, polish_with)
-    if prove and search.price is not None and search.fits and not search.near_bound():
+    if prove and search.main is not None and search.fits and not search.near_bound():
         search.bound = raised(
-            search.problem, search.limit, search.plain, search.best, search.price, search.bound,
+            search.problem, search.limit, search.plain, search.best, search.main, search.bound,
             cut_with,
         )  # fmt: skip
     return search.solution(began)
@@ -155,8 +156,9 @@ def _cuts(search: Search) -> None:
     free = free_holds(sim, weight)
     if search.done():
         return
+    search.main = number_of(sim, at), best_price(room, cuts)
     if at[0] == "backward":
-        search.price = at[1], best_price(room, cuts)
+        search.price = search.main
     stop = sim.evaluations + search.allowed // 4
     for held in _starts(search, cuts, weight, room, event):
         _start(search, held | free)

@@ -132,9 +132,11 @@ class Branch(Moments):
         self.there: list[tuple[int, int, int, int]] = []
         for value, arcs in self.arcs.items():
             decided, size = held.get(value), sim.nbytes[value]
-            gone = decided is False and sim.release[value] < 0
             for index, arc, pay in arcs:
-                asked, drains = needed[value] >= self.moments[index], self.drain[index]
+                moment, drains = self.moments[index], self.drain[index]
+                asked = needed[value] >= max(moment, 0)
+                # Before backward nothing is replayed: what is not held is not there.
+                gone = decided is False and (sim.release[value] < 0 or moment < 0)
                 here, maker = network.head[arc ^ 1], network.head[arc]
                 self.there.append((index, size, here, Network.SINK if decided else maker))
                 if decided:

@@ -110,6 +110,20 @@ def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
     ]
 
 
+def moment_at(sim: Simulator, number: int) -> tuple[str, int]:
+    """A moment by its number, as `moment_weights` takes it: events of backward from 0 on, and
+    before them, with numbers below 0, the operations of the forward and its end."""
+    if number >= 0:
+        return "backward", number
+    return "forward", len(sim.forward_peak) + number
+
+
+def number_of(sim: Simulator, at: tuple[str, int]) -> int:
+    """The number of a moment."""
+    phase, index = at
+    return index if phase == "backward" else index - len(sim.forward_peak)
+
+
 def room_at(sim: Simulator, at: tuple[str, int], limit: int) -> int:
     """Bytes that a plan may hold at a moment under a limit."""
     phase, index = at

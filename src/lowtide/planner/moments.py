@@ -16,7 +16,7 @@ Rejected: a linear program, which is this bound's limit and needs a solver as a 
 
 from __future__ import annotations
 
-from lowtide.planner.cut import SCALE, moment_weights, room_at
+from lowtide.planner.cut import SCALE, moment_at, moment_weights, room_at
 from lowtide.planner.flow import INFINITE, CutWith, Network
 from lowtide.planner.simulate import Simulator
 
@@ -50,14 +50,17 @@ def _small(sizes: list[int], total: int) -> int:
 
 
 class Moments:
-    """Cuts of one graph at several moments, for any prices."""
+    """Cuts of one graph at several moments, for any prices.
+
+    `moments` are numbers of `moment_at`, in order.
+    """
 
     def __init__(
         self, sim: Simulator, moments: list[int], limit: int, cut_with: CutWith | None = None
     ) -> None:
         self.sim = sim
         small = _small(sim.nbytes, limit // NEGLIGIBLE)
-        self.rooms = [room_at(sim, ("backward", event), limit) for event in moments]
+        self.rooms = [room_at(sim, moment_at(sim, moment), limit) for moment in moments]
         self.priced: list[list[tuple[int, int, int, int]]] = []
         nodes = 2
         self.network = network = Network(2, cut_with)
@@ -73,8 +76,8 @@ class Moments:
         self.base: dict[int, int] = {}  # of each operation, the arc that pays for it
         self.replays: list[dict[int, int]] = []  # of each moment, the nodes of its operations
         self.values: list[list[int]] = []  # of each moment, the values that have a price
-        for event in moments:
-            weight = moment_weights(sim, ("backward", event))
+        for moment in moments:
+            weight = moment_weights(sim, moment_at(sim, moment))
             weight = [size if size > small else 0 for size in weight]
             replays: dict[int, int] = {}
             for value, size in enumerate(weight):
@@ -103,7 +106,7 @@ class Moments:
                     continue
                 self.values[-1].append(value)
                 priced.append((network.arc(here, maker, 0), size, here, maker))
-                if sim.graph.needed[value] >= event:
+                if sim.graph.needed[value] >= max(moment, 0):
                     network.arc(Network.SOURCE, here, INFINITE)
             for op, here in replays.items():
                 for x in sim.reads[op]:

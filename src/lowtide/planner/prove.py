@@ -12,6 +12,7 @@ from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.flow import CutWith
 from lowtide.planner.moments import worst_moments
 from lowtide.planner.repair import Candidate, Problem, trace_of
+from lowtide.planner.simulate import Trace
 
 WORK = 200_000
 """Nodes of the networks that may be cut."""
@@ -21,6 +22,8 @@ LATER = 4
 """Moments tried besides that of the plain peak."""
 PROBE = 3
 """The part of the work that is spent on all of them alike."""
+NEAR = 0.98
+"""The part of the limit from which on a moment of the plan is one of its peaks."""
 LEAST = 8
 """Cuts without which nothing is proved that the cut at one moment does not prove."""
 
@@ -36,15 +39,15 @@ def prove(
 ) -> float:
     """The best bound found, `bound` or better.
 
-    `main` is the event of the plain peak and the price of a byte there, `best` the plan found.
-    The moment of the plain peak alone and with a later one is branched on; with faster cuts those
-    that have proved most are joined by another moment, and by one more; then what has proved most
-    gets the rest of the work.
+    `main` is the moment of the plain peak, by its number, and the price of a byte there; `best` is
+    the plan found. That moment alone and with another is branched on; with faster cuts those that
+    have proved most are joined by a third, and by one more; then what has proved most gets the rest
+    of the work.
     """
     event, price = main
     target = best.result.seconds
     work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
-    later = _later(trace_of(plain.result).backward, trace_of(best.result).backward, event, limit)
+    later = _later(trace_of(plain.result), trace_of(best.result), event, limit)
     later = later[: rounds * LATER]
     size = len(problem.sim.cost) + len(problem.sim.nbytes)
     trees: list[Tree] = []
@@ -77,12 +80,17 @@ def _starts(moments: list[int], event: int, price: float) -> list[list[float]]:
     return [[price / len(moments)] * len(moments), [price * (m == event) for m in moments]]
 
 
-def _later(plain: list[int], best: list[int], main: int, limit: int) -> list[int]:
-    """Moments after that of the plain peak that are over the limit in the plain step.
+def _later(plain: Trace, best: Trace, main: int, limit: int) -> list[int]:
+    """Moments besides that of the plain peak that are over the limit in the plain step.
 
-    Those are its own peaks and those of the plan; they show what is replayed twice.
+    Those are the later ones of its own peaks and those of the plan, which show what is replayed
+    twice, and the highest of the forward where the plan is as high there.
     """
-    own = [event for event in sorted(range(len(best)), key=lambda e: (-best[e], e))
-           if plain[event] > limit]  # fmt: skip
-    near = [*own[:LATER], *worst_moments(plain, limit, LATER)]
-    return [event for event in dict.fromkeys(near) if event > main]
+    high, over = best.backward, [level > limit for level in plain.backward]
+    own = [event for event in sorted(range(len(high)), key=lambda e: (-high[e], e)) if over[event]]
+    near = [*own[:LATER], *worst_moments(plain.backward, limit, LATER)]
+    found = [event for event in dict.fromkeys(near) if event > main]
+    forward = max(range(len(best.forward)), key=best.forward.__getitem__, default=-1)
+    if main >= 0 and forward >= 0 and plain.forward[forward] > limit < best.forward[forward] / NEAR:
+        found.insert(0, forward - len(best.forward))
+    return found

@@ -48,7 +48,10 @@ class Search:
     method: str = "keep all"
     bound: float = 0.0
     price: tuple[int, float] | None = None
-    """The event of the plain peak, and the price of a byte there that proves most."""
+    """The event of the plain peak, and the price of a byte there that proves most; None where it
+    is in the forward."""
+    main: tuple[int, float] | None = None
+    """The same of any moment, by its number."""
 
     def __post_init__(self) -> None:
         retain = self.problem.keep_all()
