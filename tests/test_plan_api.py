@@ -22,6 +22,7 @@ import lowtide
 from lowtide import BudgetError, Plan, UsageError, engine
 from lowtide.dryrun import Dry
 from lowtide.frontier import curve_of
+from lowtide.observe import Observer
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
 from lowtide.plans import plan_step
 from lowtide.seen import Seen
@@ -364,6 +365,28 @@ def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path
     for _ in range(3):
         _, gradients = run(longer, x, budget)
         assert all(map(torch.equal, gradients, plain))
+
+
+def test_steps_of_a_plan_that_was_given_are_soon_no_longer_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its leaves are those of the dry run, so it stays beside the plan that was measured."""
+    model, x = network(6), batch()
+    budget = lowtide.budget(lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x)))
+    observers: list[Observer] = []
+
+    def watching(*args: Any) -> Observer:
+        observers.append(Observer(*args))
+        return observers[-1]
+
+    monkeypatch.setattr(sys.modules["lowtide.budget"], "Observer", watching)
+    watched = []
+    for _ in range(8):
+        run(model, x, budget)
+        assert budget.report().planned
+        watched.append(len(observers))
+    assert len(list(budget._plans)) == 2
+    assert 2 <= watched[3] == watched[-1]
 
 
 def test_a_plan_without_a_limit_can_be_run() -> None:

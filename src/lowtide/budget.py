@@ -203,7 +203,7 @@ class Budget(Planning):
 
     def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
-        measure = check_up or self._effort.to_measure(prepared, self._plans)
+        measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
         if not measure and self._alike >= _LEARNING_STEPS:
             return None
         earlier = prepared.seen.ops if prepared is not None else ()

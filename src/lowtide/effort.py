@@ -11,7 +11,7 @@ forcing is drawn by chance.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from lowtide.planner import Graph
 from lowtide.prepared import Prepared, Signature
@@ -39,11 +39,12 @@ class Effort:
         self._barren = 0  # plans that were made and not followed
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
 
-    def to_measure(self, expected: Prepared | None, known: Iterable[Prepared]) -> bool:
-        """Whether to measure a step that begins now."""
+    def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
+        """Whether to measure a step that begins now. `unmeasured`: whether another may come that
+        never was."""
         if expected is None or expected.lessons < LESSONS:
             return True
-        return self._awaited > 0 and not all(prepared.measured for prepared in known)
+        return self._awaited > 0 and unmeasured()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
         """Whether to plan a step that has gone by the plan for a larger one.

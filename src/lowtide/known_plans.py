@@ -43,6 +43,23 @@ class KnownPlans:
         more = replace(prepared, lessons=prepared.lessons + 1)
         self._plans = [more if known is prepared else known for known in self._plans]
 
+    def unmeasured(self) -> bool:
+        """Whether there is a plan for a step that never was measured.
+
+        One from a dry run or a file is for leaves of its own, so that it stays beside that of the
+        step which came.
+        """
+        return any(
+            not prepared.measured
+            and not any(
+                known.measured
+                and known.seen.place == prepared.seen.place
+                and known.signatures == prepared.signatures
+                for known in self._plans
+            )
+            for prepared in self._plans
+        )
+
     def remove(self, prepared: Prepared) -> None:
         """A step has exceeded its limit by this plan."""
         self._plans = [known for known in self._plans if _key(known) != _key(prepared)]
