@@ -239,6 +239,7 @@ def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
     allowed: str | float,
 ) -> None:
     """Fallbacks after an error of torch's: the step is planned as any other."""
+    gc.collect()  # a graph whose backward failed, in another test, is a step that goes on
     net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     batch = torch.randn(64, 16)
     limit, other = lowtide.budget(allowed), lowtide.budget(allowed)
