@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -266,6 +266,39 @@ def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
         assert report.recorded_operations == other.report().recorded_operations
         assert report.planned or number == 0
     assert (report.replayed_operations > 0) == (allowed == 0.7)
+
+
+def _out_of_bounds(x: Tensor) -> dict[str, Callable[[], object]]:
+    """Writes to `x` whose last index is not there: those before it have been written then."""
+    rows = torch.tensor([0, 1, 10**6])
+    wide = rows[:, None].expand(3, x.shape[1])
+    ones = torch.ones(3, x.shape[1])
+    return {
+        "renorm": lambda: F.embedding(rows, x, max_norm=0.1),
+        "index_put": lambda: x.index_put_((rows,), ones),
+        "index_add": lambda: x.index_add_(0, rows, ones),
+        "index_copy": lambda: x.index_copy_(0, rows, ones),
+        "scatter": lambda: x.scatter_(0, wide, ones),
+        "put": lambda: x.put_(10 * rows, ones[:, 0]),
+        "masked_scatter": lambda: x.masked_scatter_(torch.ones_like(x, dtype=torch.bool), ones),
+    }
+
+
+@every_way
+@pytest.mark.parametrize("write", _out_of_bounds(torch.zeros(1, 1)))
+def test_what_an_operator_wrote_before_it_raised_is_not_lost(write: str, way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8, 4)
+
+        def region(x: Tensor) -> Tensor:
+            h = 2 * x
+            with torch.no_grad(), suppress(IndexError, RuntimeError):
+                _out_of_bounds(h)[write]()
+            return (h.sin() * h).exp()
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario, way)
 
 
 # Rule 12: off means off.

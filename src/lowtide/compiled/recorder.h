@@ -118,9 +118,13 @@ inline bool run_recorded(
   }
   Stack before;  // for a decision that looks at the arguments, should the plan not hold
   if (state->asks && again) before.assign(stack->end() - static_cast<long>(count), stack->end());
-  {
+  try {
     WithoutGil released;
     run_below(op, keys, stack);
+  } catch (...) {  // it may have written a part before: nobody can make that again
+    Made none;
+    for (Written& each : written) rewritten(state, nullptr, each, none);
+    throw;
   }
   if (again) ++state->sequence;  // only now: one that raises is no operation of the step
   PyObject* policy = slot(state->region, layout.region_policy);

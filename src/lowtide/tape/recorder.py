@@ -10,7 +10,7 @@ call may be many operations and its saved tensors are made by others.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -202,16 +202,11 @@ class Recorder(Writes, _compat.Mode):
                 overwriting(entry.key, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
-        if self.timed and op is not None:
-            if self.cuda:
-                _compat.synchronize()
-            start = time.perf_counter()
-            result = _compat.called(func, args, kwargs)
-            if self.cuda:
-                _compat.synchronize()
-            op.seconds = time.perf_counter() - start
-        else:
-            result = _compat.called(func, args, kwargs)
+        try:
+            result = self._call(op, func, args, kwargs)
+        except BaseException:
+            self._raised(written)
+            raise
         if op is not None:
             self.sequence += 1
         made: list[Value] = []
@@ -232,6 +227,24 @@ class Recorder(Writes, _compat.Mode):
         if op is not None and filled is not None and facts.fills_saved is not None:
             self._saved_before(filled, args[facts.fills_saved])
         return result
+
+    def _call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run it, and time it if that is wanted."""
+        if not self.timed or op is None:
+            return _compat.called(func, args, kwargs)
+        if self.cuda:
+            _compat.synchronize()
+        start = time.perf_counter()
+        result = _compat.called(func, args, kwargs)
+        if self.cuda:
+            _compat.synchronize()
+        op.seconds = time.perf_counter() - start
+        return result
+
+    def _raised(self, written: Iterable[tuple[Entry, int | str]]) -> None:
+        """A call that raises may have written a part before: nobody can make that again."""
+        for entry, _ in written:
+            self._rewritten(None, None, entry, [])
 
     def _ambient(self) -> tuple[object, ...]:
         """The global switches; equal ones are one object, which a replay compares at no cost."""
@@ -256,7 +269,11 @@ class Recorder(Writes, _compat.Mode):
             overwriting(entry.key)
         if facts.has_bodies:
             args, kwargs = bodies.watched(facts.name, args, kwargs)
-        result = _compat.called(func, args, kwargs)
+        try:
+            result = _compat.called(func, args, kwargs)
+        except BaseException:
+            self._raised(written)
+            raise
         for entry, _ in written:
             self._rewritten(None, None, entry, [])
         self._register(None, result, [])
