@@ -143,12 +143,12 @@ class Branch(Moments):
                     if not asked:  # what is, is there whatever a cut says
                         self.bought.append((index, size, pay))
                     continue
-                if gone or size > self.rooms[index]:
-                    index, size = self.NEVER, 1
+                never = gone or size > self.rooms[index]
+                price = (self.NEVER, 1) if never else (index, size)
                 if asked:
-                    self.asked.append((index, size, arc, drains[sim.producer[value]]))
+                    self.asked.append((*price, arc, drains[sim.producer[value]]))
                 else:
-                    self.bought.append((index, size, arc))
+                    self.bought.append((*price, arc))
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         self.cuts += 1
