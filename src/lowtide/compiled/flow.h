@@ -2,9 +2,9 @@
 //
 // Problem: a proof of how good a plan is takes thousands of minimum cuts, each a tenth of a second in
 // Python. Invariant: the cut that is returned is the smallest of the minimum cuts, which does not
-// depend on the flow that proves it, so Python and this return the same. Capacities are less than
-// twice INFINITE: what an arc and its reverse have together never changes, so nothing overflows. Knows
-// nothing of Python or torch. Rejected: keeping a network from cut to cut. To copy it takes less than
+// depend on the flow that proves it, so Python and this return the same. Capacities are at most
+// INFINITE: what an arc and its reverse have together never changes, so nothing overflows. Knows nothing
+// of Python or torch. Rejected: keeping a network from cut to cut. To copy it takes less than
 // to cut it, and a network that Python changes in place would have to be told of each change.
 #pragma once
 

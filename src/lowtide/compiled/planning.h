@@ -150,10 +150,12 @@ inline PyObject* minimum_cut(PyObject*, PyObject* args) {
   check(nodes >= 2 && head.size() == room.size() && head.size() % 2 == 0);
   check_within(head, 0, nodes);
   for (size_t arc = 0; arc < room.size(); ++arc) {
-    room[arc] = PyLong_AsLongLong(PyList_GET_ITEM(rooms, arc));
+    int overflow = 0;
+    room[arc] = PyLong_AsLongLongAndOverflow(PyList_GET_ITEM(rooms, arc), &overflow);
+    if (overflow > 0 || room[arc] > INFINITE) room[arc] = INFINITE;
   }
   if (PyErr_Occurred()) return nullptr;
-  check_within(room, 0, 2 * INFINITE);
+  check_within(room, 0, INFINITE + 1);
   std::vector<char> side;
   {
     py::gil_scoped_release unlocked;

@@ -152,6 +152,7 @@ class Branch(Moments):
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         self.cuts += 1
+        prices = [min(price, self.dearest) for price in prices]
         self._load(prices)
         side = self.network.cut()
         seconds = self.known + sum(cost for node, cost in self.due if side[node])
@@ -167,8 +168,7 @@ class Branch(Moments):
         """Set the capacities, and the flow that goes from a value straight to its producer."""
         self.network.restore(self.undecided)
         room = self.network.room
-        scaled = [min(price * SCALE, self.dearest) for price in prices]
-        scaled.append(INFINITE)
+        scaled = [*(price * SCALE for price in prices), INFINITE]
         for index, size, arc in self.bought:
             room[arc] = int(scaled[index] * size)
         for index, size, arc, drain in self.asked:

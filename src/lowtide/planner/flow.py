@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-INFINITE = 1 << 60
-"""No capacity is more."""
+INFINITE = 1 << 100
+MOST = 1 << 60
+"""Where `CutWith` cuts, all capacities that are not infinite are together less."""
 
 
 class CutWith(Protocol):

@@ -17,7 +17,7 @@ Rejected: a linear program, which is this bound's limit and needs a solver as a 
 from __future__ import annotations
 
 from lowtide.planner.cut import SCALE, moment_at, moment_weights, room_at
-from lowtide.planner.flow import INFINITE, CutWith, Network
+from lowtide.planner.flow import INFINITE, MOST, CutWith, Network
 from lowtide.planner.simulate import Simulator
 
 APART = 2
@@ -116,14 +116,15 @@ class Moments:
             self.replays.append(replays)
             earlier.update(replays)
         self.empty = network.snapshot()
-        self.dearest = INFINITE / max(1, *sim.nbytes)  # no more is paid for a byte
+        # No more is paid for a byte: all that has a price is together less than what has none.
+        self.dearest = MOST / (2 * SCALE * len(moments) * max(sum(sim.nbytes), 1))
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
         """Seconds that these prices prove, and the bytes by which the cut is over each room."""
-        network = self.network
+        network, prices = self.network, [min(price, self.dearest) for price in prices]
         network.restore(self.empty)
         for price, priced in zip(prices, self.priced, strict=True):
-            scaled = min(price * SCALE, self.dearest)
+            scaled = price * SCALE
             for arc, size, _, _ in priced:
                 network.room[arc] = int(scaled * size)
         side = network.cut()

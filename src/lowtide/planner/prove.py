@@ -18,6 +18,8 @@ WORK = 200_000
 """Nodes of the networks that may be cut."""
 COMPILED_WORK, COMPILED_ROUNDS = 2_000_000, 3
 """The same where somebody brings faster cuts, and how many moments may join that of the peak."""
+LONGEST = 1e5
+"""Seconds of a forward up to which capacities are numbers that the networks take."""
 LATER = 4
 """Moments tried besides that of the plain peak."""
 PROBE = 3
@@ -46,6 +48,8 @@ def prove(
     """
     event, price = main
     target = best.result.seconds
+    if sum(problem.sim.cost) > LONGEST:
+        return bound
     work, rounds = (WORK, 1) if cut_with is None else (COMPILED_WORK, COMPILED_ROUNDS)
     later = _later(trace_of(plain.result), trace_of(best.result), event, limit)
     later = later[: rounds * LATER]
