@@ -31,6 +31,24 @@ from once import on_one_recorder
 pytestmark = on_one_recorder
 
 
+def contested(seed: int, ops: int, share: float) -> tuple[Graph, int, float]:
+    """A tiny graph, a limit between its lowest and its plain peak, and the least time under it."""
+    graph = tiny(seed, ops)
+    assume(graph.events)
+    plain = simulate(graph, keep_all(graph).retain).peak
+    _, lowest = brute_force(graph, 0)
+    limit = lowest + int((plain - lowest) * share)
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    return graph, limit, best.result.seconds
+
+
+def some_moments(graph: Graph, most: int) -> st.SearchStrategy[list[int]]:
+    """Of the forward and of backward, in order."""
+    numbers = st.integers(-len(Simulator(graph).forward_peak), len(graph.events) - 1)
+    return st.sets(numbers, min_size=1, max_size=most).map(sorted)
+
+
 def profile(graph: Graph) -> list[int]:
     trace = simulate(graph, keep_all(graph).retain, trace=True).trace
     assert trace is not None
@@ -47,19 +65,13 @@ def profile(graph: Graph) -> list[int]:
 def test_no_prices_prove_more_than_the_best_plan_takes(
     seed: int, ops: int, share: float, prices: list[float]
 ) -> None:
-    graph = tiny(seed, ops)
-    plain = simulate(graph, keep_all(graph).retain).peak
-    _, lowest = brute_force(graph, 0)
-    limit = lowest + int((plain - lowest) * share)
-    best, _ = brute_force(graph, limit)
-    assert best is not None
-    assume(graph.events)
+    graph, limit, best = contested(seed, ops, share)
     moments = list(range(-len(Simulator(graph).forward_peak), len(graph.events)))
     model = Moments(Simulator(graph), moments, limit)
     seconds, _ = model.bound(prices[: len(moments)])
-    assert seconds <= best.result.seconds + 1e-9
-    raised, _ = raise_bound(model, [0.0] * len(moments), 0.0, best.result.seconds, 12)
-    assert raised <= best.result.seconds + 1e-9
+    assert seconds <= best + 1e-9
+    raised, _ = raise_bound(model, [0.0] * len(moments), 0.0, best, 12)
+    assert raised <= best + 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,21 +79,14 @@ def test_no_prices_prove_more_than_the_best_plan_takes(
 def test_no_branches_prove_more_than_the_best_plan_takes(
     seed: int, ops: int, share: float, data: st.DataObject
 ) -> None:
-    graph = tiny(seed, ops)
-    assume(graph.events)
-    plain = simulate(graph, keep_all(graph).retain).peak
-    _, lowest = brute_force(graph, 0)
-    limit = lowest + int((plain - lowest) * share)
-    best, _ = brute_force(graph, limit)
-    assert best is not None
-    numbers = st.integers(-len(Simulator(graph).forward_peak), len(graph.events) - 1)
-    moments = sorted(data.draw(st.sets(numbers, min_size=1, max_size=3)))
-    prices = [best.result.seconds / plain / len(moments)] * len(moments)
+    graph, limit, best = contested(seed, ops, share)
+    moments = data.draw(some_moments(graph, 3))
+    prices = [best / limit / len(moments)] * len(moments)
     # Asked for more than there is, it branches to the end.
-    target = best.result.seconds * 2 + 1e-3
+    target = best * 2 + 1e-3
     tree = Tree(Branch(Problem(Simulator(graph)), moments, limit), [prices], target)
     assert tree.grow(20_000) > 0
-    assert tree.bound <= best.result.seconds + 1e-9
+    assert tree.bound <= best + 1e-9
 
 
 def test_what_is_larger_than_the_room_is_not_there() -> None:

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 from graphs import unet
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_solve import tiny
+from test_moments import contested, some_moments
 
 from lowtide import engine
 from lowtide.planner import Simulator, keep_all, simulate, solve
 from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.flow import INFINITE, CutWith, Network
-from lowtide.planner.reference import brute_force
 from lowtide.planner.repair import Problem
 from once import on_one_recorder
 
@@ -102,23 +101,16 @@ def test_prices_beyond_what_a_network_takes_prove_no_more_than_the_best_plan_tak
 def test_branches_prove_the_same_and_never_more_than_the_best_plan_takes(
     cut_with: CutWith, seed: int, ops: int, share: float, data: st.DataObject
 ) -> None:
-    graph = tiny(seed, ops)
-    assume(graph.events)
-    plain = simulate(graph, keep_all(graph).retain).peak
-    _, lowest = brute_force(graph, 0)
-    limit = lowest + int((plain - lowest) * share)
-    best, _ = brute_force(graph, limit)
-    assert best is not None
-    numbers = st.integers(-len(Simulator(graph).forward_peak), len(graph.events) - 1)
-    moments = sorted(data.draw(st.sets(numbers, min_size=1, max_size=4)))
-    prices = [best.result.seconds / plain / len(moments)] * len(moments)
-    target = best.result.seconds * 2 + 1e-3
+    graph, limit, best = contested(seed, ops, share)
+    moments = data.draw(some_moments(graph, 4))
+    prices = [best / limit / len(moments)] * len(moments)
+    target = best * 2 + 1e-3
     trees = [
         Tree(Branch(Problem(Simulator(graph)), moments, limit, way), [prices], target)
         for way in (None, cut_with)
     ]
     assert [tree.grow(5000) for tree in trees] == [trees[0].done] * 2
-    assert trees[0].bound == trees[1].bound <= best.result.seconds + 1e-9
+    assert trees[0].bound == trees[1].bound <= best + 1e-9
 
 
 # The figures are those reached with some room; they are there to catch a decline.

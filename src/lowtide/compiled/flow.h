@@ -1,6 +1,6 @@
 // Maximum flow, as `planner/flow.py` finds it.
 //
-// Problem: a proof of how good a plan is takes thousands of minimum cuts, each a tenth of a second in
+// Problem: a proof of how good a plan is takes thousands of minimum cuts, each some milliseconds in
 // Python. Invariant: the cut that is returned is the smallest of the minimum cuts, which does not
 // depend on the flow that proves it, so Python and this return the same. Capacities are at most
 // INFINITE: what an arc and its reverse have together never changes, so nothing overflows. Knows nothing

@@ -264,7 +264,7 @@ class Joint:
                 seconds = self._costs.seconds(node.target, args, kwargs, result)
                 name = _compat.schema_of(node.target).name
                 if self._channels_last and name.startswith("aten::convolution"):
-                    args = [_channels_last(arg) for arg in args]
+                    args = [_in_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
         late, state = node in self._late, _STATE if draws(node) else 0
@@ -300,7 +300,7 @@ def _key(tensor: torch.Tensor) -> int | None:
         return None
 
 
-def _channels_last(value: Any) -> Any:
+def _in_channels_last(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() != 4:
         return value
     return value.to(memory_format=torch.channels_last)
