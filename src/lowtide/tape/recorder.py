@@ -3,7 +3,7 @@
 Problem: to run an operation again one needs to know exactly which content of which storage it
 read. Invariant: a value that nobody can make again is either held or refused, never guessed (rule
 5). User code runs once (rule 2): the recorder calls each operator exactly once and hands back its
-own result. Imports known, operators, generators. Rejected: recording above autograd, where one
+own result. Imports saves, operators, generators. Rejected: recording above autograd, where one
 call may be many operations and its saved tensors are made by others.
 """
 
@@ -22,9 +22,8 @@ from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
+from lowtide.tape.saves import Saves
 from lowtide.tape.values import (
-    Handle,
-    Kept,
     Operation,
     RareOperation,
     Ref,
@@ -33,7 +32,6 @@ from lowtide.tape.values import (
     tensors_in,
 )
 from lowtide.tape.watch import overwriting
-from lowtide.tape.writes import Writes
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -42,19 +40,10 @@ Tensor = torch.Tensor
 _STRIDED = torch.strided
 
 
-class Recorder(Writes, _compat.Mode):
-    """A dispatch mode that records onto one tape. Open on one thread, for one forward.
+class Recorder(Saves, _compat.Mode):
+    """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
-    Attributes:
-        unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
-        next_step: called before autograd saves anything more, where a backward has ended what was
-            recorded so far. It may call `begin` with another tape.
-    """
-
-    unpack: Callable[[Any], Any]
-    new_handle: Callable[..., Handle] = Handle
     _among_others = False  # a mode around this one may change what every operator returns
-    replaying = False  # a backward inside the forward makes something again
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
@@ -67,18 +56,13 @@ class Recorder(Writes, _compat.Mode):
 
     def begin(self, tape: Tape) -> None:
         """Record onto this tape, as if nothing had been recorded before."""
-        Writes.__init__(self, tape)
-        self.tape = tape
-        self.decisions = tape.decisions
+        Saves.__init__(self, tape)
         self.timed = tape.timed
         self.cuda = _compat.cuda_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
-        self.next_step: Callable[[], None] | None = None
-        self.paused = False  # a backward runs inside the recording
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.cuda
-        self._asks = tape.decisions.asks
 
     # ------------------------------------------------------------------ operators
 
@@ -400,67 +384,6 @@ class Recorder(Writes, _compat.Mode):
         `live[0]`: bytes of the storages that were made in this recording and are still there.
         """
         self.table.clear()
-
-    # ------------------------------------------------------------------ autograd
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Saved-tensor hook: a handle in place of the tensor."""
-        if self.next_step is not None:
-            self.next_step()
-        entry = self.entry_of(tensor)
-        if entry is None or (self._lazy_bits and needs_care(tensor)):
-            return self._kept(tensor)
-        value = entry.value
-        if value is None:
-            value = self.value_in(entry)
-        region = self.region
-        if value.op is not None:
-            if value.op.sequence < self._group:
-                value.op = None  # see `_look_for_freed`
-            elif value.op.facts.constant:
-                value.op = None  # a foreign kernel may have filled it
-            elif value.scope is None or region.depth < value.scope.depth:
-                value.scope = region
-        if value.held is None and (
-            value.op is None or value.keep or (self._asks and self.decisions.saved(value, region))
-        ):
-            with _compat.disable_dispatch():
-                self._hold(entry, value, tensor)
-        # Where it is held for good, an alias tells; decisions may let it go later on.
-        if value.op is not None and entry.counter is None and (value.held is None or self._asks):
-            entry.counter = _compat.Counter(tensor)
-        handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
-        if self._asks:
-            self.decisions.packed(handle, value)
-        return handle
-
-    def forgotten(self, handle: Handle) -> None:
-        """A graph dies while the forward runs, and this handle with it.
-
-        What only such graphs have saved is held no longer. Where its memory lives on, as the
-        program's, the table knows the value again, as in `let_go`.
-        """
-        value = handle.value
-        if (
-            not self._asks
-            or self.paused
-            or self.next_step is not None
-            or self.replaying  # which counts on what is held
-            or value.op is None
-            or value.held is None
-            or value.keep
-            or any(other is not handle for other in value.handles())
-        ):
-            return
-        self.decisions.forgotten(value)
-        self.let_go(value)
-
-    @staticmethod
-    def _kept(tensor: Tensor) -> Kept:
-        if _compat.has_own_dispatch(type(tensor)):  # its own detach keeps it what it is
-            return Kept(_compat.detached_alias(tensor))
-        with _compat.disable_dispatch():
-            return Kept(tensor.detach())
 
 
 def _has_storage(tensor: Tensor) -> bool:

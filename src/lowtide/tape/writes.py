@@ -99,23 +99,6 @@ class Writes(Known):
             for handle in handles:
                 self.decisions.packed(handle, new)
 
-    def _saved_before(self, entry: Entry, tensor: Tensor) -> None:
-        """Autograd saved a tensor for the content that it has only now: as `pack` would have."""
-        value = self.value_in(entry)
-        handles = value.handles()
-        if not handles:
-            return
-        if value.held is None and (
-            value.keep or (self._asks and self.decisions.saved(value, self.region))
-        ):
-            with _compat.disable_dispatch():
-                self._hold(entry, value, tensor)
-        if entry.counter is None and (value.held is None or self._asks):
-            entry.counter = _compat.Counter(tensor)
-        if self._asks:
-            for handle in handles:
-                self.decisions.packed(handle, value)
-
     def _uncounted(self, tensor: Tensor) -> Tensor:
         """An alias whose counter does not move when a write that runs now has returned."""
         return tensor.data

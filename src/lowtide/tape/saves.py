@@ -1,0 +1,123 @@
+"""What autograd saves of what is recorded.
+
+Problem: autograd saves tensors in the middle of a forward, in graphs that may die before any
+backward. Invariant: what it has saved is held, or can be made again from the tape with the content
+that it had (rules 3 and 5); what only dead graphs have saved is held no longer. Imports known and
+writes. Rejected: handing autograd an alias of every tensor and freeing what a plan drops when the
+forward ends: the forward's own peak would be the plain step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.known import Entry, needs_care
+from lowtide.tape.values import Handle, Kept, Ref
+from lowtide.tape.writes import Writes
+
+if TYPE_CHECKING:
+    from lowtide.tape.tape import Tape
+
+Tensor = torch.Tensor
+
+
+class Saves(Writes):
+    """The part of a recorder that autograd calls.
+
+    Attributes:
+        unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
+        next_step: called before autograd saves anything more, where a backward has ended what was
+            recorded so far. It may call `begin` with another tape.
+    """
+
+    unpack: Callable[[Any], Any]
+    new_handle: Callable[..., Handle] = Handle
+    replaying = False  # a backward inside the forward makes something again
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self.tape = tape
+        self.decisions = tape.decisions
+        self.next_step: Callable[[], None] | None = None
+        self.paused = False  # a backward runs inside the recording
+        self._asks = tape.decisions.asks
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Saved-tensor hook: a handle in place of the tensor."""
+        if self.next_step is not None:
+            self.next_step()
+        entry = self.entry_of(tensor)
+        if entry is None or (self._lazy_bits and needs_care(tensor)):
+            return self._kept(tensor)
+        value = entry.value
+        if value is None:
+            value = self.value_in(entry)
+        region = self.region
+        if value.op is not None:
+            if value.op.sequence < self._group:
+                value.op = None  # see `_look_for_freed`
+            elif value.op.facts.constant:
+                value.op = None  # a foreign kernel may have filled it
+            elif value.scope is None or region.depth < value.scope.depth:
+                value.scope = region
+        if value.held is None and (
+            value.op is None or value.keep or (self._asks and self.decisions.saved(value, region))
+        ):
+            with _compat.disable_dispatch():
+                self._hold(entry, value, tensor)
+        # Where it is held for good, an alias tells; decisions may let it go later on.
+        if value.op is not None and entry.counter is None and (value.held is None or self._asks):
+            entry.counter = _compat.Counter(tensor)
+        handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
+        if self._asks:
+            self.decisions.packed(handle, value)
+        return handle
+
+    def forgotten(self, handle: Handle) -> None:
+        """A graph dies while the forward runs, and this handle with it.
+
+        What only such graphs have saved is held no longer. Where its memory lives on, as the
+        program's, the table knows the value again, as in `let_go`.
+        """
+        value = handle.value
+        if (
+            not self._asks
+            or self.paused
+            or self.next_step is not None
+            or self.replaying  # which counts on what is held
+            or value.op is None
+            or value.held is None
+            or value.keep
+            or any(other is not handle for other in value.handles())
+        ):
+            return
+        self.decisions.forgotten(value)
+        self.let_go(value)
+
+    def _saved_before(self, entry: Entry, tensor: Tensor) -> None:
+        """Autograd saved a tensor for the content that it has only now: as `pack` would have."""
+        value = self.value_in(entry)
+        handles = value.handles()
+        if not handles:
+            return
+        if value.held is None and (
+            value.keep or (self._asks and self.decisions.saved(value, self.region))
+        ):
+            with _compat.disable_dispatch():
+                self._hold(entry, value, tensor)
+        if entry.counter is None and (value.held is None or self._asks):
+            entry.counter = _compat.Counter(tensor)
+        if self._asks:
+            for handle in handles:
+                self.decisions.packed(handle, value)
+
+    @staticmethod
+    def _kept(tensor: Tensor) -> Kept:
+        if _compat.has_own_dispatch(type(tensor)):  # its own detach keeps it what it is
+            return Kept(_compat.detached_alias(tensor))
+        with _compat.disable_dispatch():
+            return Kept(tensor.detach())
