@@ -31,6 +31,7 @@ from lowtide.fakerecorder import Adding, FakeRecorder, FakeRecording
 from lowtide.marks import Marks, start_marks
 from lowtide.observe import Observer
 from lowtide.planner import Graph
+from lowtide.prepared import Signature, signature_of
 from lowtide.seen import Seen
 from lowtide.standins import Found, RealState, StandIns
 from lowtide.step import Recording, current_recorder, recordable
@@ -83,10 +84,10 @@ class _Watching(Observer):
         args: Any,
         kwargs: Any,
         live: int,
-        reads: tuple[int, ...],
+        signature: Signature,
     ) -> None:
         fake = self.memory if isinstance(self.memory, FakeMemory) else None
-        super().operation(op, made, args, kwargs, live, reads)
+        super().operation(op, made, args, kwargs, live, signature)
         if fake is not None:
             self.ops[-1].seconds = fake.last
             self.ops[-1].kind = None  # a modelled time is none to share with measured ones
@@ -126,8 +127,8 @@ class _Everything:
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
     ) -> None:
-        reads = tuple([-1 if ref.value is None else ref.value.number for ref in op.refs])
-        self.observer.operation(op, made, args, kwargs, self.live[0], reads)
+        signature = signature_of(op, made, args, kwargs)
+        self.observer.operation(op, made, args, kwargs, self.live[0], signature)
 
     def saved(self, value: Value, region: Region) -> bool:
         return True

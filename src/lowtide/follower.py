@@ -36,7 +36,8 @@ class Follower:
         self._recorder = recorder
         self._seen = seen
         self._signatures: tuple[Signature, ...] = ()
-        self._sizes: list[int] | None = None  # what a step made that is covered, not yet in `seen`
+        # Of a step that is covered, not yet in `seen`: what each operation made, and wants.
+        self._sizes: list[int] | None = None
         recorder.made, recorder.handles = self.made, self.handles
 
     @staticmethod
@@ -72,9 +73,10 @@ class Follower:
         """Operations of a step that is covered, with the bytes that they made."""
         assert self._sizes is not None
         sizes, used = self._sizes, 0
-        for name, most, reads in planned:
-            yield name, tuple(sizes[used : used + len(most)]), reads
-            used += len(most)
+        for name, most, reads, _ in planned:
+            last = used + len(most)
+            yield name, tuple(sizes[used:last]), reads, sizes[last]
+            used = last + 1
         del sizes[:used]
 
     def stop(self) -> None:

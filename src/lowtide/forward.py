@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.anchors import Anchors
 from lowtide.follower import Follower
 from lowtide.observe import Observer
-from lowtide.prepared import ANCHOR, Prepared, Signature, covers
+from lowtide.prepared import ANCHOR, Prepared, Signature, covers, signature_of
 from lowtide.room import Room
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
@@ -145,11 +145,7 @@ class ForwardDecisions:
         if self._follower is not None:
             self._follower.catch_up(op.sequence)
         prepared = self.prepared
-        signature = (
-            op.facts.name,
-            tuple([value.nbytes for value in made]),
-            tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
-        )
+        signature = signature_of(op, made, args, kwargs)
         self.seen.append(signature)
         if prepared is not None:
             index = op.sequence
@@ -165,7 +161,7 @@ class ForwardDecisions:
             else:
                 self._changed(prepared, op, made, args)
         if self.observer is not None:
-            self.observer.operation(op, made, args, kwargs, self.live[0], signature[2])
+            self.observer.operation(op, made, args, kwargs, self.live[0], signature)
         else:
             for value in made:
                 self._made.append(value)

@@ -18,7 +18,7 @@ from lowtide import margins
 from lowtide.effort import LESSONS
 from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
 from lowtide.planner.polish import Polish
-from lowtide.prepared import Prepared
+from lowtide.prepared import Prepared, Signature
 from lowtide.seen import Seen
 
 _LARGER = 1.15  # a step that others outgrow is planned for so much more as well
@@ -115,7 +115,12 @@ class Learned:
                 for event in graph.events
             ]
         )
-        logs = tuple([replace(log, sizes=tuple(map(_grown, log.sizes))) for log in self.seen.ops])
+        logs = tuple(
+            [
+                replace(log, sizes=tuple(map(_grown, log.sizes)), wanted=_grown(log.wanted))
+                for log in self.seen.ops
+            ]
+        )
         return replace(
             self,
             graph=Graph(values, ops, events, _grown(graph.turn)),
@@ -124,14 +129,14 @@ class Learned:
             lessons=LESSONS,
         )
 
-    def of_sizes(self, sizes: Sequence[tuple[int, ...]]) -> Learned:
+    def of_sizes(self, seen: Sequence[Signature]) -> Learned:
         """The same operations on fewer bytes, those that each makes: a bound on what such a step
         takes, as all else is left as it is until it is measured."""
-        values = list(self.graph.values)
-        for log, made in zip(self.seen.ops, sizes, strict=True):
+        values, logs = list(self.graph.values), []
+        for log, (_, made, _, wanted) in zip(self.seen.ops, seen, strict=True):
             for number, nbytes in zip(log.outputs, made, strict=True):
                 values[number] = replace(values[number], nbytes=nbytes)
-        logs = [replace(log, sizes=made) for log, made in zip(self.seen.ops, sizes, strict=True)]
+            logs.append(replace(log, sizes=made, wanted=wanted))
         return replace(
             self,
             graph=replace(self.graph, values=tuple(values)),

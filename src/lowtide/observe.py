@@ -90,8 +90,10 @@ class Observer:
         no more bytes."""
         observer, count = Observer(None, seen.ops), len(ran)
         observer.ops = [
-            log if log.sizes == sizes else replace(log, sizes=sizes)
-            for log, (_, sizes, _) in zip(seen.ops, ran, strict=False)
+            log
+            if (log.sizes, log.wanted) == (sizes, wanted)
+            else replace(log, sizes=sizes, wanted=wanted)
+            for log, (_, sizes, _, wanted) in zip(seen.ops, ran, strict=False)
         ]
         observer.carries_grad = set(seen.carries_grad)
         observer.base, observer.common = base, count
@@ -134,7 +136,7 @@ class Observer:
         args: Any,
         kwargs: Any,
         live: int,
-        reads: tuple[int, ...],
+        signature: Signature,
     ) -> None:
         begin, self._begin = self._begin, None
         mark = self.memory.mark() if self.memory is not None else 0
@@ -145,10 +147,8 @@ class Observer:
                 self._leaf(tensor)
             else:
                 self._no_leaf(tensor)
-        grads = sum(t.numel() * t.element_size() for t in wanted)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-        sizes = tuple(value.nbytes for value in made)
-        name = op.facts.name
+        name, sizes, reads, grads = signature
         workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
         temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
         log = OpLog(
@@ -164,6 +164,7 @@ class Observer:
             workspace=workspace,
             temporaries=temporaries,
             left=temporaries,
+            wanted=grads,
             receivers=inputs,
             overwrites=tuple(
                 ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0

@@ -20,10 +20,10 @@ from lowtide.rebuild import OpLog
 from lowtide.seen import Seen
 
 FORMAT = "lowtide.plan"
-VERSION = 5
+VERSION = 6
 # Of each operation, see `OpLog`.
 _LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
-_NUMBERS = ("live", "workspace", "temporaries", "left", "besides")
+_NUMBERS = ("live", "workspace", "temporaries", "left", "wanted", "besides")
 
 T = TypeVar("T", int, float)
 
@@ -117,6 +117,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             workspace=numbers["workspace"][index],
             temporaries=numbers["temporaries"][index],
             left=numbers["left"][index],
+            wanted=numbers["wanted"][index],
             besides=numbers["besides"][index],
         )
         for index, op in enumerate(graph.ops)

@@ -269,7 +269,7 @@ class Planning:
             return
         if not self._effort.smaller(larger, seen, measured=False):
             return
-        smaller = Learned.of(larger).of_sizes([made for _, made, _ in seen])
+        smaller = Learned.of(larger).of_sizes(seen)
         before = larger.seen.before
         limit = self._limit(self._claim(larger, before), before)
         polish = engine.annealing()

@@ -2,8 +2,8 @@
 
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
-decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen and
-what knows of kernels. Rejected: looking the graph up while the step runs.
+decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
+the records of a tape and what knows of kernels. Rejected: looking the graph up while the step runs.
 """
 
 from __future__ import annotations
@@ -18,25 +18,40 @@ from lowtide import engine
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.rebuild import OpLog
 from lowtide.seen import Seen
+from lowtide.tape.values import Operation, Value, tensors_in
 from lowtide.unfolding import runs_itself
 from lowtide.workspace import unfolds
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
 # What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
-# numbers, -1 for what was made outside). Two steps of equal signatures have the same graph.
-Signature = tuple[str, tuple[int, ...], tuple[int, ...]]
+# numbers, -1 for what was made outside), and the bytes of its arguments that require grad, as its
+# backward may make gradients of them: an expanded one at its expanded size. Two steps of equal
+# signatures have the same graph.
+Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
+
+
+def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Signature:
+    """Of an operation that has just run."""
+    return (
+        op.facts.name,
+        tuple([value.nbytes for value in made]),
+        tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
+        sum([tensor.nbytes for tensor in tensors_in(args, kwargs) if tensor.requires_grad]),
+    )
 
 
 def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
-    return tuple((log.name, log.sizes, log.reads) for log in ops)
+    return tuple((log.name, log.sizes, log.reads, log.wanted) for log in ops)
 
 
 def covers(planned: Signature, seen: Signature) -> bool:
-    """Whether it is the same operation on the same values, and makes no more bytes than planned."""
+    """Whether it is the same operation on the same values, and neither it nor its backward makes
+    more bytes than planned."""
     return (
         planned[0] == seen[0]
         and planned[2] == seen[2]
+        and planned[3] >= seen[3]
         and len(planned[1]) == len(seen[1])
         and all(map(operator.ge, planned[1], seen[1]))
     )
@@ -97,10 +112,8 @@ class Prepared:
     @functools.cached_property
     def script(self) -> Any:
         """What the compiled recorder reads of this plan; made at its first use."""
-        names, sizes, reads = zip(*self.signatures, strict=True) if self.signatures else ((),) * 3
-        return engine.core().Script(
-            names, sizes, reads, self.needs, self.choices, tuple(self.itself)
-        )
+        columns = zip(*self.signatures, strict=True) if self.signatures else ((),) * 4
+        return engine.core().Script(*columns, self.needs, self.choices, tuple(self.itself))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: item for key, item in vars(self).items() if key != "script"}

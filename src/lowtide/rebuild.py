@@ -47,6 +47,8 @@ class OpLog:
     """Of its backward, gradients of its inputs included: from sizes, until `call` is looked at."""
     left: int
     """Of them, what is there when it is over."""
+    wanted: int
+    """Bytes of its arguments that require grad, as it reads them."""
     receivers: tuple[int, ...]
     """Inputs that its backward gives gradients to: as called, -1 for what was made outside."""
     viewing: tuple[int, ...] = ()

@@ -153,19 +153,20 @@ PyObject* all_interned(PyObject* names) {
   return made.release();
 }
 
-// Script(names, sizes, reads, needs, choices, by_size): tuples, one item an operation, or a value.
+// Script(names, sizes, reads, wanted, needs, choices, by_size): tuples, one item an operation, or a value.
 PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
-  PyObject *names, *sizes, *reads, *needs, *choices, *by_size;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
-                        &PyTuple_Type, &reads, &PyTuple_Type, &needs, &PyTuple_Type, &choices, &PyTuple_Type,
-                        &by_size)) {
+  PyObject *names, *sizes, *reads, *wanted, *needs, *choices, *by_size;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
+                        &PyTuple_Type, &reads, &PyTuple_Type, &wanted, &PyTuple_Type, &needs,
+                        &PyTuple_Type, &choices, &PyTuple_Type, &by_size)) {
     return nullptr;
   }
   Owned owner(checked(type->tp_alloc(type, 0)));
   auto* script = reinterpret_cast<Script*>(owner.get());
   new (&script->sizes) std::vector<std::vector<int64_t>>();
   new (&script->reads) std::vector<std::vector<int64_t>>();
+  new (&script->wanted) std::vector<int64_t>();
   new (&script->needs) std::vector<int64_t>();
   new (&script->choices) std::vector<int64_t>();
   new (&script->looked_at) std::vector<size_t>();
@@ -173,6 +174,7 @@ PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   script->names = all_interned(names);
   read_lists(sizes, script->sizes);
   read_lists(reads, script->reads);
+  read_numbers(wanted, script->wanted);
   read_numbers(needs, script->needs);
   read_numbers(choices, script->choices);
   std::vector<int64_t> indices;
@@ -188,6 +190,7 @@ void delete_script(PyObject* self) {
   Py_XDECREF(script->names);
   script->sizes.~vector();
   script->reads.~vector();
+  script->wanted.~vector();
   script->needs.~vector();
   script->choices.~vector();
   script->looked_at.~vector();

@@ -1,8 +1,8 @@
 // Following a plan: what `StepDecisions.produced` and `saved` answer where all goes as planned.
 //
 // Problem: a planned step is compared with its plan at every operation. Invariant: an operation counts
-// as the planned one only if its name, the values that it reads and the bytes that it makes are, or
-// are no more where the plan is that of a larger step; everything else is Python's to decide.
+// as the planned one only if its name, the values that it reads and the bytes that it and its backward
+// make are, or are no more where the plan is that of a larger step; everything else is Python's to decide.
 // Rejected: trusting the order of operations.
 #pragma once
 
@@ -20,6 +20,7 @@ struct Script {
   PyObject* names;  // a tuple of operator names
   std::vector<std::vector<int64_t>> sizes;  // bytes of what each makes
   std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
+  std::vector<int64_t> wanted;              // bytes of what each reads that requires grad
   std::vector<int64_t> needs;               // bytes that each allocates
   std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
   std::unordered_set<int64_t> by_size;      // operations that take another kernel on less
@@ -70,6 +71,11 @@ inline bool has_room(State* state, const Fact& fact, const Operation* op, size_t
   return script->looked_at[index] == digest && script->needs[index] <= room;
 }
 
+inline void append_number(PyObject* list, int64_t number) {
+  Owned object(checked(PyLong_FromLongLong(number)));
+  if (PyList_Append(list, object.get()) < 0) throw py::error_already_set();
+}
+
 // `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
 inline bool follow(State* state, const Fact& fact, const Operation* op, const Made& made) {
   auto* script = reinterpret_cast<Script*>(state->script);
@@ -91,15 +97,16 @@ inline bool follow(State* state, const Fact& fact, const Operation* op, const Ma
     bool as_planned = covered ? made[i]->nbytes <= sizes[i] : made[i]->nbytes == sizes[i];
     if (!as_planned || script->choices.at(made[i]->number) < -1) return false;
   }
+  bool wants_as_planned = covered ? op->wanted <= script->wanted[index] : op->wanted == script->wanted[index];
+  if (!wants_as_planned) return false;
   if (covered && script->by_size.count(op->sequence) != 0) return false;
   for (Value* value : made) {
     int64_t choice = script->choices[value->number];
     if (choice > 0) value->retain_from = choice;
     add_weak(state->made, object_of(value));
-    if (!covered) continue;
-    Owned nbytes(checked(PyLong_FromLongLong(value->nbytes)));
-    if (PyList_Append(state->sizes, nbytes.get()) < 0) throw py::error_already_set();
+    if (covered) append_number(state->sizes, value->nbytes);
   }
+  if (covered) append_number(state->sizes, op->wanted);
   return true;
 }
 

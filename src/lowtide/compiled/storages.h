@@ -130,6 +130,7 @@ inline bool encode(
     } else if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
+      if (tensor.defined() && tensor.requires_grad()) op->wanted += tensor.nbytes();
       if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
         if (!is_ordinary(tensor) || enter_written(state, tensor) == nullptr) return false;
         op->inputs.push_back(Input{nullptr, Geometry(tensor), static_cast<int32_t>(place), -1,
@@ -142,10 +143,10 @@ inline bool encode(
     } else if (value.isTensorList() || value.isOptionalTensorList()) {
       auto items = value.toListRef();
       for (size_t item = 0; item < items.size(); ++item) {
-        if (items[item].isTensor() && items[item].toTensor().defined() &&
-            !add_input(state, op, items[item].toTensor(), place, static_cast<int>(item))) {
-          return false;
-        }
+        if (!items[item].isTensor() || !items[item].toTensor().defined()) continue;
+        const at::Tensor& tensor = items[item].toTensor();
+        if (tensor.requires_grad()) op->wanted += tensor.nbytes();
+        if (!add_input(state, op, tensor, place, static_cast<int>(item))) return false;
       }
       op->own_rare().lists.push_back({static_cast<int32_t>(place), static_cast<int32_t>(items.size()),
                                       value.isOptionalTensorList()});
