@@ -86,9 +86,9 @@ def without(ops: Sequence[OpLog], dead: set[int]) -> list[OpLog]:
 def leaves(seen: Observer, dead: set[int]) -> list[tuple[int, int]]:
     """(last living reader, bytes of its gradient) of each leaf that gets one."""
     found = []
-    for key, (reader, nbytes) in seen.parameters.items():
+    for key, (reader, nbytes) in seen.leaves.gradients.items():
         if reader in dead and not seen.common:  # else not all of its readers were watched
-            reader = max((r for r in seen.readers[key] if r not in dead), default=-1)
+            reader = max((r for r in seen.leaves.readers[key] if r not in dead), default=-1)
         if reader >= 0:
             found.append((reader, nbytes))
     return found

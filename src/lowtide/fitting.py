@@ -65,7 +65,7 @@ class FittedBudget(Budget):
             for parameter in model.parameters()
             if parameter.requires_grad
             and parameter.grad is None
-            and id(parameter) not in observer.parameters
+            and id(parameter) not in observer.leaves.gradients
         )
 
     def detach(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from lowtide import _compat
 from lowtide._memory_events import Timeline
 from lowtide.backward import Call, describe
+from lowtide.leaves import Leaves
 from lowtide.marks import Marks
 from lowtide.names import Names
 from lowtide.planner.graph import Graph
@@ -57,11 +58,8 @@ class Observer:
         self.pinned: set[int] = set()
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
-        self.parameters: dict[int, tuple[int, int]] = {}  # leaf -> (last reader, gradient bytes)
-        self.leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # and last reader
-        self.readers: dict[int, list[int]] = {}  # of each leaf, as far as they were watched
+        self.leaves = Leaves()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
-        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}
         self._saved: frozenset[int] | None = None  # as backward began
         self.base: Graph | None = None  # of a step that had its first operations in common
         self.common = 0
@@ -98,11 +96,7 @@ class Observer:
         observer.carries_grad = set(seen.carries_grad)
         observer.base, observer.common = base, count
         observer.names.resume(base, count, {} if recorder is None else recorder.table)
-        for key, (reader, nbytes) in seen.parameters.items():
-            if reader < count:
-                observer.parameters[key] = (reader, nbytes)
-        observer.leaves = {key: leaf for key, leaf in seen.leaves.items() if leaf[0] < count}
-        observer._frozen = dict(enumerate(seen.frozen))
+        observer.leaves.resume(seen, count)
         observer._values = list(map(_weak, values))
         for handle in handles:
             observer.saved(handle.value, handle)
@@ -117,11 +111,11 @@ class Observer:
         return Seen(
             tuple(self.ops),
             frozenset(self.carries_grad),
-            dict(self.parameters),
-            dict(self.leaves),
+            dict(self.leaves.gradients),
+            dict(self.leaves.known),
             self._forward,
             self._saved,
-            tuple(self._frozen.values()),
+            tuple(self.leaves.frozen.values()),
             self.place,
             self.before,
             self.retains,
@@ -143,10 +137,7 @@ class Observer:
         tensors = tensors_in(args, kwargs)
         wanted = [t for t in tensors if t.requires_grad]
         for tensor in tensors:
-            if tensor.requires_grad:
-                self._leaf(tensor)
-            else:
-                self._no_leaf(tensor)
+            self.leaves.read(tensor, self.ops)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
         name, sizes, reads, grads = signature
         workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
@@ -205,26 +196,6 @@ class Observer:
             maker = self._hidden.get(value.number)
             if maker is not None and _compat.leaf_of(tensor) is None:
                 self.ops[maker].function = True
-
-    def _leaf(self, tensor: torch.Tensor) -> None:
-        """Its gradient, if it gets one, is there from its last reader to the end of backward."""
-        leaf = _compat.leaf_of(tensor)
-        if leaf is None:
-            return
-        nbytes = leaf.numel() * leaf.element_size()
-        reader, _ = self.leaves.get(id(leaf), (-1, None))
-        if 0 <= reader < len(self.ops):
-            self.ops[reader].besides += nbytes  # it adds to what a later reader gave
-        self.leaves[id(leaf)] = (len(self.ops), _weak_tensor(leaf))
-        self.readers.setdefault(id(leaf), []).append(len(self.ops))
-        if leaf.grad is None:
-            self.parameters[id(leaf)] = (len(self.ops), nbytes)
-
-    def _no_leaf(self, tensor: torch.Tensor) -> None:
-        """It gets no gradient; that may change before another step."""
-        parameter = _compat.frozen_parameter(tensor)
-        if parameter is not None and id(parameter) not in self._frozen:
-            self._frozen[id(parameter)] = _weak_tensor(parameter)
 
     def anew(self) -> None:
         """The memory of the operation to come begins here.
@@ -322,7 +293,7 @@ class Observer:
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
-        self._look_at_gradients()
+        self.leaves.look_again()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self._handles.items() if count])
         ours = set()
@@ -345,17 +316,6 @@ class Observer:
                 self.pinned.add(number)
         self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
-
-    def _look_at_gradients(self) -> None:
-        """Which are to be allocated; they may have been set to None since the forward."""
-        for key, (reader, weak) in self.leaves.items():
-            leaf = weak()
-            if leaf is None:
-                continue
-            if leaf.grad is None:
-                self.parameters[key] = (reader, leaf.numel() * leaf.element_size())
-            else:
-                self.parameters.pop(key, None)
 
     def _lives(self, value: Value, start: int) -> None:
         number = value.number
@@ -428,10 +388,6 @@ class Observer:
     def graph(self) -> Graph:
         """The step as a value. Before backward, its events are predicted from the saves."""
         return rebuild(self)
-
-
-def _weak_tensor(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:
-    return weakref.ref(leaf)
 
 
 def _weak(value: Value) -> weakref.ref[Value]:

@@ -322,14 +322,14 @@ class Planning:
         observer = decisions.observer
         if decisions.ended or observer is None:
             return None
-        return self._refused.of(decisions.seen, observer.parameters, observer.before)
+        return self._refused.of(decisions.seen, observer.leaves.gradients, observer.before)
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward."""
         before = self.before
         if not isinstance(self.limit, int) or live + need <= self.limit - before:
             return
-        least = max(live + need, sum(nbytes for _, nbytes in observer.parameters.values()))
+        least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
         if observer.last_save:
             graph = observer.graph()
             found = from_held(forward_over(graph, ()), set(), 0).result.peak

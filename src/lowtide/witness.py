@@ -243,7 +243,7 @@ class Witness:
             frozenset(n for n in observer.held_from_forward() if n not in observer.pinned),
             tuple(
                 (nbytes, reader, names.get(key, ""))
-                for key, (reader, nbytes) in observer.parameters.items()
+                for key, (reader, nbytes) in observer.leaves.gradients.items()
             ),
             tuple(marks),
             self._own_backward,
