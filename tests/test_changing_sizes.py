@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +22,7 @@ from by_hand import same
 from lowtide.effort import LESSONS
 from lowtide.known_plans import _KEPT, KnownPlans
 from lowtide.learned import Learned
-from lowtide.prepared import Prepared, covers, signatures_of
+from lowtide.prepared import Prepared, covers, outgrown_by, signatures_of
 from lowtide.unfolding import runs_itself
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -393,6 +394,27 @@ def test_steps_that_grow_are_outgrown_by_few_of_them() -> None:
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(460))))
     ways = train(model, limit, map(rows, range(300, 440, 4)))
     assert ways.count("none") <= 5
+
+
+def test_steps_that_grow_fast_are_outgrown_too() -> None:
+    """From next to nothing, each by eight rows: at first by far more than a little."""
+    model = nn.Sequential(*(tower() for _ in range(6)))
+    limit = lowtide.budget(int(0.6 * peak_of(model, rows(234))))
+    ways = []
+    for count in range(2, 242, 8):
+        ways += train(model, limit, [rows(count)])
+        limit._beside.wait()
+    assert ways.count("covered") >= 15
+    assert not any(known.grown and not known.measured for known in limit._plans)
+
+
+def test_by_how_much_a_step_is_larger() -> None:
+    planned = [("aten::mul", (64, 8), (-1,), 32), ("aten::sum", (4,), (0,), 0)]
+    assert outgrown_by(planned, planned) == 1
+    assert outgrown_by(planned, [("aten::mul", (32, 8), (-1,), 0), planned[1]]) == 1
+    assert outgrown_by(planned, [("aten::mul", (80, 8), (-1,), 32), planned[1]]) == 1.25
+    assert outgrown_by(planned, [("aten::mul", (80, 8), (-1,), 48), planned[1]]) == 1.5
+    assert outgrown_by(planned, [planned[0], ("aten::sum", (4,), (0,), 1)]) == math.inf
 
 
 def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:

@@ -86,6 +86,14 @@ class Effort:
         self._awaited = max(0, self._awaited - 1)
         return prepared.lessons < LESSONS or not prepared.measured
 
+    def patient(self) -> bool:
+        """Whether most of the plans that were looked for lately have been of use."""
+        return self._barren < _PATIENCE
+
+    def in_vain(self) -> None:
+        """A plan was looked for, and there was none."""
+        self._barren += 1
+
     def first(self, seen: Sequence[Signature]) -> bool:
         """Whether to plan a step that no plan covered."""
         key = hash(tuple(seen))

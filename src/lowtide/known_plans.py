@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lowtide.prepared import Prepared, Signature, covers
+from lowtide.prepared import Prepared, Signature, covers, outgrown_by
 
 _KEPT = 32
 PLACES = 16
@@ -64,9 +64,9 @@ class KnownPlans:
         """A step has exceeded its limit by this plan."""
         self._plans = [known for known in self._plans if _key(known) != _key(prepared)]
 
-    def outgrown(self, seen: Sequence[Signature], place: int) -> list[Prepared]:
-        """Plans for the same operations on other sizes, the largest first; none if a step on these
-        could go by one of them."""
+    def outgrown(self, seen: Sequence[Signature], place: int) -> tuple[Prepared | None, float]:
+        """Of the plans for the same operations on fewer bytes, of steps that were measured, the
+        nearest, and how much larger the step on these is; none if it could go by one as it is."""
         alike = [
             known
             for known in self._possible(len(seen), place, False, None)
@@ -77,9 +77,12 @@ class KnownPlans:
                 for planned, ran in zip(known.signatures, seen, strict=True)
             )
         ]
-        if any(all(map(covers, known.signatures, seen)) for known in alike):
-            return []
-        return sorted(alike, key=lambda known: -known.allocates)
+        ratios = [outgrown_by(known.signatures, seen) for known in alike]
+        if 1.0 in ratios:
+            return None, 1.0
+        pairs = zip(alike, ratios, strict=True)
+        measured = [(known, by) for known, by in pairs if known.measured and not known.grown]
+        return min(measured, key=lambda pair: pair[1], default=(None, 1.0))
 
     def _covered(self, prepared: Prepared) -> bool:
         """Whether the step of this plan could go by another one."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lowtide import margins
 from lowtide.effort import LESSONS
@@ -21,7 +21,8 @@ from lowtide.planner.polish import Polish
 from lowtide.prepared import Prepared, Signature
 from lowtide.seen import Seen
 
-_LARGER = 1.15  # a step that others outgrow is planned for so much more as well
+LARGER = 1.15  # a step that others outgrow is planned for so much more as well
+MOST_GROWN = 2.0  # beyond that, what does not grow with the rest says too little
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Learned:
         ran: the retention that its backward followed.
         measured: whether its memory was measured, or modelled from sizes.
         lessons: how many measured steps like it there were, itself included.
+        grown: whether it is a larger one than was watched, see `larger`.
     """
 
     graph: Graph
@@ -41,12 +43,18 @@ class Learned:
     ran: list[int] | None
     measured: bool
     lessons: int
+    grown: bool = False
 
     @staticmethod
     def of(prepared: Prepared) -> Learned:
         """The step that a plan was made from."""
         return Learned(
-            prepared.graph, prepared.seen, None, prepared.measured, lessons=prepared.lessons
+            prepared.graph,
+            prepared.seen,
+            None,
+            prepared.measured,
+            prepared.lessons,
+            prepared.grown,
         )
 
     @cached_property
@@ -90,43 +98,45 @@ class Learned:
         plan, peak = self.solve(limit, polish)
         return self.prepared(plan, peak) if peak <= limit else None
 
-    def larger(self) -> Learned:
-        """The same operations on more bytes, for steps that are a little larger than this one.
+    def larger(self, ratio: float = 1.0) -> Learned:
+        """The same operations on more bytes, for steps that are a little larger than one that makes
+        `ratio` times the bytes of this one.
 
         All of its memory is taken to grow alike. What does not, gradients of parameters say, is
         less than that then; the planned sizes are a bound that each operation is held to.
         """
-        graph = self.graph
-        values = tuple([replace(node, nbytes=_grown(node.nbytes)) for node in graph.values])
+        graph, grown = self.graph, partial(_grown, LARGER * ratio)
+        values = tuple([replace(node, nbytes=grown(node.nbytes)) for node in graph.values])
         ops = tuple(
             [
                 replace(
                     op,
-                    workspace=_grown(op.workspace),
-                    other=_grown(op.other),
-                    peak_other=_grown(op.peak_other),
+                    workspace=grown(op.workspace),
+                    other=grown(op.other),
+                    peak_other=grown(op.peak_other),
                 )
                 for op in graph.ops
             ]
         )
         events = tuple(
             [
-                replace(event, other=_grown(event.other), peak_other=_grown(event.peak_other))
+                replace(event, other=grown(event.other), peak_other=grown(event.peak_other))
                 for event in graph.events
             ]
         )
         logs = tuple(
             [
-                replace(log, sizes=tuple(map(_grown, log.sizes)), wanted=_grown(log.wanted))
+                replace(log, sizes=tuple(map(grown, log.sizes)), wanted=grown(log.wanted))
                 for log in self.seen.ops
             ]
         )
         return replace(
             self,
-            graph=Graph(values, ops, events, _grown(graph.turn)),
+            graph=Graph(values, ops, events, grown(graph.turn)),
             seen=replace(self.seen, ops=logs),
             ran=None,
             lessons=LESSONS,
+            grown=True,
         )
 
     def of_sizes(self, seen: Sequence[Signature]) -> Learned:
@@ -147,8 +157,10 @@ class Learned:
 
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
-        return Prepared.of(plan, self.graph, peak, self.seen, self.measured, self.lessons)
+        return Prepared.of(
+            plan, self.graph, peak, self.seen, self.measured, self.lessons, grown=self.grown
+        )
 
 
-def _grown(nbytes: int) -> int:
-    return math.ceil(_LARGER * nbytes)
+def _grown(factor: float, nbytes: int) -> int:
+    return math.ceil(factor * nbytes)

@@ -21,11 +21,11 @@ from lowtide.decide import StepDecisions
 from lowtide.effort import Effort
 from lowtide.errors import BudgetError
 from lowtide.known_plans import KnownPlans
-from lowtide.learned import Learned
+from lowtide.learned import LARGER, MOST_GROWN, Learned
 from lowtide.observe import Observer
 from lowtide.planner import Graph, minimum, solve
 from lowtide.planner.resume import forward_over, from_held
-from lowtide.prepared import Prepared, Signature, covers, signatures_of
+from lowtide.prepared import Prepared, Signature, signatures_of
 from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
@@ -174,7 +174,15 @@ class Planning:
         # Ranks plan alike without a word here, so they do it by what all of them have.
         polish = engine.annealing() if old.measured and self._ranks is None else None
         solution = solve(graph, limit, margin=margin, polish_with=polish)
-        found = Prepared.of(solution.plan, graph, solution.peak, seen, old.measured, old.lessons)
+        found = Prepared.of(
+            solution.plan,
+            graph,
+            solution.peak,
+            seen,
+            old.measured,
+            old.lessons,
+            grown=old.grown,
+        )
         if found.peak <= limit:  # else the step is refused, and one that comes later may be another
             self._plans.add(found)
         return found
@@ -248,14 +256,11 @@ class Planning:
             if self._ranks is None or ranks is not None:  # else the others would not know
                 self._refused.add(learned.seen, self._refusal)
             return
-        seen = signatures_of(learned.seen.ops)
-        if (
-            self._ranks is None
-            and learned.measured
-            and self._plans.outgrown(seen, learned.seen.place)
-        ):
-            # The next one may well be larger still.
-            self._beside.ask(partial(learned.larger().search, limit, engine.annealing()))
+        if self._ranks is None and learned.measured:
+            _, ratio = self._plans.outgrown(signatures_of(learned.seen.ops), learned.seen.place)
+            if ratio > 1:  # the next one may well be larger still
+                larger = learned.larger(min(ratio, MOST_GROWN))
+                self._beside.ask(partial(larger.search, limit, engine.annealing()))
         self._plans.add(learned.prepared(plan, peak))
 
     def _plan_better(self, learned: Learned, followed: Prepared, limit: int) -> None:
@@ -283,19 +288,21 @@ class Planning:
         self._beside.ask(search)
 
     def _grown(self, observer: Observer) -> bool:
-        """Plan for larger steps than those that were measured, as one that was not is a little
-        larger: to model its backward would take more room, and it is not likely to come again."""
-        seen = signatures_of(observer.ops)
-        for known in self._plans.outgrown(seen, observer.place):
-            larger = Learned.of(known).larger()
-            if known.measured and all(map(covers, signatures_of(larger.seen.ops), seen)):
-                before = observer.before
-                limit = self._limit(self._claim(known, before), before)
-                found = larger.search(limit, engine.annealing())
-                if found is not None:
-                    self._plans.add(found)
-                return found is not None
-        return False
+        """Plan for larger steps than those that were measured, as one that was not is larger: to
+        model its backward would take more room, and it is not likely to come again."""
+        nearest, ratio = self._plans.outgrown(signatures_of(observer.ops), observer.place)
+        most = MOST_GROWN if self._effort.patient() else LARGER
+        if nearest is None or ratio > most:
+            return False
+        before = observer.before
+        limit = self._limit(self._claim(nearest, before), before)
+        larger = Learned.of(nearest).larger(ratio)
+        found = larger.search(limit, engine.annealing())
+        if found is None:
+            self._effort.in_vain()
+            return False
+        self._plans.add(found)
+        return True
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them; a collective of their group."""

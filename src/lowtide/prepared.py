@@ -9,6 +9,7 @@ the records of a tape and what knows of kernels. Rejected: looking the graph up 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -57,6 +58,17 @@ def covers(planned: Signature, seen: Signature) -> bool:
     )
 
 
+def outgrown_by(planned: Iterable[Signature], seen: Iterable[Signature]) -> float:
+    """Of the same operations on other sizes: the most that one makes, or reads of what requires
+    grad, over what was planned. 1.0 where none makes more."""
+    ratio = 1.0
+    for (_, most, _, wants), (_, made, _, wanted) in zip(planned, seen, strict=True):
+        for bound, nbytes in zip((*most, wants), (*made, wanted), strict=True):
+            if nbytes > bound:
+                ratio = max(ratio, nbytes / bound if bound else math.inf)
+    return ratio
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A plan with what is needed to follow it operation by operation."""
@@ -76,6 +88,8 @@ class Prepared:
     """Whether its memory was measured, or modelled from sizes."""
     lessons: int
     """Measured steps that it was made from, one after the other."""
+    grown: bool
+    """Whether it is for a larger step than that which was measured, see `Learned.larger`."""
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of activations that the plan keeps, and that it recomputes."""
@@ -120,7 +134,14 @@ class Prepared:
 
     @staticmethod
     def of(
-        plan: Retention, graph: Graph, peak: int, seen: Seen, measured: bool, lessons: int = 0
+        plan: Retention,
+        graph: Graph,
+        peak: int,
+        seen: Seen,
+        measured: bool,
+        lessons: int = 0,
+        *,
+        grown: bool = False,
     ) -> Prepared:
         signatures = signatures_of(seen.ops)
         needed = Simulator(graph).lifetimes(plan.retain)
@@ -132,5 +153,5 @@ class Prepared:
             sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
         )
         return Prepared(
-            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons
+            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons, grown
         )
