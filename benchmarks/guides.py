@@ -28,6 +28,7 @@ from models import (
     images,
     interleave,
     language_loss,
+    learn,
     logits_loss,
     markdown,
     measured_peak,
@@ -83,6 +84,8 @@ def compare(work: Workload, ways: list[Way], rounds: int) -> list[dict[str, obje
                 peaks.append(measured_peak(work, way.model, way.budget))
             row["peak"], row["replayed"] = max(peaks), sum(counts)
             runs[way.name] = timed_step(work, way.model, batch, way.budget)
+            if way.budget is not None:
+                learn(runs[way.name])
         except lowtide.BudgetError as error:
             row["minimum"] = error.minimum
         finally:

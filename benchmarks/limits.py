@@ -23,6 +23,7 @@ from models import (
     arguments,
     clear,
     interleave,
+    learn,
     mebibytes,
     results,
     timed_step,
@@ -74,13 +75,10 @@ def overhead(
     work: Workload, model: nn.Module, batch: Batch, budget: lowtide.Budget, rounds: int
 ) -> tuple[float, float]:
     """Seconds of a plain step and of one under the budget."""
-    spent = interleave(
-        {
-            "plain": timed_step(work, model, batch),
-            "budget": timed_step(work, model, batch, budget),
-        },
-        rounds,
-    )
+    budgeted = timed_step(work, model, batch, budget)
+    learn(budgeted)
+    plain = timed_step(work, model, batch)
+    spent = interleave({"plain": plain, "budget": budgeted}, rounds)
     return spent["plain"], spent["budget"]
 
 

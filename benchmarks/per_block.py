@@ -17,6 +17,7 @@ from models import (
     Workload,
     arguments,
     interleave,
+    learn,
     markdown,
     measured_peak,
     mebibytes,
@@ -45,14 +46,13 @@ def compare(work: Workload, rounds: int) -> dict[str, object]:
     except lowtide.BudgetError as error:
         return {**row, "minimum": error.minimum, "error": str(error)}
     batch = work.batch()
-    spent = interleave(
-        {
-            "plain": timed_step(work, plain, batch),
-            "blocks": timed_step(work, blocks, batch),
-            "lowtide": timed_step(work, budgeted, batch, budget),
-        },
-        rounds,
-    )
+    runs = {
+        "plain": timed_step(work, plain, batch),
+        "blocks": timed_step(work, blocks, batch),
+        "lowtide": timed_step(work, budgeted, batch, budget),
+    }
+    learn(runs["lowtide"])
+    spent = interleave(runs, rounds)
     row |= spent
     row["planned_peak"] = budget.report().planned_peak
     row["ratio"] = (spent["lowtide"] - spent["plain"]) / (spent["blocks"] - spent["plain"])

@@ -24,6 +24,7 @@ from models import (
     arguments,
     dice_loss,
     interleave,
+    learn,
     measured_peak,
     mebibytes,
     of_type,
@@ -111,15 +112,10 @@ def one_limit(
         net, budget = copy.deepcopy(model), lowtide.budget(plan)
         try:
             row["measured_peak"] = measured_peak(work, net, budget)
-            for _ in range(2):  # the budget measures its first steps, which takes time
-                timed_step(work, net, batch, budget)()
-            spent = interleave(
-                {
-                    "plain": timed_step(work, net, batch),
-                    "budget": timed_step(work, net, batch, budget),
-                },
-                rounds,
-            )
+            budgeted = timed_step(work, net, batch, budget)
+            learn(budgeted)
+            plain_step = timed_step(work, net, batch)
+            spent = interleave({"plain": plain_step, "budget": budgeted}, rounds)
             row["measured_overhead"] = spent["budget"] / spent["plain"] - 1
         except lowtide.BudgetError as error:  # what was measured does not fit after all
             row["refused"] = error.minimum

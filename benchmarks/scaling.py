@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine
-from models import WORKLOADS, arguments, clear, markdown, results, timed_step, turns
+from models import WORKLOADS, arguments, clear, learn, markdown, results, timed_step, turns
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 30_000)
 _PATIENCE = 40.0  # seconds: where one size took longer, the next is left out
@@ -257,12 +257,9 @@ def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
     work = WORKLOADS["densenet121"]
     model, batch = work.make(), work.batch()
     budget = lowtide.budget("10 GiB")
-    for _ in range(3):
-        timed_step(work, model, batch, budget)()
-    spent = turns(
-        {"plain": timed_step(work, model, batch), "kept": timed_step(work, model, batch, budget)},
-        rounds,
-    )
+    kept = timed_step(work, model, batch, budget)
+    learn(kept)
+    spent = turns({"plain": timed_step(work, model, batch), "kept": kept}, rounds)
     pairs = zip(spent["plain"], spent["kept"], strict=True)
     shares = sorted(kept / plain - 1 for plain, kept in pairs)
     clear(model)
