@@ -87,6 +87,28 @@ def test_a_step_without_a_backward_gives_way_to_a_measurement() -> None:
     assert budget.report().measured_peak is not None  # and it is measured again itself
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_backward_that_failed_gives_way(planned: bool) -> None:
+    """Its loss may stay, in a notebook; it may be tried again."""
+    model, twin, budget = blocks(), blocks(), lowtide.budget(LIMIT)
+    for _ in range(4 if planned else 0):
+        forward(model, budget).backward()
+        model.zero_grad()
+    loss = forward(model, budget)
+    broken = model[1][0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    broken.remove()
+    assert measured_peak() is not None
+    assert lowtide.measure(lambda: one_step(blocks(1)), device="cpu").peak_bytes > 0
+    model.zero_grad()
+    loss.backward()
+    twin(X).square().mean().backward()
+    for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and plain.grad is not None
+        assert torch.equal(ours.grad, plain.grad)
+
+
 def test_a_budget_that_began_meanwhile_is_measured_all_the_same() -> None:
     first, second = lowtide.budget(LIMIT), lowtide.budget(LIMIT)
     model, other = blocks(), blocks(1)

@@ -9,6 +9,7 @@ may change from the one to the other at any operation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,7 @@ class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
     asks = True
+    _began_on = 0  # the thread on which backward asked first
 
     def forward_ends(self) -> None:
         """The recording is about to be closed, and its recorder to forget what is in memory."""
@@ -64,9 +66,15 @@ class StepDecisions(ForwardDecisions):
         return not self._handles.any()
 
     def pending(self) -> bool:
-        """Whether its forward or its backward runs, or a backward may come."""
+        """Whether its forward or its backward runs, or a backward may come.
+
+        None is expected of a step whose backward has failed, which torch tells nobody: it is not
+        under way where it began. It may be tried again while the loss is there, unmeasured.
+        """
         forward = self.tape is None or self.tape.recorder is not None
-        return forward or self.begun or not self.abandoned()
+        if self.begun and not forward:
+            return self._began_on != threading.get_ident() or _compat.in_backward()
+        return forward or not self.abandoned()
 
     # ------------------------------------------------------------------ backward
 
@@ -76,6 +84,7 @@ class StepDecisions(ForwardDecisions):
             return  # a differentiable backward inside the forward, such as a gradient penalty
         if not self.begun:
             self.begun = True
+            self._began_on = threading.get_ident()
             if recorder is not None:
                 recorder.pause()  # backward inside the context: nothing of it is replayed
             self.owner.backward_begins(self)
