@@ -191,6 +191,7 @@ def test_a_measurement_sees_peaks_from_before_a_budgets_marks(
 ) -> None:
     """A budget resets the allocator's statistics; what `measure` counts around it is kept."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     device = torch.device("cuda", 0)
     allocator.change(1000)
 

@@ -107,7 +107,7 @@ def test_an_operator_that_fails_on_shapes_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with pytest.raises(RuntimeError, match="cannot be multiplied"), pytest.warns(DryRunWarning):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # and nothing is told before
         dry_run(nn.Linear(4, 4), (torch.randn(2, 5),), {})
     assert caplog.records == []
     assert not log.disabled
@@ -277,11 +277,23 @@ def test_a_meta_model_that_asks_for_data_is_refused() -> None:
 
 def test_errors_of_the_step_come_through() -> None:
     model = nn.Linear(4, 4)
-    with (
-        pytest.warns(DryRunWarning),
-        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
-    ):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         dry_run(model, (torch.ones(2, 5),), {})
+
+
+@pytest.mark.parametrize(
+    "way", [lowtide.plan, lowtide.curve, lowtide.saved_tensors, lowtide.explain]
+)
+def test_the_warning_is_of_the_callers_line(way: Callable[..., Any]) -> None:
+    model = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        out: Tensor = model(x).sum() * float(x.numpy().sum())  # which fake tensors have not
+        return out
+
+    with pytest.warns(DryRunWarning) as told:
+        way(step, torch.ones(2, 4))
+    assert {warning.filename for warning in told} == {__file__}
 
 
 def test_a_dry_run_needs_a_backward_to_plan_for() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf, recorded
+from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.step import current_recorder
 
@@ -262,8 +263,19 @@ def test_an_operation_over_two_devices_is_torchs_own_error(way: Way) -> None:
 
 
 def test_a_budget_on_a_device_that_is_none() -> None:
-    with pytest.raises(RuntimeError, match="nowhere"):
+    with pytest.raises(UsageError, match=r"device='nowhere' names no device\. Pass 'cpu', 'cuda'"):
         lowtide.budget(0.5, device="nowhere")
+
+
+def test_a_budget_on_a_device_that_nobody_counts() -> None:
+    with pytest.raises(UsageError, match=r"a budget counts bytes on .* not on 'mps'"):
+        lowtide.budget(0.5, device="mps")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_budget_on_a_device_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"device='cuda', and torch finds no CUDA here\. Pass"):
+        lowtide.budget(0.5, device="cuda")
 
 
 # The errors themselves.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_a_plan_is_a_limit() -> None:
     report = budget.report()
     assert report.planned
     assert report.limit == plan.limit
+
+
+def test_a_plan_needs_no_example() -> None:
+    model = nn.Linear(4, 4)
+    plan = lowtide.plan(model, torch.ones(2, 4))
+    with pytest.raises(lowtide.UsageError, match="is for the step that it was made from"):
+        lowtide.fit(model, plan, example=torch.ones(2, 4))
+
+
+def test_an_example_may_be_what_a_collator_returns() -> None:
+    model = nn.Linear(4, 4)
+    lowtide.fit(model, "1 GiB", example=UserDict(input=torch.ones(2, 4))).detach()
 
 
 def test_another_batch_than_the_example_is_planned_anew() -> None:

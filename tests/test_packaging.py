@@ -67,6 +67,17 @@ def test_import_loads_torch_and_nothing_else_heavy() -> None:
     assert not INTEGRATIONS & set(printed)
 
 
+def test_integrations_are_imported_when_they_are_asked_for() -> None:
+    printed = fresh(
+        "import sys, lowtide\n"
+        "print(lowtide.tracing.__name__, lowtide.transformers.MemoryBudget.__name__)\n"
+        "print('lightning' in sys.modules)\n"
+    )
+    assert printed.split() == ["lowtide.tracing", "MemoryBudget", "False"]
+    with pytest.raises(AttributeError, match="module 'lowtide' has no attribute 'nothing'"):
+        lowtide.nothing  # noqa: B018
+
+
 def test_every_public_name_exists_and_explains_itself() -> None:
     assert len(lowtide.__all__) == len(set(lowtide.__all__))
     for name in lowtide.__all__:

@@ -214,6 +214,31 @@ def save_large(context: Any, func: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.PREFER_SAVE if large else CheckpointPolicy.MUST_RECOMPUTE
 
 
+def test_operators_themselves_are_names_too() -> None:
+    mm = torch.ops.aten.mm
+    assert KeepOperators(mm) == KeepOperators("mm") == KeepOperators("aten::mm")
+    assert KeepOperators(mm.default) == KeepOperators("aten.mm.default")
+    assert RecomputeOperators(mm) == RecomputeOperators("mm")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: KeepOperators(["mm"]), "KeepOperators takes operators, one an argument"),  # type: ignore[list-item]
+        (lambda: RecomputeOperators(3), "RecomputeOperators takes operators, one an argument"),
+        (
+            lambda: KeepNamed(["a"]),
+            "KeepNamed takes names, one an argument",
+        ),  # type: ignore[list-item, arg-type]
+        (lambda: KeepProducts() | None, r"a \| b: None is no policy\. Leave it out"),  # type: ignore[operator]
+        (lambda: KeepProducts() & None, r"a & b: None is no policy\. Leave it out"),  # type: ignore[operator]
+    ],
+)
+def test_what_names_nothing_is_refused(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(lowtide.UsageError, match=told):
+        make()
+
+
 def test_torchs_selective_contexts_with_a_list() -> None:
     contexts = functools.partial(
         create_selective_checkpoint_contexts,

@@ -2,8 +2,13 @@
 
 ``with lowtide.budget("6 GiB"):`` around forward and loss keeps a training step inside a memory
 limit by rematerializing activations, with the same bits in every gradient, buffer and random
-number as the untouched step. Importing this package loads torch and nothing else heavy.
+number as the untouched step. Importing this package loads torch and nothing else heavy; what needs
+another package (`lowtide.transformers`, `lowtide.lightning`, `lowtide.monai`) is imported when it
+is first asked for.
 """
+
+import importlib
+from types import ModuleType
 
 from lowtide import policies
 from lowtide.budget import Budget, budget
@@ -39,6 +44,15 @@ from lowtide.saved import (
 from lowtide.selection import every
 
 __version__ = "0.1.0.dev0"
+
+_ON_DEMAND = ("lightning", "monai", "tracing", "transformers")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"lowtide.{name}")
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+
 
 __all__ = [
     "ActivationCheckpointWrapper",

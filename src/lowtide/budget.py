@@ -26,6 +26,7 @@ from lowtide.forward import Tally
 from lowtide.known_plans import PLACES
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.marks import start_marks
+from lowtide.measure import counted_device
 from lowtide.observe import Observer
 from lowtide.planner import plain_peak
 from lowtide.planner.resume import forward_over, with_margin
@@ -62,7 +63,7 @@ class Budget(Planning):
         if isinstance(limit, Plan):
             limit = limit.limit or max(1, limit.peak)
         super().__init__(parse_limit(limit), None if group is None else Ranks(group))
-        self.device = torch.device(device) if device is not None else None
+        self.device = None if device is None else counted_device(device, "a budget")
         self._recording: Recording | None = None
         self._threads: dict[int, bool] = {}  # that are inside; whether it records there
         self._occupied = threading.Lock()  # by the one that it records on

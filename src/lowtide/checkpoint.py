@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from lowtide import _compat
-from lowtide.errors import UnsupportedError, UsageError
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
+from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy
 from lowtide.step import Nested, Recording, current_recorder, recordable
 
 if TYPE_CHECKING:
@@ -254,9 +255,21 @@ def _number_of(policy: Policy) -> int:
             f"a {type(policy).__name__} policy was made inside a function that torch.compile "
             "traces, where its fields are not known yet: make it once outside, and pass it in."
         )
+    if _asks_for_names(policy):
+        warnings.warn(
+            "KeepNamed keeps nothing in compiled code, where what lowtide.name called a tensor is "
+            "not known: use KeepProducts or KeepOperators there.",
+            CompiledWarning,
+            stacklevel=2,
+        )
     if policy not in _traced_policies:
         _traced_policies.append(policy)
     return _traced_policies.index(policy)
+
+
+def _asks_for_names(policy: Any) -> bool:
+    parts = vars(policy).values() if isinstance(policy, Policy) else ()
+    return isinstance(policy, KeepNamed) or any(map(_asks_for_names, parts))
 
 
 def _is_whole(policy: Any) -> bool:

@@ -11,6 +11,7 @@ a process group a plan of its own.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,7 @@ _KNOWN = {
     "H100": DeviceModel("H100", 45e12, 600e12, 2.6e12, 4e-6),
     "A100": DeviceModel("A100", 18e12, 240e12, 1.5e12, 5e-6),
     "V100": DeviceModel("V100", 14e12, 90e12, 0.75e12, 6e-6),
+    "L40S": DeviceModel("L40S", 60e12, 180e12, 0.7e12, 5e-6),
     "L40": DeviceModel("L40", 60e12, 150e12, 0.7e12, 5e-6),
     "L4": DeviceModel("L4", 20e12, 60e12, 0.25e12, 6e-6),
     "T4": DeviceModel("T4", 6e12, 40e12, 0.25e12, 7e-6),
@@ -121,10 +123,13 @@ def device_model(device: torch.device) -> DeviceModel:
     name = ""
     if device.type == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name(device)
-    for part, known in _KNOWN.items():
-        if part in name:
-            return known
-    return _KNOWN[_USUAL]
+    return rates_of(name) or _KNOWN[_USUAL]
+
+
+def rates_of(name: str) -> DeviceModel | None:
+    """Those of a GPU as its driver names it ("NVIDIA A100-SXM4-80GB"); None: not known."""
+    words = set(re.split(r"[^0-9A-Za-z]+", name))
+    return next((known for part, known in _KNOWN.items() if part in words), None)
 
 
 def named_model(name: str) -> DeviceModel:

@@ -25,7 +25,7 @@ from torch import nn
 from lowtide import _compat, foreign
 from lowtide._compat import fakes
 from lowtide.costs import CostModel
-from lowtide.errors import DryRunWarning, LowtideError, UsageError
+from lowtide.errors import DryRunWarning, LowtideError, UsageError, users_frame
 from lowtide.fakememory import FakeMemory
 from lowtide.fakerecorder import Adding, FakeRecorder, FakeRecording
 from lowtide.marks import Marks, start_marks
@@ -274,14 +274,16 @@ def dry_run(
             raise UsageError(
                 f"the step cannot be gone through on fake tensors ({reason})."
             ) from error
+    # Where it is the user's own error, it is raised here.
+    step = _real(found, device, function, args, kwargs, witness)
     warnings.warn(
         f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
         "backward was run and recorded in its place. Gradients, buffers and random state were put "
         "back.",
         DryRunWarning,
-        stacklevel=4,
+        stacklevel=users_frame(),
     )
-    return _real(found, device, function, args, kwargs, witness)
+    return step
 
 
 @contextmanager

@@ -9,6 +9,20 @@ built-in that torch would raise in its place, so that existing `except RuntimeEr
 
 from __future__ import annotations
 
+import sys
+
+
+def users_frame() -> int:
+    """The `stacklevel` of the nearest frame outside of lowtide, for a warning of the caller's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] in ("lowtide", "contextlib", "functools")
+
 
 class LowtideError(Exception):
     """The root of every error that lowtide raises."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -176,7 +176,12 @@ def fit(
             "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
-    if example is not None and not isinstance(limit, Plan):
+    if example is not None:
+        if isinstance(limit, Plan):
+            raise UsageError(
+                "lowtide.fit: a plan is for the step that it was made from, and needs no example. "
+                "Leave example= out, or give the limit in place of the plan."
+            )
         limit = _planned(model, limit, example)
     budget = FittedBudget(limit, device, group)
     budget.attach(model)
@@ -196,7 +201,7 @@ def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> 
         return given[-1]
 
     try:
-        if isinstance(example, dict):
+        if isinstance(example, Mapping):  # also what tokenizers and collators return
             return plan(functools.partial(forward, **example), limit=limit)
         args = example if isinstance(example, tuple) else (example,)
         return plan(forward, *args, limit=limit)

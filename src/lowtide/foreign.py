@@ -109,7 +109,8 @@ def _flags_on(module: nn.Module) -> Iterator[str]:
             if not _runs_lowtide(module.__dict__.get("_gradient_checkpointing_func")):
                 yield (
                     "gradient_checkpointing is True; call model.activation_checkpointing_disable() "
-                    "(gradient_checkpointing_disable() in older transformers)"
+                    "(gradient_checkpointing_disable() in older transformers), or, where Trainer "
+                    "switched it on, leave it out of TrainingArguments"
                 )
         else:
             yield f"{flag} is True; build the model with {flag}=False or set it to False"

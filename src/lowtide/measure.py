@@ -104,16 +104,36 @@ def _measure_cuda(step: Callable[[], object], device: torch.device) -> Measureme
     return Measurement(peak.nbytes() - entry, left, seconds, device)
 
 
+def counted_device(device: torch.device | str, caller: str) -> torch.device:
+    """A device on which bytes are counted.
+
+    Raises:
+        UsageError: it names no device, or one that cannot be counted, or is not there.
+    """
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"{caller}: device={device!r} names no device. Pass 'cpu', 'cuda' or 'cuda:1'."
+        ) from error
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(
+            f"{caller} counts bytes on the CPU and on CUDA, not on {where.type!r}, for "
+            "which torch reports no allocations. Pass device='cpu' or a CUDA device."
+        )
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"{caller}: device={str(where)!r}, and torch finds no CUDA here. Pass device='cpu', or "
+            "leave it out."
+        )
+    return where
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         used = torch.cuda.is_available() and torch.cuda.is_initialized()
         device = "cuda" if used else "cpu"
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise UsageError(
-            f"lowtide.measure counts bytes on the CPU and on CUDA, not on {where.type!r}, for "
-            "which torch reports no allocations. Pass device='cpu' or a CUDA device."
-        )
+    where = counted_device(device, "lowtide.measure")
     if where.type == "cuda" and where.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return where

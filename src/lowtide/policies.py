@@ -12,6 +12,7 @@ import abc
 import dataclasses
 from typing import Any
 
+from lowtide import _compat
 from lowtide.errors import UsageError
 
 _PRODUCTS = frozenset(
@@ -128,13 +129,16 @@ class KeepOperators(Policy):
     """Keep the outputs of the named operators.
 
     Names are as torch writes them: ``"aten::mm"``, ``"aten.mm"``, ``"mm"``, or with an overload,
-    ``"aten.mm.default"``.
+    ``"aten.mm.default"``; an operator itself (``torch.ops.aten.mm.default``) does as well.
+
+    Raises:
+        UsageError: something else.
     """
 
     names: frozenset[str]
 
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", frozenset(_qualified(name) for name in names))
+    def __init__(self, *names: Any) -> None:
+        object.__setattr__(self, "names", _all_qualified(names, "KeepOperators"))
 
     def __call__(self, operation: OperationInfo) -> bool:
         return operation.name in self.names or str(operation.overload) in self.names
@@ -142,12 +146,12 @@ class KeepOperators(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeOperators(Policy):
-    """Keep everything but the outputs of the named operators."""
+    """Keep everything but the outputs of the named operators; names as for `KeepOperators`."""
 
     names: frozenset[str]
 
-    def __init__(self, *names: str) -> None:
-        object.__setattr__(self, "names", frozenset(_qualified(name) for name in names))
+    def __init__(self, *names: Any) -> None:
+        object.__setattr__(self, "names", _all_qualified(names, "RecomputeOperators"))
 
     def __call__(self, operation: OperationInfo) -> bool:
         return not (operation.name in self.names or str(operation.overload) in self.names)
@@ -160,6 +164,11 @@ class KeepNamed(Policy):
     names: frozenset[str]
 
     def __init__(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(name, str):
+                raise UsageError(
+                    f'KeepNamed takes names, one an argument: KeepNamed("a", "b"); got {name!r}.'
+                )
         object.__setattr__(self, "names", frozenset(names))
 
     def __call__(self, operation: OperationInfo) -> bool:
@@ -174,8 +183,7 @@ class Either(Policy):
     second: Policy
 
     def __post_init__(self) -> None:
-        check_policy(self.first, "a | b")
-        check_policy(self.second, "a | b")
+        _check_both(self.first, self.second, "a | b")
 
     def __call__(self, operation: OperationInfo) -> bool:
         return self.first(operation) or self.second(operation)
@@ -189,11 +197,34 @@ class Both(Policy):
     second: Policy
 
     def __post_init__(self) -> None:
-        check_policy(self.first, "a & b")
-        check_policy(self.second, "a & b")
+        _check_both(self.first, self.second, "a & b")
 
     def __call__(self, operation: OperationInfo) -> bool:
         return self.first(operation) and self.second(operation)
+
+
+def _check_both(first: object, second: object, caller: str) -> None:
+    for policy in (first, second):
+        check_policy(policy, caller)
+        if policy is None:
+            raise UsageError(
+                f"{caller}: None is no policy. Leave it out, or say KeepNothing(), which is what "
+                "None stands for."
+            )
+
+
+def _all_qualified(names: tuple[Any, ...], caller: str) -> frozenset[str]:
+    found = []
+    for name in names:
+        if _compat.is_operator(name):
+            name = str(name)
+        if not isinstance(name, str):
+            raise UsageError(
+                f'{caller} takes operators, one an argument: {caller}("mm", "aten::addmm"); got '
+                f"{name!r}."
+            )
+        found.append(_qualified(name))
+    return frozenset(found)
 
 
 def _qualified(name: str) -> str:

@@ -128,8 +128,8 @@ def refusal(
     """
     result = Simulator(graph).run(retain)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
-    if measured:  # a limit that the plain step keeps is kept by doing nothing
-        minimum = min(minimum, max(plain_peak(graph), result.peak))
+    # a limit that the plain step keeps is kept by doing nothing
+    minimum = min(minimum, max(plain_peak(graph), result.peak))
     minimum += before
     known = ""
     if graph.events and not measured:

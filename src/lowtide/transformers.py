@@ -21,6 +21,7 @@ from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
 from lowtide.foreign import refuse_active_checkpointing
+from lowtide.limits import parse_limit
 from lowtide.modules import Handle, check_model, checkpoint_modules, every
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
@@ -208,6 +209,7 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
+        parse_limit(limit)  # a mistake shows here, not when training begins
         self.limit = limit
         self.device = device
         self.group = group

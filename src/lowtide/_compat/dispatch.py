@@ -19,6 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Name, arguments and mutability of an overload; goes when `OpOverload` has them in public."""
 
+
+def is_operator(thing: object) -> bool:
+    """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one; goes when torch
+    names their classes in public."""
+    return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
 # Below-autograd execution. torch offers no public way to run an operator under every mode,
 # autocast and autograd; goes when `torch.library` has a "redispatch below" call.
 _AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
