@@ -210,7 +210,7 @@ def test_a_backward_that_cannot_fit_is_refused_before_it_runs() -> None:
         with pytest.raises(lowtide.BudgetError) as caught:
             loss.backward()
         assert caught.value.minimum > limit.limit
-        assert "The smallest limit that would do is" in str(caught.value)
+        assert "The smallest limit known to do is" in str(caught.value)
         assert "computed from sizes so far" in str(caught.value)
     assert not gradients(model)
     with limit:  # what fits is not held up by what did not

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from lowtide import _compat
 from lowtide.effort import LESSONS
 from lowtide.known_plans import _KEPT, KnownPlans
 from lowtide.learned import Learned
@@ -406,6 +407,17 @@ def test_steps_that_grow_fast_are_outgrown_too() -> None:
         limit._beside.wait()
     assert ways.count("covered") >= 15
     assert not any(known.grown and not known.measured for known in limit._plans)
+
+
+def test_what_gradients_a_call_wants() -> None:
+    table = torch.randn(8, 4, requires_grad=True)
+    assert _compat.wanted_bytes(table) == 128
+    assert _compat.wanted_bytes(table[:2]) == 128  # the gradient of a slice is made whole
+    assert _compat.wanted_bytes(table[:1].expand(64, 4)) == 1024
+    assert _compat.wanted_bytes(table.detach()) == 0
+    assert _compat.wanted_bytes(torch.randn(8, 4)) == 0
+    assert _compat.wanted_bytes(table.to_sparse()) == 0
+    assert _compat.wanted_bytes(torch.nested.as_nested_tensor([table, table[:2]])) == 0
 
 
 def test_by_how_much_a_step_is_larger() -> None:

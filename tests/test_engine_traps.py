@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
@@ -203,6 +203,24 @@ def test_nested_tensors_of_strided_layout() -> None:
             return torch.nested.to_padded_tensor(nested, 0.0).exp()
 
     same(function, 4, 3)
+
+
+def test_nested_tensors_of_strided_layout_under_a_budget() -> None:
+    """They have no shape to be asked for while room is made."""
+    linear, x = nn.Linear(3, 3), torch.randn(4, 3)
+
+    def step() -> list[Tensor]:
+        linear.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.as_nested_tensor([linear(x), linear(x[:2])])
+            loss = torch.nested.to_padded_tensor(linear(nested), 0.0).exp().sum()
+        return list(torch.autograd.grad(loss, list(linear.parameters())))
+
+    expected, budget = step(), lowtide.budget("1 MiB")
+    for _ in range(3):
+        with budget:
+            assert all(map(torch.equal, step(), expected))
 
 
 PRECISIONS = ("torch.backends", "torch.backends.cuda.matmul", "torch.backends.mkldnn.matmul")

@@ -63,7 +63,7 @@ def test_the_first_step_is_planned(
 
 def test_refused_before_any_step_runs() -> None:
     net, x = Net(), batch()
-    with pytest.raises(lowtide.BudgetError, match="smallest limit that would do is") as caught:
+    with pytest.raises(lowtide.BudgetError, match="smallest limit known to do is") as caught:
         lowtide.fit(net, "64 KB", example=x)
     assert caught.value.minimum is not None
     assert all(p.grad is None for p in net.parameters())

@@ -264,7 +264,7 @@ def test_a_refusal_after_a_dry_run_says_what_had_been_predicted() -> None:
     text, least = str(caught.value), caught.value.minimum
     assert least is not None
     assert first <= least <= 1.01 * first
-    assert f"The smallest limit that would do is {least} bytes" in text
+    assert f"The smallest limit known to do is {least} bytes" in text
     assert f"had been predicted, from sizes, to take {format_bytes(plan.peak)};" in text
     budget = lowtide.budget(least)
     assert max(measured_step(model, x, budget) for _ in range(3)) <= least

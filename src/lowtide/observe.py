@@ -139,7 +139,8 @@ class Observer:
         for tensor in tensors:
             self.leaves.read(tensor, self.ops)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-        name, sizes, reads, grads = signature
+        name, sizes, reads, whole = signature
+        grads = sum(t.numel() * t.element_size() for t in wanted)
         workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
         temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
         log = OpLog(
@@ -155,7 +156,7 @@ class Observer:
             workspace=workspace,
             temporaries=temporaries,
             left=temporaries,
-            wanted=grads,
+            wanted=whole,
             receivers=inputs,
             overwrites=tuple(
                 ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0

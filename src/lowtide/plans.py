@@ -337,7 +337,8 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:
-            raise refusal(graph, limit, least.plan.retain, measured=step.source == "recorded")
+            measured = step.source == "recorded"
+            raise refusal(graph, limit, least.plan.retain, measured=measured, modules=step.modules)
         solution = least
     return from_solution(step, limit, solution)
 

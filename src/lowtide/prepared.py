@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide import engine
+from lowtide import _compat, engine
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.rebuild import OpLog
 from lowtide.seen import Seen
@@ -26,9 +26,9 @@ from lowtide.workspace import unfolds
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
 # What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
-# numbers, -1 for what was made outside), and the bytes of its arguments that require grad, as its
-# backward may make gradients of them: an expanded one at its expanded size. Two steps of equal
-# signatures have the same graph.
+# numbers, -1 for what was made outside), and the bytes of the gradients that its backward makes of
+# its arguments: of an expanded one at its expanded size, of a slice at that of the whole. Two steps
+# of equal signatures have the same graph.
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
@@ -38,7 +38,7 @@ def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Si
         op.facts.name,
         tuple([value.nbytes for value in made]),
         tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
-        sum([tensor.nbytes for tensor in tensors_in(args, kwargs) if tensor.requires_grad]),
+        sum(map(_compat.wanted_bytes, tensors_in(args, kwargs))),
     )
 
 

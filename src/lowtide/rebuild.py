@@ -48,7 +48,7 @@ class OpLog:
     left: int
     """Of them, what is there when it is over."""
     wanted: int
-    """Bytes of its arguments that require grad, as it reads them."""
+    """Bytes of the gradients of its arguments, see `lowtide._compat.wanted_bytes`."""
     receivers: tuple[int, ...]
     """Inputs that its backward gives gradients to: as called, -1 for what was made outside."""
     viewing: tuple[int, ...] = ()

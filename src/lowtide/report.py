@@ -120,17 +120,18 @@ def refusal(
     measured: bool,
     predicted: int | None = None,
     before: int = 0,
+    modules: Sequence[str] = (),
 ) -> BudgetError:
     """A known step whose smallest reachable peak, that of this plan, is above the limit.
 
     `predicted`: the peak that a dry run told of the plan that was followed. `before`: bytes that
-    earlier steps of the same context have left; they count for the limit.
+    earlier steps of the same context have left; they count for the limit. `modules`: the name of
+    the one that each operation ran in, where that is known.
     """
-    result = Simulator(graph).run(retain)
+    result, plain = Simulator(graph).run(retain), plain_peak(graph)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     # a limit that the plain step keeps is kept by doing nothing
-    minimum = min(minimum, max(plain_peak(graph), result.peak))
-    minimum += before
+    minimum = min(minimum, max(plain, result.peak)) + before
     known = ""
     if graph.events and not measured:
         known = " The memory of its backward is computed from sizes so far."
@@ -139,29 +140,41 @@ def refusal(
             f" The plan that was followed had been predicted, from sizes, to take "
             f"{format_bytes(predicted)}; now the step has been measured."
         )
-    phase, index = result.peak_at
-    named = ""
-    if phase == "forward" and index == len(graph.ops):
-        where = "what the loss takes outside of the budget, between its forward and backward"
-    elif phase == "forward":
-        where = f"operation {index} ({graph.ops[index].name}) of the forward"
-        nbytes = _named(graph, index)
-        if nbytes:
-            named = (
-                f", of which your program itself has {format_bytes(nbytes)} in memory that backward"
-                " asks for: dropping that frees nothing before the names on it have gone"
-            )
-    else:
-        maker = graph.ops[graph.values[graph.events[index].value].producer]
-        where = f"the backward that reads the output of {maker.name}"
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}{_left(before)}. The smallest limit that "
-        f"would do is {minimum} bytes ({format_bytes(minimum)}): at its peak stands {where}, with "
-        f"{format_bytes(result.held_bytes_at_peak)} of activations and "
+        f"the step does not fit in {format_bytes(limit)}{_left(before)}; plain it takes "
+        f"{format_bytes(plain)}. The smallest limit known to do is {minimum} bytes "
+        f"({format_bytes(minimum)}): at its peak stands {_stands(graph, result.peak_at, modules)}, "
+        f"with {format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
-        f"kernel workspace{named}.{known} Use a smaller batch or a larger limit.",
+        f"kernel workspace{_names(graph, result.peak_at)}.{known} Use a smaller batch or a larger "
+        "limit.",
         limit=limit,
         minimum=minimum,
+    )
+
+
+def _stands(graph: Graph, peak_at: tuple[str, int], modules: Sequence[str]) -> str:
+    """What runs at a peak, in words."""
+    phase, index = peak_at
+    if phase == "forward" and index == len(graph.ops):
+        return "what the loss takes outside of the budget, between its forward and backward"
+    if phase != "forward":
+        index = graph.values[graph.events[index].value].producer
+    module = f" in {modules[index]}" if modules and modules[index] else ""
+    if phase == "forward":
+        return f"operation {index} ({graph.ops[index].name}) of the forward{module}"
+    return f"the backward that reads the output of {graph.ops[index].name}{module}"
+
+
+def _names(graph: Graph, peak_at: tuple[str, int]) -> str:
+    """What the program itself has in memory at a peak in the forward, in words."""
+    phase, index = peak_at
+    nbytes = _named(graph, index) if phase == "forward" and index < len(graph.ops) else 0
+    if not nbytes:
+        return ""
+    return (
+        f", of which your program itself has {format_bytes(nbytes)} in memory that backward asks "
+        "for: dropping that frees nothing before the names on it have gone"
     )
 
 

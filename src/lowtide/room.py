@@ -90,7 +90,7 @@ def _together(args: Any) -> int:
     sizes: tuple[int, ...] = ()
     each = 0
     for argument in args:
-        if isinstance(argument, torch.Tensor):
+        if isinstance(argument, torch.Tensor) and not argument.is_nested:  # which has no shape
             shape = argument.shape
             if sizes != shape:
                 longer = zip_longest(reversed(sizes), reversed(shape), fillvalue=1)

@@ -32,6 +32,7 @@ from lowtide._compat.autograd import (
     queue_after_backward,
     refuses_hooks,
     set_grad_mode,
+    wanted_bytes,
 )
 from lowtide._compat.devices import cuda_in_use, on_stream, stream_of, synchronize
 from lowtide._compat.dispatch import (
@@ -136,6 +137,7 @@ __all__ = [
     "under_modes",
     "use_recorder_key",
     "version_of",
+    "wanted_bytes",
 ]
 
 

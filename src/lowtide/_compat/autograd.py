@@ -94,6 +94,20 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.requires_grad and base.is_leaf else None
 
 
+def wanted_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the gradient that the backward of a call which reads `tensor` makes: its own, or
+    those of what it is a view of where they are more (a slice's gradient is made whole). 0 where it
+    makes none, or none that has bytes of its own, as for sparse tensors."""
+    if not tensor.requires_grad:
+        return 0
+    base = tensor._base
+    return max(_dense_bytes(tensor), 0 if base is None else _dense_bytes(base))
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided or tensor.is_nested else tensor.nbytes
+
+
 def frozen_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
     """The parameter without `requires_grad` that this is, or is a view of."""
     base = tensor._base

@@ -67,7 +67,7 @@ struct Operation : Record {
   PyObject* ambient = nullptr;  // null: does not matter
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
-  int64_t wanted = 0;  // bytes of the arguments that require grad, as it reads them
+  int64_t wanted = 0;  // bytes of the gradients of its arguments, see `wanted_bytes`
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
   int threads = 0;  // within operations

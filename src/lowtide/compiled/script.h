@@ -20,7 +20,7 @@ struct Script {
   PyObject* names;  // a tuple of operator names
   std::vector<std::vector<int64_t>> sizes;  // bytes of what each makes
   std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
-  std::vector<int64_t> wanted;              // bytes of what each reads that requires grad
+  std::vector<int64_t> wanted;              // bytes of the gradients of what each reads
   std::vector<int64_t> needs;               // bytes that each allocates
   std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
   std::unordered_set<int64_t> by_size;      // operations that take another kernel on less

@@ -117,6 +117,18 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   return entry->version == tensor._version() ? entry : nullptr;
 }
 
+// Bytes of a tensor that has some to itself, as one of the usual layout does.
+inline int64_t dense_bytes(const at::Tensor& tensor) {
+  bool dense = tensor.layout() == c10::kStrided && !tensor.is_nested();
+  return dense ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
+
+// As `_compat.wanted_bytes`.
+inline int64_t wanted_bytes(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return 0;
+  return std::max(dense_bytes(tensor), tensor.is_view() ? dense_bytes(at::Tensor(tensor._base())) : 0);
+}
+
 // Copy the arguments into the record, each tensor by name; false if one cannot be named.
 // Running statistics that the call updates (`statistics`) become scratch memory.
 inline bool encode(
@@ -130,7 +142,7 @@ inline bool encode(
     } else if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
-      if (tensor.defined() && tensor.requires_grad()) op->wanted += tensor.nbytes();
+      op->wanted += wanted_bytes(tensor);
       if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
         if (!is_ordinary(tensor) || enter_written(state, tensor) == nullptr) return false;
         op->inputs.push_back(Input{nullptr, Geometry(tensor), static_cast<int32_t>(place), -1,
@@ -145,7 +157,7 @@ inline bool encode(
       for (size_t item = 0; item < items.size(); ++item) {
         if (!items[item].isTensor() || !items[item].toTensor().defined()) continue;
         const at::Tensor& tensor = items[item].toTensor();
-        if (tensor.requires_grad()) op->wanted += tensor.nbytes();
+        op->wanted += wanted_bytes(tensor);
         if (!add_input(state, op, tensor, place, static_cast<int>(item))) return false;
       }
       op->own_rare().lists.push_back({static_cast<int32_t>(place), static_cast<int32_t>(items.size()),
