@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.cli import main
+from lowtide.cli import _one_line, main
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
+from lowtide.errors import UsageError
 from lowtide.trials import fits, free_memory, try_steps
 from test_packaging import PACKAGE, ROOT
 
@@ -211,7 +212,9 @@ def test_a_step_that_runs_backward_itself_is_run_as_it_is(
     line = [f"{program}:itself", "--set", f"times={times}", "--limit", limit, "--json"]
     ran = json.loads(printed(capsys, "run", *line))
     shown = json.loads(printed(capsys, "report", *line))
-    assert [trial["label"] for trial in ran["trials"]] == ["plain", *["planned"] * 3]
+    labels = [trial["label"] for trial in ran["trials"]]
+    first = "planned" if times == 1 else "unplanned"  # a plan is for the first of two
+    assert labels == ["plain", first, "planned", "planned"]
     assert len(shown["trials"]) == 3
     plain, *planned = ran["trials"]
     assert plain["measured"] == plain["predicted"] == ran["plan"]["plain_peak"]
@@ -324,7 +327,7 @@ ERRORS = [
     (["plan", "program.py:build", "--limit", "1.5"], r"in \(0, 1\]; got 1.5. Bytes are a whole n"),
     (["plan", "program.py:build", "--limit", "9" * 400 + " GiB"], r"at most 2\*\*63 - 1 bytes; "),
     (["plan", "program.py:build", "--limit", "9" * 400], r"is at most 2\*\*63 - 1 bytes; got more"),
-    (["plan", "program.py:build", "--limit", "1 kB"], r"the step does not fit in 1000 B. The "),
+    (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; plain .* limit\.$"),
     (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
     (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),
 ]  # fmt: skip
@@ -340,6 +343,26 @@ def test_an_error_is_one_line_with_the_way_out(
     assert said.err.count("\n") == 1
     assert said.err.startswith("lowtide: ")
     assert re.search(text, said.err), said.err
+
+
+def test_a_long_error_is_cut_in_the_middle() -> None:
+    told = _one_line(UsageError("it begins " + 300 * "so " + "and ends with the way out."))
+    assert len(told) <= 510
+    assert told.startswith("it begins so")
+    assert " ... " in told
+    assert told.endswith("and ends with the way out.")
+
+
+def test_a_row_says_what_its_own_step_followed(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that returns no loss leaves its plan where the loss is taken, and gets another."""
+    line = [f"{program}:build", "--limit", "60%", "--steps", "4", "--json"]
+    trials = json.loads(printed(capsys, "run", *line))["trials"]
+    assert {trial["label"] for trial in trials[2:]} == {"planned"}
+    for trial in trials[1:]:
+        if trial["label"] == "planned":
+            assert trial["predicted"] == pytest.approx(trial["measured"], rel=0.005)
 
 
 def test_that_a_real_step_was_needed_is_one_line(

@@ -77,10 +77,14 @@ def try_steps(
     def step(limit: Budget | None) -> None:
         _step(function, args, kwargs, limit, own_backward)
 
-    def measured(label: str, limit: Budget | None, predicted: int) -> None:
+    def measured(limit: Budget | None, label: str, predicted: int) -> None:
         _clear(found)
         gc.collect()
         took = measure(lambda: step(limit), device=device)
+        if limit is not None:
+            report = limit.report()  # of the plan that this very step has followed
+            label = "planned" if report.planned else "unplanned"
+            predicted = report.planned_peak or predicted
         trials.append(Trial(label, predicted, took.peak_bytes, took.seconds))
 
     with _gradients(found):
@@ -88,16 +92,14 @@ def try_steps(
             tell("a plain step")
             _clear(found)
             step(None)
-            measured("plain", None, plain_peak)
+            measured(None, "plain", plain_peak)
         if budget is not None and plan is not None:
-            predicted = plan.peak
             for number in range(steps):
                 tell(f"planned step {number + 1} of {steps}")
                 try:
-                    measured("planned", budget, predicted)
+                    measured(budget, "planned", plan.peak)
                 except BudgetError as error:
                     return Tried(tuple(trials), error)
-                predicted = budget.report().planned_peak or predicted
     return Tried(tuple(trials))
 
 
@@ -129,6 +131,7 @@ def _step(
 ) -> None:
     with limit or nullcontext():
         result = function(*args, **kwargs)
+        # Where this is more than to take a loss, the step leaves a plan that knows nothing of it.
         loss = None if own_backward else loss_of(result)
         del result
     if loss is not None and loss.grad_fn is not None:

@@ -17,7 +17,7 @@ from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trac
 from lowtide.errors import LowtideError
 
 _VERBS = (saved, explain, plan, curve, run, report, trace, snapshot)
-_WIDTH = 400
+_WIDTH = 500
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,7 +43,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 for a refusal, 2 for wrong usage."""
+    """Run a command line; returns the exit status: 0, 1 where lowtide refuses, 2 for a line
+    that cannot be read."""
     arguments = parser().parse_args(argv)
     try:
         arguments.verb(arguments)
@@ -60,8 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: LowtideError) -> str:
+    """What is too long is cut in the middle: the way out stands at the end."""
     text = " ".join(str(error).split())
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 4].rsplit(" ", 1)[0] + " ..."
+    if len(text) <= _WIDTH:
+        return text
+    begin, end = text[: _WIDTH // 2].rsplit(" ", 1)[0], text[-_WIDTH // 2 :].split(" ", 1)[-1]
+    return f"{begin} ... {end}"
 
 
 __all__ = ["main", "parser"]

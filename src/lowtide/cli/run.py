@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
         show(format_trials(allowed, trials))
     if refused is not None:
         raise refused
-    over = [t for t in trials if t.label == "planned" and allowed and t.measured > allowed]
+    over = [t for t in trials if t.label != "plain" and allowed and t.measured > allowed]
     if over and allowed is not None:
         worst = max(trial.measured for trial in over)
         raise BudgetError(
