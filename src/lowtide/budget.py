@@ -3,7 +3,7 @@
 Problem: nobody knows which activations to recompute, and the answer changes with every shape.
 Invariant: the limit is a promise (rule 13): the first step is kept inside it by dropping values
 while it runs, every later one by a plan made from what the first one showed; what cannot fit is
-refused with the smallest limit that would do. A backward ends a step, also inside the context:
+refused with the smallest limit known to do. A backward ends a step, also inside the context:
 what is saved after it belongs to the next one, which has what is left of the limit. Imports step,
 planning, decide, observe. Rejected: plans from the model's code, which does not say what autograd
 saves.
@@ -379,6 +379,6 @@ def budget(
     Raises:
         UsageError: a limit that cannot be read; a budget entered twice or inside another; a group
             that is not there.
-        BudgetError: the limit cannot be met; it names the smallest that would do.
+        BudgetError: the limit cannot be met; it names the smallest known to do.
     """
     return Budget(limit, device=device, group=group)
