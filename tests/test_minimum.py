@@ -303,17 +303,6 @@ def test_until_when_the_program_has_a_value_is_seen_whatever_is_held(
     assert levels[0] == levels[1]
 
 
-def test_a_refusal_before_anything_ran_names_no_more_than_the_plain_peak() -> None:
-    """Where nothing can be recomputed: of a frozen network, say."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).requires_grad_(False)
-    head, x = nn.Linear(64, 1), torch.randn(256, 64)
-    plain = lowtide.plan(lambda: head(model(x)).sum())
-    assert plain.minimum_peak == plain.plain_peak
-    with pytest.raises(lowtide.BudgetError) as caught:
-        lowtide.plan(lambda: head(model(x)).sum(), limit=plain.plain_peak - 1)
-    assert caught.value.minimum == plain.plain_peak
-
-
 def test_a_refusal_says_what_the_program_has_in_memory() -> None:
     model, x = made("recalled")
     with pytest.raises(lowtide.BudgetError) as caught:

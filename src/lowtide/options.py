@@ -72,7 +72,8 @@ class Blocks:
         """Each by itself, each with its products kept, and in about the square root of n groups."""
         singles = tuple((name,) for name in self.names)
         code = f"lowtide.checkpoint_modules(model, {self.how})"
-        kept = f"lowtide.checkpoint_modules(model, {self.how}, policy=KeepProducts())"
+        keep = "policy=lowtide.policies.KeepProducts()"
+        kept = f"lowtide.checkpoint_modules(model, {self.how}, {keep})"
         made = [
             Recipe("per block", code, singles),
             Recipe("per block, products kept", kept, singles, KeepProducts()),

@@ -130,8 +130,9 @@ def refusal(
     """
     result, plain = Simulator(graph).run(retain), plain_peak(graph)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
-    # a limit that the plain step keeps is kept by doing nothing
-    minimum = min(minimum, max(plain, result.peak)) + before
+    if measured:  # a limit that the plain step keeps is kept by doing nothing
+        minimum = min(minimum, max(plain, result.peak))
+    minimum += before
     known = ""
     if graph.events and not measured:
         known = " The memory of its backward is computed from sizes so far."
