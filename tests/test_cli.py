@@ -89,6 +89,23 @@ def later():
         return model(batch).square().mean()
     return step
 
+def labelled():
+    return blocks(), (torch.randn(256, 64), torch.zeros(256))
+
+def misnamed():
+    return blocks(), {"x": torch.randn(256, 64)}
+
+def hooked():
+    model = blocks()
+    model.register_forward_pre_hook(lambda module, args: args[:1])
+    return model, (torch.randn(256, 64), torch.zeros(256))
+
+def frozen():
+    return blocks().requires_grad_(False), torch.randn(256, 64)
+
+def leaves():
+    raise SystemExit(4)
+
 instance = blocks()
 number = 3
 """
@@ -328,6 +345,14 @@ ERRORS = [
     (["plan", "program.py:build", "--limit", "9" * 400 + " GiB"], r"at most 2\*\*63 - 1 bytes; "),
     (["plan", "program.py:build", "--limit", "9" * 400], r"is at most 2\*\*63 - 1 bytes; got more"),
     (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; plain .* limit\.$"),
+    (["plan", "program.py:frozen", "--limit", "60%"], r"No backward asks for anything of this step,"
+     r" so there is nothing to recompute: does what it returns require grad\?"),
+    (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), and the forward of "
+     r"Sequential cannot be, for a batch of 2: too many positional arguments. Return \(step, batch"),
+    (["saved", "program.py:misnamed"], r"called as model\(\*\*batch\), .* for a batch of 1: missing a "
+     r"required argument: 'input'. Return \(step, batch\), where step\(\*\*batch\)"),
+    (["saved", "program.py:leaves"], r"program.py:leaves left the program with status 4: .* Put that"
+     r' under if __name__ == "__main__"\.'),
     (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
     (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),
 ]  # fmt: skip
@@ -343,6 +368,24 @@ def test_an_error_is_one_line_with_the_way_out(
     assert said.err.count("\n") == 1
     assert said.err.startswith("lowtide: ")
     assert re.search(text, said.err), said.err
+
+
+def test_a_hook_may_decide_what_forward_is_called_with(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "total" in printed(capsys, "saved", "program.py:hooked")
+
+
+def test_a_script_that_parses_the_command_line_when_imported_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--lr', required=True)\nparser.parse_args([])\n"
+    )
+    assert main(["saved", f"{script}:build"]) == 1
+    assert 'Put that under if __name__ == "__main__".' in capsys.readouterr().err
 
 
 def test_a_long_error_is_cut_in_the_middle() -> None:

@@ -136,6 +136,11 @@ def refusal(
     known = ""
     if graph.events and not measured:
         known = " The memory of its backward is computed from sizes so far."
+    if not graph.events:
+        known = (
+            " No backward asks for anything of this step, so there is nothing to recompute: does "
+            "what it returns require grad?"
+        )
     if predicted is not None:
         known = (
             f" The plan that was followed had been predicted, from sizes, to take "

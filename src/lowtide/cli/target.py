@@ -1,8 +1,8 @@
 """From what stands on the command line to a step that can be called.
 
 Problem: a step is Python, and a shell has only words. Invariant: a target either gives a step or an
-error of one line that says what was looked for, where, and how to write it. Imports errors and
-torch. Rejected: a configuration file, which is one more language.
+error of one line that says what was looked for, where, and how to write it. Imports errors,
+_compat and torch. Rejected: a configuration file, which is one more language.
 
 A target is ``file.py:function`` or ``package.module:function``. The function takes no arguments and
 returns ``(model, batch)``, ``(step, batch)`` or a step without arguments. A batch is a tensor, a
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 
 # Where the classes of a library are, for those who write its name alone.
@@ -138,6 +139,11 @@ def _of_users(what: str, call: Callable[[], Any], on_type_error: str = "Correct 
         return call()
     except LowtideError:
         raise
+    except SystemExit as error:
+        raise UsageError(
+            f"{what} left the program with status {error.code}: it does so when it is imported, or "
+            'parses the command line. Put that under if __name__ == "__main__".'
+        ) from error
     except Exception as error:
         way_out = on_type_error if isinstance(error, TypeError) else "Correct it"
         raise UsageError(_failed(what, error, way_out)) from error
@@ -170,18 +176,44 @@ def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
 
 
 def _with_batch(text: str, function: Callable[..., Any], batch: Any) -> Target:
-    if isinstance(function, nn.Module):
-        function = functools.partial(_loss, function)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
     if isinstance(batch, torch.Tensor):
-        return Target(text, function, (batch,), {})
-    if isinstance(batch, list | tuple):
-        return Target(text, function, tuple(batch), {})
-    if hasattr(batch, "items"):  # also what tokenizers and collators return
-        return Target(text, function, (), dict(batch.items()))
-    raise UsageError(
-        f"{text} returned a batch of type {type(batch).__name__}. A batch is a tensor, a tuple of "
-        "arguments, or a dictionary of keyword arguments."
-    )
+        args = (batch,)
+    elif isinstance(batch, list | tuple):
+        args = tuple(batch)
+    elif hasattr(batch, "items"):  # also what tokenizers and collators return
+        kwargs = dict(batch.items())
+    else:
+        raise UsageError(
+            f"{text} returned a batch of type {type(batch).__name__}. A batch is a tensor, a tuple "
+            "of arguments, or a dictionary of keyword arguments."
+        )
+    if isinstance(function, nn.Module):
+        _check_arguments(text, function, args, kwargs)
+        function = functools.partial(_loss, function)
+    return Target(text, function, args, kwargs)
+
+
+def _check_arguments(
+    text: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Most often the batch of a data loader, (x, y), for a model that takes x alone."""
+    if _compat.forward_pre_hooks(model) or type(model).__call__ is not nn.Module.__call__:
+        return  # what forward is called with is decided there
+    try:
+        takes = inspect.signature(model.forward)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        form = "**batch" if kwargs else "*batch"
+        raise UsageError(
+            f"{text}: the model is called as model({form}), and the forward of "
+            f"{type(model).__name__} cannot be, for a batch of {len(args) or len(kwargs)}: "
+            f"{error}. Return (step, batch), where step({form}) computes your loss."
+        ) from error
 
 
 def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
