@@ -74,6 +74,15 @@ def test_the_reference_has_every_public_name() -> None:
             assert any(getattr(module, name) is entry for entry in shown), name
 
 
+def test_what_the_pages_name_by_its_module_is_in_the_reference() -> None:
+    entries = "\n".join(p.read_text(encoding="utf-8") for p in DOCS.glob("reference/*.md"))
+    for path in DOCS.rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"`(lowtide(?:\.[a-z_]+)+\.\w+)[`(]", text):
+            last = name.rpartition(".")[2]
+            assert re.search(rf"^::: lowtide\S*\.{last}$", entries, re.MULTILINE), (path, name)
+
+
 def test_every_block_of_python_is_run_by_some_test() -> None:
     guides = (ROOT / "tests" / "test_guides.py").read_text(encoding="utf-8")
     for path in DOCS.rglob("*.md"):

@@ -98,11 +98,11 @@ def test_every_module_says_what_it_is_for() -> None:
 # --- the direction of imports -----------------------------------------------------------------
 
 
-def imported(name: str) -> set[str]:
-    """Modules of the package that a module imports when it is used, not merely for its types."""
+def imported(name: str, *, types: bool = False) -> set[str]:
+    """Modules of the package that a module imports when it is used, or for its types as well."""
     path = MODULES[name]
     tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in () if types else ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = []
     found = set()
@@ -139,6 +139,34 @@ def test_imports_run_one_way() -> None:
 
     for name in MODULES:
         visit(name, ())
+
+
+GENERIC = {"lowtide", "modules", "page"}  # as words, or asked for in a function
+
+
+def test_docstrings_name_what_is_imported() -> None:
+    checked = 0
+    for name, path in MODULES.items():
+        text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+        said = re.search(r"(?:^|[.:)] )Imports:? (.*?)[.;](?: |$)", text)
+        if said is None or path.name == "__init__.py":  # a package says what its modules may
+            continue
+        words = set(re.findall(r"[a-z_]+", said[1])) - GENERIC
+        parts = {part for other in imported(name, types=True) for part in other.split(".")}
+        outside = name.rpartition(".")[2]  # an integration names its library
+        known = {part for other in MODULES for part in other.split(".")} - {outside}
+        stale = words & known - parts
+        assert not stale, (name, stale)
+        checked += bool(words & known)
+    assert checked > 60
+
+
+def test_the_map_of_the_code_has_every_module() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"[a-z_]+", page.partition("## Reading the code")[2].split("```")[1]))
+    for name in MODULES:
+        top = name.split(".")[1] if "." in name else "lowtide"
+        assert top in shown | {"lowtide", "__main__"}, name
 
 
 def under(prefix: str) -> set[str]:

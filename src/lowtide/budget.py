@@ -79,6 +79,11 @@ class Budget(Planning):
         """A copy (of a module that has a budget, say) has the limit, and has learned nothing."""
         return _anew, self._asked
 
+    def __repr__(self) -> str:
+        limit = self.limit_bytes()
+        of = "a fraction" if limit is None else f"{limit} bytes"
+        return f"<lowtide.Budget of {of}, after {self._steps} steps>"
+
     # ------------------------------------------------------------------ the context
 
     def __enter__(self) -> Budget:

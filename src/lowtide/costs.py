@@ -3,7 +3,7 @@
 Problem: what to recompute depends on times, and a dry run has none. Invariant: an estimate is a
 function of shapes and of a few rates of the device, so that equal shapes cost the same; only the
 ratios between operations matter to a plan, and a budget replaces all of it by measurements.
-Imports tape values and workspace. Rejected: timing every operator with random data, which needs the
+Imports tape values and unfolding. Rejected: timing every operator with random data, which needs the
 memory that a dry run is there to spare, and measuring the device's rates, which gives every rank of
 a process group a plan of its own.
 """
@@ -134,10 +134,10 @@ def rates_of(name: str) -> DeviceModel | None:
 
 def named_model(name: str) -> DeviceModel:
     """The model of a device that need not be there."""
-    known = _KNOWN.get(name.upper())
+    known = _KNOWN.get(name.upper()) if isinstance(name, str) else None
     if known is None:
         raise UsageError(
-            f"no rates are known of a device named {name!r}; known are {', '.join(_KNOWN)}."
+            f"no rates are known of a device named {name!r}: name a GPU, one of {', '.join(_KNOWN)}."
         )
     return known
 

@@ -8,7 +8,7 @@ whole stage or encoder comes to life again at once in backward and the peak is h
 
 What level L switches on: all modules found at levels 2 to L, one inside the other, and those of
 level 1 that no larger region holds. While an outer region is replayed its inner regions free their
-insides again, so the peak falls with every level; each level around an operation replays it once
+insides again, so the peak is no higher with any level more; each level around an operation replays it once
 more, about a third of a plain step for each. A single layer inside a larger region would add a
 replay and free next to nothing, since what it saves is mostly its input.
 """
@@ -100,7 +100,7 @@ def checkpoint_levels(
     """Checkpoint the modules of `model` up to `level`, which lowtide finds by itself.
 
     0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages,
-    5 whole encoders and decoders: each level recomputes more and keeps less than the one before.
+    5 whole encoders and decoders: no level recomputes less or keeps more than the one before.
     Regions are nested; `nested=False` takes only the largest, which recomputes each operation at
     most once. `print(handle.describe())` says what was chosen and why.
     """

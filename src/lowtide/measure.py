@@ -59,7 +59,7 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     collected start anew.
 
     Raises:
-        UsageError: the device is neither the CPU nor CUDA; or, on the CPU, a profiler is active,
+        UsageError: `step` cannot be called; the device is neither the CPU nor CUDA; or, on the CPU, a profiler is active,
             another measurement is running, or either was started while `step` ran.
 
     Examples:
@@ -69,6 +69,11 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
         >>> measure(step, device="cpu").peak_bytes
         1024
     """
+    if not callable(step):
+        raise UsageError(
+            f"lowtide.measure calls a step without arguments; got {type(step).__name__}. Pass a "
+            "function, as in lowtide.measure(lambda: step(batch))."
+        )
     where = _device(device)
     if where.type == "cuda":
         return _measure_cuda(step, where)

@@ -4,7 +4,7 @@ Problem: before a step has been measured, and where it cannot be, its backward m
 the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
 and each backward takes what it took on shapes alone. Where that could not be found out, estimates
-from sizes stand in, to the high side. Imports backward, deadgraphs, functions, gradients, plan.
+from sizes stand in, to the high side. Imports backward, deadgraphs, functions, gradients, planner.
 Rejected: spreading every operation's temporaries over its neighbours, which refuses limits that can
 be met.
 """

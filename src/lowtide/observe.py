@@ -4,7 +4,8 @@ Problem: a planner needs sizes, times, who reads what, in which order backward a
 that is not the tape's: gradients, temporaries, kernel workspace. Invariant: an observer stores
 numbers only, never a tensor or a value; the graph it makes holds for the plan that ran and, by
 subtraction of what that plan held, for every other. What was measured (`MemoryEvents`) wins over
-what was modelled from sizes. Imports tape, plan and memory events. Rejected: asking users to run a
+what was modelled from sizes. Imports tape, planner, rebuild and memory
+events. Rejected: asking users to run a
 profiling step of their own.
 """
 

@@ -204,7 +204,8 @@ class Plan:
     # ------------------------------------------------------------------ files and text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON; `lowtide.load_plan` reads it."""
+        """Write the plan to a file, as JSON; `lowtide.load_plan` reads it. A file that is there is
+        replaced. `OSError`: it cannot be written."""
         text = json.dumps(
             planfile.document(
                 self.step,
@@ -359,6 +360,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Raises:
         UsageError: the file is damaged, is something else, or was written by another version.
+        OSError: there is no such file, or it cannot be read.
     """
     try:
         step, rest = planfile.read(Path(path).read_text(encoding="utf-8"))

@@ -3,7 +3,7 @@
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
 decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
-the records of a tape and what knows of kernels. Rejected: looking the graph up while the step runs.
+the records of a tape, workspace. Rejected: looking the graph up while the step runs.
 """
 
 from __future__ import annotations

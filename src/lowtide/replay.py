@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# Called with each list of replayed operations: how tests and reports count what was recomputed.
 listeners: list[Callable[[list[Operation]], None]] = []
+"""Called with each list of replayed operations, whose ``facts.name`` says what they are: how tests
+count what was recomputed. Add a function of such a list, and remove it again."""
 
 
 def unpack(packed: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Problem: a user must see at a glance whether the limit held and what it cost. Invariant: reports
 are data that print well; figures come from the plan and from measurements, and one that was not
-measured is None, never a guess. Imports plan, limits, errors. Rejected: logging.
+measured is None, never a guess. Imports planner, limits, errors. Rejected: logging.
 """
 
 from __future__ import annotations

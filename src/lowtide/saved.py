@@ -30,6 +30,8 @@ _WHY = {
     "that the dispatcher was not told of): it can only be kept",
 }
 _ROWS = 24
+KEYS = ("module", "operator", "line", "kind", "dtype", "name")
+"""What saved tensors can be summed by."""
 _PLURALS = (
     ("parameter", "parameters"),
     ("buffer", "buffers"),
@@ -101,17 +103,21 @@ class SavedTensors:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that live for backward alone: what recomputation could free."""
+        """Bytes that live for backward alone: all that recomputation could free, and what is made
+        where the tape cannot see, which can only be kept."""
         return sum(row.nbytes for row in self.rows if row.kind in ("activation", "unseen"))
 
     def by(self, *keys: str) -> tuple[SavedGroup, ...]:
-        """Sums by any of "module", "operator", "line", "kind", largest first."""
-        allowed = ("module", "operator", "line", "kind", "dtype", "name")
+        """Sums by any of "module", "operator", "line", "kind", "dtype" and "name", largest first.
+
+        Raises:
+            UsageError: another key.
+        """
         for key in keys:
-            if key not in allowed:
+            if key not in KEYS:
                 raise UsageError(
                     f"saved tensors cannot be summed by {key!r}: use one or more of "
-                    f"{', '.join(allowed)}."
+                    f"{', '.join(KEYS)}."
                 )
         sums: dict[tuple[str, ...], list[int]] = {}
         for row in self.rows:
@@ -216,17 +222,22 @@ def from_ledger(ledger: Ledger, source: str) -> SavedTensors:
 def format_saved_tensors(
     saved: SavedTensors,
     *,
-    by: Iterable[str] = ("module", "operator", "line"),
+    by: str | Iterable[str] = ("module", "operator", "line"),
     rows: int | None = _ROWS,
 ) -> str:
     """A table of what autograd holds, largest first. Its rows add up to the total printed.
 
     Args:
         saved: from `saved_tensors`.
-        by: what to sum by: any of "module", "operator", "line", "kind".
+        by: what to sum by: one or more of the keys of `SavedTensors.by`.
         rows: how many to print; the others become one row. None: all.
+
+    Raises:
+        UsageError: another key, or a negative number of rows.
     """
-    keys = tuple(by)
+    keys = (by,) if isinstance(by, str) else tuple(by)
+    if rows is not None and rows < 0:
+        raise UsageError(f"rows is how many rows to print, at least 0, or None for all; got {rows}.")
     only = [row for row in saved.rows if row.kind in ("activation", "unseen")]
     held = SavedTensors(tuple(only), saved.standing, saved.source)
     groups = held.by(*keys)

@@ -3,7 +3,7 @@
 Problem: a peak is one number, and what to do about it depends on what stands there: activations
 that a plan could drop, or gradients that it could not. Invariant: the kinds of a moment add up to
 the simulator's bytes of that moment, and the largest moment is the simulated peak, asserted.
-Imports dryrun, planner, witness. Rejected: drawing a plain timeline from a measurement and a
+Imports dryrun, ledger, planner. Rejected: drawing a plain timeline from a measurement and a
 planned one from a simulation, whose difference would not be the plan's.
 
 A moment is an operation of the forward or, in backward, a replay and what follows it up to the next

@@ -2,7 +2,7 @@
 
 Problem: a prediction is worth what its error is on this machine. Invariant: every step is counted
 allocation by allocation; gradients are taken away before each and put back at the end, so that all
-steps do the same. Imports budget, measure, study. Rejected: resident memory of the process.
+steps do the same. Imports budget, measure, plans. Rejected: resident memory of the process.
 """
 
 from __future__ import annotations

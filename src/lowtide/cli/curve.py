@@ -1,7 +1,7 @@
 """``lowtide curve TARGET``: time against memory, with what people do today drawn on it.
 
 Problem: which limit is worth its price is seen when the prices stand side by side. Invariant: the
-table has every figure, so that the plot is never needed. Imports frontier, options, plot. Rejected:
+table has every figure, so that the plot is never needed. Imports study, document, plot. Rejected:
 a picture file: ``lowtide report`` makes one.
 """
 

@@ -11,7 +11,7 @@ import argparse
 from lowtide.cli import arguments as common
 from lowtide.cli.output import add_rows, rows_of, show, show_json
 from lowtide.cli.progress import Progress
-from lowtide.saved import format_saved_tensors
+from lowtide.saved import KEYS, format_saved_tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by",
         default="module,operator,line",
         metavar="KEYS",
-        help="what to sum by: any of module, operator, line, dtype (default: %(default)s)",
+        help=f"what to sum by: any of {', '.join(KEYS)} (default: %(default)s)",
     )
     add_rows(parser, "rows")
 
