@@ -347,12 +347,12 @@ ERRORS = [
     (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; plain .* limit\.$"),
     (["plan", "program.py:frozen", "--limit", "60%"], r"No backward asks for anything of this step,"
      r" so there is nothing to recompute: does what it returns require grad\?"),
-    (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), and the forward of "
-     r"Sequential cannot be, for a batch of 2: too many positional arguments. Return \(step, batch"),
-    (["saved", "program.py:misnamed"], r"called as model\(\*\*batch\), .* for a batch of 1: missing a "
-     r"required argument: 'input'. Return \(step, batch\), where step\(\*\*batch\)"),
-    (["saved", "program.py:leaves"], r"program.py:leaves left the program with status 4: .* Put that"
-     r' under if __name__ == "__main__"\.'),
+    (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), and the forward of"
+     r" Sequential cannot be, for a batch of 2: too many positional arguments. Return \(step, bat"),
+    (["saved", "program.py:misnamed"], r"called as model\(\*\*batch\), .* for a batch of 1: missing"
+     r" a required argument: 'input'. Return \(step, batch\), where step\(\*\*batch\)"),
+    (["saved", "program.py:leaves"], r"program.py:leaves left the program with status 4: .* Put "
+     r'that under if __name__ == "__main__"\.'),
     (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
     (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),
 ]  # fmt: skip

@@ -192,8 +192,10 @@ def test_the_figures_are_logged(tmp_path: Path) -> None:
     run = trainer(tmp_path, callback)
     run.fit(module)
     figures = {name: int(value) for name, value in run.logged_metrics.items() if "/" in name}
-    assert set(figures) == {"lowtide/limit", "lowtide/planned_peak", "lowtide/measured_peak"}
-    assert 0 < figures["lowtide/measured_peak"] <= figures["lowtide/limit"]
+    assert set(figures) == {f"lowtide/{name}" for name in
+                            ("limit", "planned_peak", "measured_peak", "highest_peak")}  # fmt: skip
+    assert 0 < figures["lowtide/measured_peak"] <= figures["lowtide/highest_peak"]
+    assert figures["lowtide/highest_peak"] <= figures["lowtide/limit"]
     assert 0 < figures["lowtide/planned_peak"] <= figures["lowtide/limit"]
     run = trainer(tmp_path, MemoryBudget(0.7, log=False))
     run.fit(Net())

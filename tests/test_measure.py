@@ -285,6 +285,10 @@ def test_an_exception_passes_through_and_leaves_nothing_behind(error: BaseExcept
 def test_devices_that_do_not_report_are_refused() -> None:
     with pytest.raises(UsageError, match="not on 'meta'"):
         measure(lambda: None, device="meta")
+    with pytest.raises(
+        UsageError, match=r"calls a step without arguments; got NoneType\. Pass a f"
+    ):
+        measure(None, device="cpu")  # type: ignore[arg-type]
     assert issubclass(UsageError, LowtideError)
 
 

@@ -6,6 +6,7 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -136,17 +137,30 @@ def test_a_predicate_that_is_never_true() -> None:
     assert "predicate(name, module)" in text
 
 
-@pytest.mark.parametrize("which", ["layers", nn.ModuleList])
+@pytest.mark.parametrize("which", ["layers", nn.ModuleList, operator.attrgetter("layers")])
 def test_only_containers(which: Any) -> None:
-    text = fails(which)
+    model = net()
+    text = fails(which(model) if isinstance(which, operator.attrgetter) else which, model)
     assert "matches only containers, which hold modules but are never called" in text
     assert "layers (ModuleList)" in text
     assert "'layers.*'" in text
 
 
-@pytest.mark.parametrize("which", [3, None, nn.Linear(1, 1)])
+@pytest.mark.parametrize("which", [3, None, 1.5])
 def test_a_selection_of_the_wrong_kind(which: Any) -> None:
     assert "cannot select modules by" in fails(which)
+
+
+def test_modules_are_selected_by_themselves() -> None:
+    model = net()
+    handle = checkpoint_modules(model, [model.layers[1], model.head])
+    assert handle.names == ("layers.1", "head")
+
+
+def test_a_module_of_another_model_is_none_of_this() -> None:
+    text = fails(nn.Linear(1, 1))
+    assert "the Linear given is not a module of this" in text
+    assert "but of another model or of a copy" in text
 
 
 def test_an_empty_selection() -> None:

@@ -416,6 +416,15 @@ def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     assert list(points[1:3]) == [points[1], points[2]]
 
 
+def test_times_of_a_device_that_is_not_here() -> None:
+    step, images = loss_on(network(8)), batch(512)
+    for points in (lowtide.curve(step, images, on="H100"), [lowtide.plan(step, images, on="h100")]):
+        assert "H100" in points[0].step.device
+    for wrong in ("H1000", torch.device("cpu")):
+        with pytest.raises(UsageError, match=r"a device named .*: name a GPU, one of .*H100"):
+            lowtide.curve(step, images, on=wrong)  # type: ignore[arg-type]
+
+
 def test_a_curve_of_a_step_that_cannot_be_made_smaller() -> None:
     graph = Graph((ValueNode(10, 0),), (OpNode("f", 1.0, (), (0,), 0, True, 10, 10),), ())
     assert len(curve_of(dry(graph))) == 1

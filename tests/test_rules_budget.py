@@ -316,8 +316,8 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     report = limit.report()
     lines = str(report).splitlines()
     labels = [
-        "limit", "planned peak", "measured peak", "plain peak", "activations kept",
-        "activations recomputed", "operations replayed", "steps",
+        "limit", "planned peak", "measured peak", "highest peak", "plain peak",
+        "activations kept", "activations recomputed", "operations replayed", "steps",
     ]  # fmt: skip
     assert [line.split("  ")[0].strip() for line in lines] == labels
     assert report.limit is not None
@@ -327,6 +327,23 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     assert 0 < report.planned_peak <= report.limit
     assert 0 < report.replayed_operations < report.recorded_operations * 3
     assert lines[-1].endswith("3, the last one planned")
+
+
+def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
+    model, limit = tower(), lowtide.budget("1 GiB")
+    peaks = []
+    for rows in (32, 256, 64):
+        for _ in range(2):
+            step_under(limit, model, torch.randn(rows, 32), backward)
+            peaks.append(limit.report().measured_peak)
+    report = limit.report()
+    assert all(peak is not None for peak in peaks)
+    assert report.highest_peak == max(peak or 0 for peak in peaks)
+    assert report.highest_peak > (report.measured_peak or 0) > 0
+    assert report.measured_steps >= 3
+    assert f"of {report.measured_steps} steps measured" in str(report)
+    assert repr(limit) == f"<lowtide.Budget of {2**30} bytes, after 6 steps>"
+    assert repr(lowtide.budget(0.5)) == "<lowtide.Budget of a fraction, after 0 steps>"
 
 
 def test_a_budget_with_gradients_that_accumulate() -> None:

@@ -309,6 +309,7 @@ class Budget(Planning):
         tally = last.tally if last is not None else Tally()
         kept, recomputed = (None, None) if prepared is None else prepared.bytes()
         measured, whose = self._measured or (None, ())
+        measured_steps, highest = self._peaks
         alike = last is not None and measured is not None and tuple(last.seen) == whose
         limit = self.limit_bytes()
         return BudgetReport(
@@ -324,6 +325,8 @@ class Budget(Planning):
             steps=self._steps,
             planned=prepared is not None,
             measured_alike=alike,
+            measured_steps=measured_steps,
+            highest_peak=highest if measured_steps else None,
         )
 
 

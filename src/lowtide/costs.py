@@ -137,7 +137,8 @@ def named_model(name: str) -> DeviceModel:
     known = _KNOWN.get(name.upper()) if isinstance(name, str) else None
     if known is None:
         raise UsageError(
-            f"no rates are known of a device named {name!r}: name a GPU, one of {', '.join(_KNOWN)}."
+            f"no rates are known of a device named {name!r}: name a GPU, one of "
+            f"{', '.join(_KNOWN)}."
         )
     return known
 

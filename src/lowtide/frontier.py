@@ -73,7 +73,7 @@ class Curve(Sequence[Plan]):
         return "\n".join(lines)
 
 
-def curve(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Curve:
+def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs: Any) -> Curve:
     """The cheapest plans for limits from the plain peak down to the smallest that can be kept.
 
     A dry run, as `lowtide.plan`; no limit keeps a margin for what predictions are wrong by.
@@ -81,6 +81,7 @@ def curve(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Curve:
     Args:
         fn: the step, as for `lowtide.plan`.
         args: its positional arguments.
+        on: the device whose times to model, as for `lowtide.plan`.
         kwargs: its keyword arguments.
     """
     if not callable(fn):
@@ -88,7 +89,7 @@ def curve(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Curve:
             f"curve needs the step as a callable (a module, or a function of its arguments); got "
             f"{type(fn).__name__}."
         )
-    return curve_of(dry_run(fn, args, kwargs))
+    return curve_of(dry_run(fn, args, kwargs, on))
 
 
 def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:

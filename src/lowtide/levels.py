@@ -8,9 +8,9 @@ whole stage or encoder comes to life again at once in backward and the peak is h
 
 What level L switches on: all modules found at levels 2 to L, one inside the other, and those of
 level 1 that no larger region holds. While an outer region is replayed its inner regions free their
-insides again, so the peak is no higher with any level more; each level around an operation replays it once
-more, about a third of a plain step for each. A single layer inside a larger region would add a
-replay and free next to nothing, since what it saves is mostly its input.
+insides again, so the peak is no higher with any level more; each level around an operation replays
+it once more, about a third of a plain step for each. A single layer inside a larger region would
+add a replay and free next to nothing, since what it saves is mostly its input.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ class MemoryBudget(Callback):
 
         Trainer(callbacks=[MemoryBudget("6 GiB")]).fit(module)
 
-    Logs ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, each
-    time that the trainer logs, NaN where not known of that step: see `lowtide.BudgetReport`.
-    Around the fit nothing stays: checkpoints, the module and its copies are those of a training
-    without it.
+    Logs ``lowtide/limit``, ``lowtide/planned_peak``, ``lowtide/measured_peak`` and
+    ``lowtide/highest_peak``, in bytes, each time that the trainer logs, NaN where not known of that
+    step: see `lowtide.BudgetReport`. Around the fit nothing stays: checkpoints, the module and its
+    copies are those of a training without it.
 
     Args:
         limit: as for `lowtide.budget`. It is counted from where ``training_step`` is entered;

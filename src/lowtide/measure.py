@@ -59,8 +59,9 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     collected start anew.
 
     Raises:
-        UsageError: `step` cannot be called; the device is neither the CPU nor CUDA; or, on the CPU, a profiler is active,
-            another measurement is running, or either was started while `step` ran.
+        UsageError: `step` cannot be called; the device is neither the CPU nor CUDA; or, on the CPU,
+            a profiler is active, another measurement is running, or either was started while `step`
+            ran.
 
     Examples:
         >>> import torch

@@ -108,9 +108,9 @@ def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) ->
     Args:
         model: any module; it stays the object it is.
         which: a type; a glob pattern of qualified names ("encoder.layers.*"; `*` stays inside one
-            part of a name, `**` and a leading `*.` span parts); a predicate
-            `(name, module) -> bool`; `every(n, ...)` of these; or a list that mixes them. A module
-            chosen together with one inside it gives nested regions.
+            part of a name, `**` and a leading `*.` span parts); a module of the model, itself; a
+            predicate `(name, module) -> bool`; `every(n, ...)` of these; or a list that mixes them.
+            A module chosen together with one inside it gives nested regions.
         policy: what to keep inside the regions, as in `lowtide.checkpoint`.
 
     Raises:

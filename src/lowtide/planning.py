@@ -58,6 +58,7 @@ class Planning:
         self._plain_peak: int | None = None
         self._largest = 0  # of plain peaks that were measured, what was there before included
         self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
+        self._peaks = 0, 0  # how many were measured, and the highest of them
         self._refusal: BudgetError | None = None
         self._refused = Refusals()
         self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
@@ -194,7 +195,9 @@ class Planning:
         timeline, followed = observer.timeline, decisions.followed
         measured = timeline is not None
         if timeline is not None:
-            self._measured = timeline.peak + observer.before, signatures_of(observer.ops)
+            peak = timeline.peak + observer.before
+            self._measured = peak, signatures_of(observer.ops)
+            self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
         if not observer.requests or (followed is not None and not measured):
             return
         if self._ranks is None and not measured and self._grown(observer):

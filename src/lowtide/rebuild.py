@@ -3,7 +3,8 @@
 Problem: what was measured belongs to the plan that ran, and the planner asks about others.
 Invariant: "other" memory is what was measured less what that plan held at that moment, so that the
 simulator gives back the measured peak for the plan that ran; without a measurement it is modelled
-from sizes, to the high side. Imports modelled, planner. Rejected: modelling where there is a measurement.
+from sizes, to the high side. Imports modelled, planner. Rejected: modelling where there is a
+measurement.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
 from lowtide.planner import Graph, Simulator, plain_peak
+from lowtide.texttable import count_of
 
 _DRIFT = 0.006  # of a measured peak, that a refusal adds for what differs from step to step
 _MISJUDGED = 0.02  # of a modelled one
@@ -38,6 +39,8 @@ class BudgetReport:
         planned: whether the last step followed a plan, not online eviction.
         measured_alike: whether what was measured ran the operations of the last step, on the same
             shapes. If not, ``measured_peak`` is another step's and the other figures are not.
+        measured_steps: how many steps were measured so far.
+        highest_peak: the highest peak of all of them.
     """
 
     limit: int | None
@@ -52,6 +55,8 @@ class BudgetReport:
     steps: int
     planned: bool
     measured_alike: bool = False
+    measured_steps: int = 0
+    highest_peak: int | None = None
 
     def __str__(self) -> str:
         another = self.measured_peak is not None and not self.measured_alike
@@ -61,6 +66,11 @@ class BudgetReport:
             (
                 "measured peak",
                 format_bytes(self.measured_peak) + (" (of another step)" if another else ""),
+            ),
+            (
+                "highest peak",
+                f"{format_bytes(self.highest_peak)} of {count_of(self.measured_steps, 'step')} "
+                "measured",
             ),
             ("plain peak", format_bytes(self.plain_peak)),
             ("activations kept", format_bytes(self.kept_bytes)),
@@ -76,7 +86,7 @@ class BudgetReport:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-LOGGED = ("limit", "planned_peak", "measured_peak")
+LOGGED = ("limit", "planned_peak", "measured_peak", "highest_peak")
 
 
 def logged(report: BudgetReport) -> dict[str, int]:

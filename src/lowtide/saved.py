@@ -237,7 +237,7 @@ def format_saved_tensors(
     """
     keys = (by,) if isinstance(by, str) else tuple(by)
     if rows is not None and rows < 0:
-        raise UsageError(f"rows is how many rows to print, at least 0, or None for all; got {rows}.")
+        raise UsageError(f"rows is how many rows to print, 0 or more, or None for all; got {rows}.")
     only = [row for row in saved.rows if row.kind in ("activation", "unseen")]
     held = SavedTensors(tuple(only), saved.standing, saved.source)
     groups = held.by(*keys)

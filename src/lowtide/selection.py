@@ -1,6 +1,6 @@
 """From what a user writes to the modules meant.
 
-Problem: the same wish is written as a type, a name, a list of either, a rule or "every other one",
+Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one",
 and one that matches nothing must not pass for one that does: the memory would silently stay.
 Invariant: every entry of a selection matches at least one module that is called, or a `UsageError`
 names what came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where
@@ -20,7 +20,9 @@ from torch import nn
 
 from lowtide.errors import UsageError
 
-Which: TypeAlias = "type[Any] | str | Callable[[str, nn.Module], bool] | Every | Sequence[Which]"
+Which: TypeAlias = (
+    "type[Any] | str | nn.Module | Callable[[str, nn.Module], bool] | Every | Sequence[Which]"
+)
 Named = list[tuple[str, nn.Module]]
 
 
@@ -99,13 +101,15 @@ def _matches(which: Which, everything: Named) -> Named:
         found = [(name, m) for name, m in everything if name and name_matches(name, which)]
     elif isinstance(which, type):
         found = [(name, module) for name, module in everything if isinstance(module, which)]
-    elif callable(which) and not isinstance(which, nn.Module):
+    elif isinstance(which, nn.Module):
+        found = [(name, module) for name, module in everything if module is which]
+    elif callable(which):
         found = [(name, module) for name, module in everything if which(name, module)]
     else:
         raise UsageError(
             f"cannot select modules by {which!r} ({type(which).__name__}): give a type, a pattern "
-            "of qualified names such as 'encoder.layers.*', a predicate (name, module) -> bool, "
-            "every(n, ...) of these, or a list of these"
+            "of qualified names such as 'encoder.layers.*', a module of the model, a predicate "
+            "(name, module) -> bool, every(n, ...) of these, or a list of these"
         )
     if not found:
         raise UsageError(_nothing_matched(which, everything))
@@ -138,6 +142,11 @@ def _nothing_matched(which: Any, everything: Named) -> str:
     if isinstance(which, type):
         head = f"no module is a {which.__name__}: none of the {count} of this {owner} is one."
         return head + _near_types(which, everything)
+    if isinstance(which, nn.Module):
+        return (
+            f"the {type(which).__name__} given is not a module of this {owner}, but of another "
+            f"model or of a copy: take one of its {count}"
+        )
     return (
         f"the predicate {_shown(which)} returned a false value for every one of the {count} of "
         f"this {owner} and for the model itself; it is called as predicate(name, module)"
@@ -195,4 +204,6 @@ def _starred(name: str) -> str:
 def _shown(which: Any) -> str:
     if isinstance(which, str):
         return repr(which)
+    if isinstance(which, nn.Module):
+        return f"the {type(which).__name__} given"
     return str(getattr(which, "__qualname__", repr(which)))

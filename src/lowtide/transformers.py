@@ -193,8 +193,9 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
         Trainer(model=model, args=args, callbacks=[MemoryBudget("6 GiB")], ...).train()
 
-    Adds ``lowtide/limit``, ``lowtide/planned_peak`` and ``lowtide/measured_peak``, in bytes, to
-    what Trainer logs, those that are known: see `lowtide.BudgetReport`.
+    Adds ``lowtide/limit``, ``lowtide/planned_peak``, ``lowtide/measured_peak`` and
+    ``lowtide/highest_peak``, in bytes, to what Trainer logs, those that are known: see
+    `lowtide.BudgetReport`.
 
     Args:
         limit: as for `lowtide.fit`.

@@ -4,9 +4,9 @@ Problem: the planner decides over values that an operation of their own makes; c
 operations, and what stays inside a fused kernel costs no memory and little time to make again.
 Invariant: a value is a storage under its own number; one that the forward never writes to memory
 stands for what it is computed from, with the time of that added to whoever reads it. What the
-backward reads are the events, and what it makes itself is memory of others. Imports joint, schedule,
-planner. Rejected: a value for every FX node, with which the planner holds what costs nothing to
-make, and finds limits impossible that are not.
+backward reads are the events, and what it makes itself is memory of others. Imports joint,
+schedule, planner. Rejected: a value for every FX node, with which the planner holds what costs
+nothing to make, and finds limits impossible that are not.
 """
 
 from __future__ import annotations
