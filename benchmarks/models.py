@@ -256,6 +256,14 @@ def learn(step: Callable[[], object]) -> None:
         settle()
 
 
+def added(step: Callable[[], object], plain: Callable[[], object], rounds: int) -> float:
+    """What a step takes more than the plain one beside it, as a part of that: the median over the
+    rounds, in each of which the two ran one after the other, as fast as the machine was then."""
+    spent = turns({"plain": plain, "step": step}, rounds)
+    pairs = zip(spent["step"], spent["plain"], strict=True)
+    return statistics.median(mine / other - 1 for mine, other in pairs)
+
+
 def interleave(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The medians of `turns`."""
     spent = turns(contenders, rounds)

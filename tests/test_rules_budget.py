@@ -346,6 +346,32 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
     assert repr(lowtide.budget(0.5)) == "<lowtide.Budget of a fraction, after 0 steps>"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("limit", [0.7, None])
+def test_what_cannot_be_recorded_is_refused_once_it_was_measured(limit: float | None) -> None:
+    """Operations on tensors of another class: nothing of what they save can be let go of."""
+    rows = [torch.randn(count, 32) for count in (700, 40, 300)]
+    batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+
+    def step() -> None:
+        model.zero_grad()
+        with budget:
+            loss = model(batch).values().square().mean()
+        loss.backward()
+
+    budget = lowtide.budget("1 GiB")
+    peak = lowtide.measure(step, device="cpu").peak_bytes
+    budget = lowtide.budget(limit or int(0.7 * peak))
+    with contextlib.suppress(lowtide.BudgetError):
+        step()
+    with pytest.raises(
+        lowtide.BudgetError, match=r"fit in .* (at least|known to do is) \d+ b"
+    ) as e:
+        step()
+    assert e.value.minimum > 0.9 * peak
+
+
 def test_a_budget_with_gradients_that_accumulate() -> None:
     """Two micro-batches under one budget before one optimizer step."""
     batches = torch.randn(2, 128, 32)

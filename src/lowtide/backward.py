@@ -67,6 +67,8 @@ class Cost:
         left: of them, bytes that are there when it is over: the gradients of its inputs.
         given: for every tensor argument that requires grad, in order: whether its gradient is a
             view of that of the output (True), memory of its own (False), or None: it gets none.
+        fresh: of the same: whether nobody else refers to its memory, so that another one may be
+            added to it in place.
         saved: of each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
@@ -74,6 +76,7 @@ class Cost:
     peak: int
     left: int
     given: tuple[bool | None, ...]
+    fresh: tuple[bool, ...]
     saved: tuple[bool, ...]
 
 
@@ -149,7 +152,7 @@ def _run(call: Call) -> Cost:
     unused = {key for key, used in zip(own, known, strict=True) if not used}
     made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
     if not made:
-        return Cost(0, 0, (None,) * len(wanted), ())
+        return Cost(0, 0, (None,) * len(wanted), (False,) * len(wanted), ())
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
@@ -157,7 +160,12 @@ def _run(call: Call) -> Cost:
         found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
     outer = storage_keys(gradients)
     given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
-    return Cost(counting.peak, counting.level, tuple(given), results)
+    # A view refers to what it was made of, also where that has no other name.
+    fresh = [
+        lent is False and not _compat.is_view(gradient)
+        for gradient, lent in zip(found, given, strict=True)
+    ]
+    return Cost(counting.peak, counting.level, tuple(given), tuple(fresh), results)
 
 
 class _AsReal(Counting):

@@ -81,14 +81,3 @@ def without(ops: Sequence[OpLog], dead: set[int]) -> list[OpLog]:
         if index in dead else log
         for index, log in enumerate(ops)
     ]  # fmt: skip
-
-
-def leaves(seen: Observer, dead: set[int]) -> list[tuple[int, int]]:
-    """(last living reader, bytes of its gradient) of each leaf that gets one."""
-    found = []
-    for key, (reader, nbytes) in seen.leaves.gradients.items():
-        if reader in dead and not seen.common:  # else not all of its readers were watched
-            reader = max((r for r in seen.leaves.readers[key] if r not in dead), default=-1)
-        if reader >= 0:
-            found.append((reader, nbytes))
-    return found

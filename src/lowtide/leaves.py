@@ -2,7 +2,7 @@
 
 Problem: a gradient is there from the last reader of its leaf (the first that backward reaches) to
 the end of the step, and belongs to no operation's result. Invariant: leaves are known by weak
-references and by identity; what is counted are gradients that are not there yet. Imports rebuild.
+references and by identity; what is counted are gradients that are not there yet. Imports seen.
 Rejected: looking through a model's parameters, which knows neither what a step reads nor leaves
 that are no parameters.
 """
@@ -10,15 +10,27 @@ that are no parameters.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from lowtide import _compat
 
 if TYPE_CHECKING:
-    from lowtide.rebuild import OpLog
     from lowtide.seen import Seen
+
+
+class Read(NamedTuple):
+    """One operation that reads a leaf, or a part of it."""
+
+    op: int
+    nbytes: int
+    """Of what it reads."""
+    between: int = 0
+    """Of the largest gradient that is made on the way to the leaf's."""
+    way: _compat.Way | None = None
+    """That way, of a view; None for the leaf itself, or where it is not known."""
 
 
 class Leaves:
@@ -27,14 +39,16 @@ class Leaves:
     Attributes:
         gradients: leaf -> (last reader, bytes), of gradients to be allocated.
         known: leaf -> (last reader, the leaf), of all that may collect one.
-        readers: of each leaf, as far as they were watched.
+        reads: of each leaf, as far as they were watched.
+        nodes: of each operation, the number of the newest node of autograd's when it was.
         frozen: parameters that collect none.
     """
 
     def __init__(self) -> None:
         self.gradients: dict[int, tuple[int, int]] = {}
         self.known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
-        self.readers: dict[int, list[int]] = {}
+        self.reads: dict[int, list[Read]] = {}
+        self.nodes: list[int] = []
         self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def resume(self, seen: Seen, count: int) -> None:
@@ -44,23 +58,37 @@ class Leaves:
                 self.gradients[key] = (reader, nbytes)
         self.known = {key: leaf for key, leaf in seen.leaves.items() if leaf[0] < count}
         self.frozen = dict(enumerate(seen.frozen))
+        self.nodes = [-1] * count
 
-    def read(self, tensor: torch.Tensor, ops: list[OpLog]) -> None:
-        """The operation that follows `ops` reads a tensor."""
+    def ran(self, tensors: list[torch.Tensor]) -> None:
+        """The operation that follows those known so far reads these tensors."""
+        self.nodes.append(_compat.newest_node())
+        for tensor in tensors:
+            self._read(tensor, len(self.nodes) - 1)
+
+    def _read(self, tensor: torch.Tensor, op: int) -> None:
         if not tensor.requires_grad:
             self._no_leaf(tensor)
             return
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
             return
-        nbytes = leaf.numel() * leaf.element_size()
-        reader, _ = self.known.get(id(leaf), (-1, None))
-        if 0 <= reader < len(ops):
-            ops[reader].besides += nbytes  # it adds to what a later reader gave
-        self.known[id(leaf)] = (len(ops), _weak(leaf))
-        self.readers.setdefault(id(leaf), []).append(len(ops))
+        nbytes, size = _bytes(leaf), _bytes(tensor)
+        way = None if leaf is tensor else _compat.way_to_leaf(tensor)
+        between = 0 if way is None else way.between * leaf.element_size()
+        self.known[id(leaf)] = (op, _weak(leaf))
+        self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way))
         if leaf.grad is None:
-            self.gradients[id(leaf)] = (len(ops), nbytes)
+            self.gradients[id(leaf)] = (op, nbytes)
+
+    def collecting(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(leaf, last reader, bytes of its gradient, whether that is there already)."""
+        for key, (reader, nbytes) in self.gradients.items():
+            yield key, reader, nbytes, False
+        for key, (reader, weak) in self.known.items():
+            leaf = weak()
+            if leaf is not None and key not in self.gradients:
+                yield key, reader, _bytes(leaf), True
 
     def _no_leaf(self, tensor: torch.Tensor) -> None:
         """It gets no gradient; that may change before another step."""
@@ -75,9 +103,13 @@ class Leaves:
             if leaf is None:
                 continue
             if leaf.grad is None:
-                self.gradients[key] = (reader, leaf.numel() * leaf.element_size())
+                self.gradients[key] = (reader, _bytes(leaf))
             else:
                 self.gradients.pop(key, None)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _weak(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:

@@ -4,19 +4,21 @@ Problem: before a step has been measured, and where it cannot be, its backward m
 the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
 and each backward takes what it took on shapes alone. Where that could not be found out, estimates
-from sizes stand in, to the high side. Imports backward, deadgraphs, functions, gradients, planner.
-Rejected: spreading every operation's temporaries over its neighbours, which refuses limits that can
-be met.
+from sizes stand in, to the high side. Imports accumulation, backward, deadgraphs, functions,
+gradients, planner. Rejected: spreading every operation's temporaries over its neighbours, which
+refuses limits that can be met.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Container, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide import deadgraphs, functions
+from lowtide.accumulation import accumulation
 from lowtide.backward import Call, costs
 from lowtide.gradients import lifetimes
 from lowtide.planner.graph import Event
@@ -37,12 +39,17 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
     for log, call in asked:
         log.call, cost = None, found[call]
         if cost is None:
+            log.lent = True
             continue
         log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
         if len(cost.saved) == len(log.outputs):
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
         if len(cost.given) == len(log.receivers):
             pairs = list(zip(log.receivers, cost.given, strict=True))
+            log.lent = any(
+                n < 0 and given is not None and not fresh
+                for (n, given), fresh in zip(pairs, cost.fresh, strict=True)
+            )
             log.receivers = tuple(n for n, given in pairs if given is not None)
             log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
 
@@ -70,11 +77,9 @@ def modelled_events(
     dead = deadgraphs.dead_operations(seen, places)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
     gradients = lifetimes(ops, sizes, seen.carries_grad)
-    crossing = list(itertools.accumulate(gradients.change))
-    parameter = [0] * (count + 2)
-    for reader, nbytes in deadgraphs.leaves(seen, dead):
-        parameter[reader] += nbytes
-    done = list(itertools.accumulate(reversed(parameter)))[::-1]
+    leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
+    crossing = list(itertools.accumulate(map(operator.add, gradients.change, leaves.change)))
+    done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
@@ -95,7 +100,10 @@ def modelled_events(
         over[order[index][2]] += nbytes
     takes = [
         begins[k]
-        + max(log.temporaries + gradients.copies[k], _leaves(log, gradients.sums[k]) - over[k])
+        + max(
+            log.temporaries + gradients.copies[k],
+            _leaves(log, gradients.sums[k] + leaves.extra[k]) - over[k],
+        )
         for k, log in enumerate(ops)
     ]
     for k, nbytes in functions.extra(seen, sizes, ended - dead).items():

@@ -137,8 +137,7 @@ class Observer:
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
         wanted = [t for t in tensors if t.requires_grad]
-        for tensor in tensors:
-            self.leaves.read(tensor, self.ops)
+        self.leaves.ran(tensors)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
         name, sizes, reads, whole = signature
         grads = sum(t.numel() * t.element_size() for t in wanted)
@@ -177,7 +176,7 @@ class Observer:
             self.carries_grad.update(inputs)
             if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
                 look_at_reads(log, op.refs, tensors, op.facts.chunks)
-            log.call = log.kind
+            log.call, log.lent = log.kind, log.kind is None
         # What is written in place without grad is no result, unless it was made without.
         over = [-1 if ref.value is None else ref.value.number for ref, _ in op.writes]
         if log.hidden is not None and all(number in self._hidden for number in over):

@@ -29,7 +29,7 @@ from lowtide.prepared import Prepared, Signature, signatures_of
 from lowtide.ranks import News, Ranks
 from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
-from lowtide.report import refusal, too_small
+from lowtide.report import refusal, too_small, unrecorded
 from lowtide.seen import Seen
 
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
@@ -198,7 +198,10 @@ class Planning:
             peak = timeline.peak + observer.before
             self._measured = peak, signatures_of(observer.ops)
             self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
-        if not observer.requests or (followed is not None and not measured):
+        if followed is not None and not measured:
+            return
+        if not observer.requests:
+            self._nothing_recorded(observer)
             return
         if self._ranks is None and not measured and self._grown(observer):
             return
@@ -223,6 +226,18 @@ class Planning:
             self._plan_better(learned, followed, limit)
         else:
             self._plan_next(learned)
+
+    def _nothing_recorded(self, observer: Observer) -> None:
+        """Of a step like this none of the memory can be saved."""
+        if observer.timeline is None:
+            return
+        peak = observer.timeline.peak + observer.before
+        self._largest = max(self._largest, peak)
+        limit = self._limit(peak - observer.before, observer.before) + observer.before
+        if peak > limit:
+            self._refusal = unrecorded(limit, peak, observer.before)
+            if self._ranks is None:
+                self._refused.add(observer.seen(), self._refusal)
 
     def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
         """Whether a plan of its own is better for a step that was measured than the plan for a

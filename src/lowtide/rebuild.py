@@ -64,9 +64,11 @@ class OpLog:
     piece_sizes: tuple[int, ...] = ()
     besides: int = 0
     """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
-    part the gradient is made whole, and that of a leaf is added to what a later reader gave."""
+    part the gradient is made whole."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
+    lent: bool = field(default=False, compare=False)
+    """Whether a gradient that it gives to a leaf may be memory that others have; not written."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
     hidden: tuple[int, ...] | None = field(default=None, compare=False)

@@ -18,11 +18,13 @@ from __future__ import annotations
 import torch
 
 from lowtide._compat.autograd import (
+    Way,
     backward_retains_graph,
     frozen_parameter,
     gradient_of_part,
     in_backward,
     in_functorch,
+    is_view,
     leaf_of,
     leaves_behind,
     newest_node,
@@ -33,6 +35,7 @@ from lowtide._compat.autograd import (
     refuses_hooks,
     set_grad_mode,
     wanted_bytes,
+    way_to_leaf,
 )
 from lowtide._compat.devices import cuda_in_use, on_stream, stream_of, synchronize
 from lowtide._compat.dispatch import (
@@ -85,6 +88,7 @@ __all__ = [
     "COMPOSABLE_CHECKPOINT_HOME",
     "Counter",
     "Mode",
+    "Way",
     "backward_retains_graph",
     "below_autograd",
     "called",
@@ -106,6 +110,7 @@ __all__ = [
     "is_compiled_module",
     "is_operator",
     "is_script",
+    "is_view",
     "kernel_at_key",
     "leaf_of",
     "leaves_behind",
@@ -138,6 +143,7 @@ __all__ = [
     "use_recorder_key",
     "version_of",
     "wanted_bytes",
+    "way_to_leaf",
 ]
 
 

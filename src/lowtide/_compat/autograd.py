@@ -9,9 +9,10 @@ Rejected: hooks on every tensor, which change what users see and when their memo
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import _autograd as _bindings
@@ -94,6 +95,14 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.requires_grad and base.is_leaf else None
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view, which then refers to what it was made of.
+
+    `Tensor._is_view` has no public name.
+    """
+    return bool(tensor._is_view())
+
+
 def wanted_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the gradient that the backward of a call which reads `tensor` makes: its own, or
     those of what it is a view of where they are more (a slice's gradient is made whole). 0 where it
@@ -156,6 +165,56 @@ def gradient_of_part(tensor: torch.Tensor) -> str:
     while node is not None and not _SPLITS.fullmatch(node.name()):
         node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
     return "padded" if node is None else "joined"
+
+
+_PASSING = re.compile(
+    "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Alias|Movedim)Backward[0-9]+"
+)
+
+
+class Way(NamedTuple):
+    """How a leaf gets the gradient of a view of it."""
+
+    node: int
+    """The number of the node that makes a gradient as large as the leaf, or of the last one, where
+    none does. Nodes run in the order of their numbers, which may be long after the backward of what
+    reads the view."""
+    part: tuple[int, int]
+    """Which result of which node the view is."""
+    makes: bool
+    """Whether one does; else the view is of all of the leaf."""
+    by: int | None
+    """The number of the node that passes it on, a view of what was made; None where the leaf is
+    given that itself."""
+    between: int
+    """Elements of the largest gradient on the way that is neither the view's nor the leaf's."""
+
+
+def way_to_leaf(tensor: torch.Tensor) -> Way | None:
+    """That of a view of a leaf; None where it cannot be told.
+
+    The names of autograd's nodes and what they have saved are torch's own matter: with others a
+    gradient is taken to be made whole, of nothing in between.
+    """
+    try:
+        node = tensor.grad_fn if torch.is_grad_enabled() else None
+    except RuntimeError:  # as above
+        return None
+    if node is None or not node.next_functions:
+        return None
+    part = int(node._sequence_nr()), tensor.output_nr
+    makers, by = [], None
+    while node is not None and node.next_functions:  # the leaf's own has none
+        last = node
+        if not _PASSING.fullmatch(node.name()):
+            makers.append(node)
+            by = None
+        elif by is None:
+            by = int(node._sequence_nr())
+        node = node.next_functions[0][0]
+    between = [math.prod(getattr(n, "_saved_self_sym_sizes", (0,))) for n in makers[:-1]]
+    made = makers[-1] if makers else last
+    return Way(int(made._sequence_nr()), part, bool(makers), by, max(between, default=0))
 
 
 def in_functorch() -> bool:
