@@ -349,10 +349,18 @@ def test_a_step_of_another_graph_is_planned_anew() -> None:
         parameter.grad = None
     limit = halfway(loss_on(large), batch())
     budget = lowtide.budget(replace(found, limit=limit))
+    left = []
     for _ in range(3):
         peak, gradients = run(large, batch(), budget)
         assert peak <= limit
         assert all(map(torch.equal, gradients, plain))
+        left.append(budget.report().left_plan_at)
+        if left[-1] is not None:
+            said = f"1, the last one unplanned: it left its plan at operation {left[-1]}"
+            assert said in str(budget.report())
+    assert left[0] is not None
+    assert left[1:] == [None, None]
+    assert len(found.step.graph.ops) - 2 <= left[0] <= len(found.step.graph.ops)
 
 
 def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ class Budget(Planning):
             steps=self._steps,
             planned=prepared is not None,
             measured_alike=alike,
+            left_plan_at=tally.diverged_at,
             measured_steps=measured_steps,
             highest_peak=highest if measured_steps else None,
         )

@@ -151,7 +151,6 @@ class StepDecisions(ForwardDecisions):
                 value.settle()
             else:
                 value.held = None
-                self.tally.evictions += 1
                 self.observer.dropped_before_backward(value.number)
 
     def retained(self, value: Value, request: Handle) -> bool:

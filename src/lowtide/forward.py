@@ -36,8 +36,8 @@ class Tally:
 
     replayed_operations: int = 0
     replay_seconds: float = 0.0
-    evictions: int = 0
     diverged_at: int | None = None
+    """The operation at which the step left its plan, for none."""
 
 
 class ForwardDecisions:
@@ -288,7 +288,6 @@ class ForwardDecisions:
             value.held = None
         else:
             recorder.let_go(value)
-        self.tally.evictions += 1
 
     # ------------------------------------------------------------------ autograd
 

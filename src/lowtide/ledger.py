@@ -96,7 +96,6 @@ class Ledger:
         parameters: (number of tensors, of them with `requires_grad`).
         outputs: what the step returned.
         blocks, steps: every storage and every call, empty where a real step was recorded.
-        forward_steps: how many of the steps were before backward.
         requests: of each event, (value, operation, mark at entry, mark at its answer).
         held: the values that the step held when backward began and nobody else did.
         gradients: (bytes, last reader in the forward, name) of each leaf that collects one anew.
@@ -109,7 +108,6 @@ class Ledger:
     outputs: tuple[Output, ...]
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
-    forward_steps: int
     requests: tuple[tuple[int, int, int, int], ...]
     held: frozenset[int]
     gradients: tuple[tuple[int, int, str], ...]

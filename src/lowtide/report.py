@@ -39,6 +39,8 @@ class BudgetReport:
         planned: whether the last step followed a plan, not online eviction.
         measured_alike: whether what was measured ran the operations of the last step, on the same
             shapes. If not, ``measured_peak`` is another step's and the other figures are not.
+        left_plan_at: the operation of the forward, counted from 0, at which the last step turned
+            out not to be the planned one, nor another that is known; None: it did not.
         measured_steps: how many steps were measured so far.
         highest_peak: the highest peak of all of them.
     """
@@ -55,11 +57,15 @@ class BudgetReport:
     steps: int
     planned: bool
     measured_alike: bool = False
+    left_plan_at: int | None = None
     measured_steps: int = 0
     highest_peak: int | None = None
 
     def __str__(self) -> str:
         another = self.measured_peak is not None and not self.measured_alike
+        followed = "planned" if self.planned else "unplanned"
+        if self.left_plan_at is not None:
+            followed += f": it left its plan at operation {self.left_plan_at}"
         rows = [
             ("limit", format_bytes(self.limit)),
             ("planned peak", format_bytes(self.planned_peak)),
@@ -80,7 +86,7 @@ class BudgetReport:
                 f"{self.replayed_operations} of {self.recorded_operations} in "
                 f"{self.replay_seconds * 1e3:.1f} ms",
             ),
-            ("steps", f"{self.steps}, the last one {'planned' if self.planned else 'unplanned'}"),
+            ("steps", f"{self.steps}, the last one {followed}"),
         ]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)

@@ -53,7 +53,6 @@ class Witness:
         self._grad_mode: list[tuple[bool, bool]] = []
         self._backward = False
         self._own_backward = False
-        self._forward_steps = 0
 
     # ------------------------------------------------------------------ told by the dry run
 
@@ -205,8 +204,6 @@ class Witness:
 
     def backward_begins(self) -> None:
         self._backward = True
-        if self._memory is not None:
-            self._forward_steps = len(self._memory.steps)
 
     def collected(self, leaves: list[torch.Tensor]) -> None:
         """Leaves that no module told of have their gradients for this moment only."""
@@ -238,7 +235,6 @@ class Witness:
             tuple(self._outputs),
             () if memory is None else tuple(memory.blocks),
             () if memory is None else tuple(memory.steps),
-            self._forward_steps,
             tuple(observer.requests),
             frozenset(n for n in observer.held_from_forward() if n not in observer.pinned),
             tuple(

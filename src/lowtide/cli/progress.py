@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, TextIO
+from typing import TextIO
 
 _PATIENCE = 1.0
 _TICK = 0.2
@@ -34,7 +34,6 @@ class Progress:
         self._over = threading.Event()
         self._shown = False
         self._thread: threading.Thread | None = None
-        self._rich: Any = None
         self._notes: list[str] = []
 
     def stage(self, what: str) -> None:
