@@ -97,7 +97,10 @@ def _gifts(
         parts = _waiting(group, place, ops, found)
         way = group[0].way
         assert way is not None
-        made = nbytes + max(read.between for read in group) if way.makes else 0
+        between = max(read.between for read in group)
+        made = nbytes + between if way.makes else 0
+        if way.joins:
+            made += max(0, nbytes - max(between, sum({r.way: r.nbytes for r in group}.values())))
         several.append(_Gift(place, node, made, parts, way.by is not None, way.by))
     return sorted(several, key=lambda gift: (-gift.place, -gift.order))
 
@@ -128,10 +131,10 @@ def _add_up(
     elif last < first.place:  # the sum is there until it is added to the gradient that was
         found.change[last] += nbytes
         found.change[first.place] -= nbytes
-    at_first = first.made
-    found.extra[first.place] += at_first
+    # What a view makes is the sum from then on; what it takes to make it is over before the next.
+    found.extra[first.place] += min(first.made, nbytes)
     lent, gone = first.lent, first.parts
-    takes: dict[int, int] = {}
+    takes = {first.place: max(0, first.made - nbytes)}
     for gift in gifts[1:]:
         sums = 0
         if lent and (gift.by is None or gift.by != first.by):

@@ -92,13 +92,16 @@ def _pieces(
     """Gradients of pieces lie there until the first reader has given its own; then the whole is
     made of them, as if that reader had given it."""
     first: dict[int, int] = {}
+    unused: dict[int, int] = {}
     for index, log in enumerate(ops):
         for number, nbytes in zip(log.pieces, log.piece_sizes, strict=True):
             start = first.setdefault(number, index)
             change[start] += nbytes
             change[index] -= nbytes
+            if number in log.split:
+                unused[number] = unused.get(number, sizes[number]) - nbytes
     for number, start in first.items():
-        sums[start] += sizes[number]
+        sums[start] += sizes[number] + max(0, unused.get(number, 0))
         known = readers.setdefault(number, [])
         if start not in known:
             bisect.insort(known, start)

@@ -228,14 +228,22 @@ class Planning:
             self._plan_next(learned)
 
     def _nothing_recorded(self, observer: Observer) -> None:
-        """Of a step like this none of the memory can be saved."""
+        """Of a step like this none of the memory can be saved.
+
+        One that comes after others of the same context may be theirs in part: its backward goes on
+        into their graphs. So its peak says nothing about that of a whole step, and a fraction of it
+        nothing about this one.
+        """
         if observer.timeline is None:
             return
-        peak = observer.timeline.peak + observer.before
-        self._largest = max(self._largest, peak)
-        limit = self._limit(peak - observer.before, observer.before) + observer.before
+        before, peak = observer.before, observer.timeline.peak + observer.before
+        if not before:
+            self._largest = max(self._largest, peak)
+        elif isinstance(self.limit, float):
+            return
+        limit = self._limit(peak - before, before) + before
         if peak > limit:
-            self._refusal = unrecorded(limit, peak, observer.before)
+            self._refusal = unrecorded(limit, peak, before)
             if self._ranks is None:
                 self._refused.add(observer.seen(), self._refusal)
 

@@ -24,6 +24,7 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
     chunks of its input that autograd does not know as views."""
     receivers, whole, besides = [], [], 0
     pieces: list[tuple[int, int]] = []
+    split: list[int] = []
     for ref, tensor in zip(refs, tensors, strict=True):
         if not tensor.requires_grad:
             continue
@@ -39,12 +40,15 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
                 made = _compat.gradient_of_part(tensor)
                 if made == "own":
                     number = -1
-                elif made == "joined":
+                elif made in ("joined", "stacked"):
                     pieces.append((number, nbytes))
+                    if made == "joined":
+                        split.append(number)
                 else:
                     besides += value.nbytes
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
+    log.split = tuple(split)
     log.besides += besides

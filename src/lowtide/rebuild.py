@@ -62,6 +62,9 @@ class OpLog:
     """Inputs of which it reads a piece that a `split` or an `unbind` gave: the gradients of all the
     pieces are there before that of the whole is made of them."""
     piece_sizes: tuple[int, ...] = ()
+    split: tuple[int, ...] = field(default=(), compare=False)
+    """Of those, the ones that a `split` gave: zeros are made for pieces without a gradient. Not
+    written into files."""
     besides: int = 0
     """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
     part the gradient is made whole."""

@@ -178,11 +178,18 @@ def refusal(
 def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
     """A step that was measured above its limit, and of which nothing is recorded that was saved for
     its backward. Both count what earlier steps have left, `before`."""
+    why = (
+        "and nothing that it saves for its backward is recorded, so that nothing can be "
+        "recomputed. Operations on tensors of another class (nested ones, DTensor) are not."
+    )
+    if before:
+        why = (
+            "and its backward asks for nothing that it saved itself, so that nothing of it can be "
+            "recomputed."
+        )
     return BudgetError(
         f"the step does not fit in {format_bytes(limit)}{_left(before)}: it took "
-        f"{format_bytes(peak)}, and nothing that it saves for its backward is recorded, so that "
-        "nothing can be recomputed. Operations on tensors of another class (nested ones, DTensor) "
-        f"are not. Use a smaller batch, or a limit of at least {peak} bytes "
+        f"{format_bytes(peak)}, {why} Use a smaller batch, or a limit of at least {peak} bytes "
         f"({format_bytes(peak)}).",
         limit=limit,
         minimum=peak,

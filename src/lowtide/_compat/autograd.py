@@ -151,8 +151,9 @@ _SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
 def gradient_of_part(tensor: torch.Tensor) -> str:
     """How autograd makes the gradient of a value of which `tensor` is a part.
 
-    "joined": all at once, of the gradients of the pieces that a `split` or `unbind` gave; "padded":
-    for this part alone, from zeros; "own": not at all, as autograd does not know that it is a part.
+    "joined": all at once, of the gradients of the pieces that a `split` gave, and zeros for those
+    that have none; "stacked": the same of an `unbind`, whose zeros take nothing; "padded": for this
+    part alone, from zeros; "own": not at all, as autograd does not know that it is a part.
 
     The names of autograd's nodes are torch's own matter; an unknown one is taken for "padded".
     """
@@ -164,7 +165,9 @@ def gradient_of_part(tensor: torch.Tensor) -> str:
         return "padded"
     while node is not None and not _SPLITS.fullmatch(node.name()):
         node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
-    return "padded" if node is None else "joined"
+    if node is None:
+        return "padded"
+    return "stacked" if node.name().startswith("Unbind") else "joined"
 
 
 _PASSING = re.compile(
@@ -188,6 +191,9 @@ class Way(NamedTuple):
     given that itself."""
     between: int
     """Elements of the largest gradient on the way that is neither the view's nor the leaf's."""
+    joins: bool
+    """Whether what makes it joins the gradients of the pieces of a `split`, with zeros for those
+    that have none."""
 
 
 def way_to_leaf(tensor: torch.Tensor) -> Way | None:
@@ -214,7 +220,9 @@ def way_to_leaf(tensor: torch.Tensor) -> Way | None:
         node = node.next_functions[0][0]
     between = [math.prod(getattr(n, "_saved_self_sym_sizes", (0,))) for n in makers[:-1]]
     made = makers[-1] if makers else last
-    return Way(int(made._sequence_nr()), part, bool(makers), by, max(between, default=0))
+    joins = made.name().startswith("Split")
+    number = int(made._sequence_nr())
+    return Way(number, part, bool(makers), by, max(between, default=0), joins)
 
 
 def in_functorch() -> bool:
