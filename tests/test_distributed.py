@@ -227,6 +227,8 @@ def fsdp_region_over_groups() -> Outcome:
 
 # -------------------------------------------------------------------------- tensor parallelism
 
+HOWS = ("checkpoint", "budget", "fit")
+
 
 def parallel(call: Any = None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
@@ -243,26 +245,63 @@ def parallel(call: Any = None) -> nn.Module:
     return model
 
 
-def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def plain() -> list[Tensor]:
-        return train(parallel())
+class Sequence(Net):
+    """Between its blocks a rank has a part of the rows only."""
 
-    def limited() -> list[Tensor]:
-        limit = lowtide.budget(0.9)  # what DTensor makes is kept
-        return train(parallel(), lambda: limit)
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    yield (
-        "dtensor checkpoint",
-        lambda: against(plain, lambda: train(parallel(lowtide.checkpoint))),
+        mesh = self.blocks[0].norm.weight.device_mesh  # type: ignore[union-attr]
+        x = DTensor.from_local(self.stem(x), mesh, [Replicate()]).redistribute(mesh, [Shard(0)])
+        for block in self.blocks:
+            x = block(x) if self.call is None else self.call(block, x)
+            x = x.sin().square_()
+        out: Tensor = self.head(x.full_tensor())  # type: ignore[attr-defined]
+        return out
+
+
+def sequence_parallel(call: Any = None) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
     )
-    yield "dtensor budget", lambda: against(plain, limited)
 
-    def fitted() -> list[Tensor]:
-        model = parallel()
-        lowtide.fit(model, 0.9)
-        return train(model)
+    model = Sequence(call)
+    rows, whole = Shard(0), {"use_local_output": False}
+    for block in model.blocks:
+        ways = {
+            "norm": SequenceParallel(sequence_dim=0),
+            "first": ColwiseParallel(input_layouts=rows, **whole),
+            "second": RowwiseParallel(output_layouts=rows, **whole),
+            "drop": SequenceParallel(sequence_dim=0),
+        }
+        parallelize_module(block, init_device_mesh("cpu", (WORLD,)), ways)
+    return model
 
-    yield "dtensor fit", lambda: against(plain, fitted)
+
+PARALLEL = {"dtensor": parallel, "sequence": sequence_parallel}
+
+
+def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
+    def make(build: Callable[..., nn.Module], how: str) -> Scenario:
+        def other() -> list[Tensor]:
+            if how == "checkpoint":
+                return train(build(lowtide.checkpoint))
+            model, limit = build(), lowtide.budget(0.7)
+            if how == "budget":
+                return train(model, lambda: limit)
+            lowtide.fit(model, 0.7)
+            return train(model)
+
+        return lambda: against(lambda: train(build()), other)
+
+    for name, build in PARALLEL.items():
+        for how in HOWS:
+            yield f"{name} {how}", make(build, how)
 
 
 # -------------------------------------------------------------------------------- collectives
@@ -470,9 +509,6 @@ def check_same(outcomes: list[dict[str, Outcome]], name: str) -> list[Outcome]:
     return found
 
 
-HOWS = ("checkpoint", "budget", "fit")
-
-
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
     "setting", ["plain", "batch_norm", "static_graph", "find_unused", "no_sync"]
@@ -503,8 +539,20 @@ def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_tensor_parallel(outcomes: list[dict[str, Outcome]], how: str) -> None:
-    check_same(outcomes, f"dtensor {how}")
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_tensor_parallel(outcomes: list[dict[str, Outcome]], kind: str, how: str) -> None:
+    for outcome in check_same(outcomes, f"{kind} {how}"):
+        assert "aten::gelu" in outcome["names"]  # on the local part of a DTensor
+
+
+def test_a_region_of_tensor_parallel_blocks_is_run_again(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    for kind in PARALLEL:
+        for outcome in check_same(outcomes, f"{kind} checkpoint"):
+            products = {"aten::linear", "aten::mm", "aten::addmm"}
+            assert products & set(outcome["names"])
+            assert not any("c10d" in name for name in outcome["names"])
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])

@@ -43,12 +43,21 @@ def sharded(
     nested: bool = False,
     mixed: bool = False,
     mesh2: bool = False,
+    tensor: bool = False,
 ) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     if mesh2:  # sharded over two ranks, replicated over two
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    elif tensor:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        mesh = both["shard"]
     else:
         mesh = init_device_mesh("cpu", (WORLD,))
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
@@ -56,6 +65,9 @@ def sharded(
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = Net(lowtide.checkpoint if how == "checkpoint" else None)
     for block in model.blocks:
+        if tensor:
+            ways = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(block, both["tensor"], ways)
         if nested:
             fully_shard(block.first, **options)
             fully_shard(block.second, **options)
@@ -80,6 +92,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nested and kept": {"nested": True, "reshard": False},
     "mixed precision": {"mixed": True},
     "two meshes": {"mesh2": True},
+    "tensor parallel": {"tensor": True},
+    "tensor parallel and kept": {"tensor": True, "reshard": False},
 }
 HOWS = ("checkpoint", "budget", "fit")
 ALIKE = "alike"  # a budget that was given the group

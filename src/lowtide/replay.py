@@ -23,6 +23,7 @@ from lowtide.errors import ReplayError
 from lowtide.tape import generators
 from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten
 from lowtide.tape.watch import copy_of
+from lowtide.tape.wrapped import Wrapped
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -271,11 +272,12 @@ def _fresh(ref: Ref) -> Tensor:
     return empty.set_(storage, ref.offset, ref.size, ref.stride)
 
 
-def _changed(kept: Kept) -> ReplayError:
+def _changed(kept: Kept | Wrapped) -> ReplayError:
+    tensor = kept.counted
     return ReplayError(
-        f"backward needs a {type(kept.tensor).__name__} of shape {tuple(kept.tensor.shape)} that "
+        f"backward needs a {type(tensor).__name__} of shape {tuple(tensor.shape)} that "
         "was modified by an in-place operation after the forward saved it: it is at version "
-        f"{_compat.version_of(kept.tensor)}, expected version {kept.version}. Clone it before "
+        f"{_compat.version_of(tensor)}, expected version {kept.version}. Clone it before "
         "changing it."
     )
 

@@ -180,7 +180,8 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
     its backward. Both count what earlier steps have left, `before`."""
     why = (
         "and nothing that it saves for its backward is recorded, so that nothing can be "
-        "recomputed. Operations on tensors of another class (nested ones, DTensor) are not."
+        "recomputed. Tensors of a class of their own that does not say what they consist of "
+        "(`__tensor_flatten__`, `__tensor_unflatten__`) are kept whole."
     )
     if before:
         why = (

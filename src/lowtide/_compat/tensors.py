@@ -8,6 +8,7 @@ dispatch. Rejected: identity by `data_ptr`, which all storages without memory ha
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from operator import attrgetter
@@ -119,3 +120,41 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     parts = (getattr(tensor, name) for name in flatten()[0])
     return [part for part in parts if isinstance(part, torch.Tensor)]  # a mesh is another part
+
+
+def is_wrapper(cls: type) -> bool:
+    """Whether tensors of this class can be taken apart, and put together again.
+
+    The protocol is that of `torch.compile`. It is documented, but torch's own test of it is not
+    public, and looks at a tensor.
+    """
+    both = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+    return both and has_own_dispatch(cls)
+
+
+def taken_apart(tensor: torch.Tensor) -> tuple[list[str], object]:
+    """Names of the attributes that a wrapper consists of, and what else there is to it."""
+    flatten: Callable[[], tuple[list[str], object]] = tensor.__tensor_flatten__  # type: ignore[attr-defined]
+    return flatten()
+
+
+def put_together(
+    cls: type, parts: dict[str, object], context: object, size: object, stride: object
+) -> torch.Tensor:
+    """The reverse."""
+    made: torch.Tensor = cls.__tensor_unflatten__(parts, context, size, stride)  # type: ignore[attr-defined]
+    return made
+
+
+def awaited(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What a collective that may still run is to fill, once it has; None for any other tensor.
+
+    This can go when `AsyncCollectiveTensor` waits as it is taken apart: its part has the content
+    and the version of before the end of the collective. A DTensor's `redistribute` makes one.
+    """
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    waits: type = getattr(functional, "AsyncCollectiveTensor", type(None))
+    if not isinstance(tensor, waits):
+        return None
+    filled: torch.Tensor = tensor.trigger_wait()  # type: ignore[attr-defined]
+    return filled

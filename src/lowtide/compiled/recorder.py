@@ -25,6 +25,7 @@ def recorder_class(core: Any) -> type[Recorder]:
         """Sees operators through a boxed fallback in place of a dispatch mode."""
 
         unpack = staticmethod(core.unpack)
+        _asked_first = False
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 
         @staticmethod

@@ -44,6 +44,7 @@ class Recorder(Saves, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
     _among_others = False  # a mode around this one may change what every operator returns
+    _asked_first = True  # before a wrapper subclass among the arguments
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
@@ -51,6 +52,7 @@ class Recorder(Saves, _compat.Mode):
 
     def __enter__(self) -> Recorder:
         self._among_others = _compat.modes_of_users()
+        self._asked_first = not self._among_others  # they would not see what is left to others
         super().__enter__()
         return self
 
@@ -72,6 +74,9 @@ class Recorder(Saves, _compat.Mode):
         facts = FACTS.get(func) or facts_of(func)
         if kwargs is None:
             kwargs = {}
+        if types and self._asked_first and any(map(_compat.is_wrapper, types)):
+            # What the wrapper calls on the tensors that it consists of comes here by itself.
+            return NotImplemented
         if self._read is not None:
             self._look_for_freed(self._read)
         if facts.view or self.paused:

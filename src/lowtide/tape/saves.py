@@ -2,9 +2,9 @@
 
 Problem: autograd saves tensors in the middle of a forward, in graphs that may die before any
 backward. Invariant: what it has saved is held, or can be made again from the tape with the content
-that it had (rules 3 and 5); what only dead graphs have saved is held no longer. Imports known and
-writes. Rejected: handing autograd an alias of every tensor and freeing what a plan drops when the
-forward ends: the forward's own peak would be the plain step's.
+that it had (rules 3 and 5); what only dead graphs have saved is held no longer. Imports known,
+wrapped and writes. Rejected: handing autograd an alias of every tensor and freeing what a plan
+drops when the forward ends: the forward's own peak would be the plain step's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide.tape import wrapped
 from lowtide.tape.known import Entry, needs_care
 from lowtide.tape.values import Handle, Kept, Ref
 from lowtide.tape.writes import Writes
@@ -115,9 +116,8 @@ class Saves(Writes):
             for handle in handles:
                 self.decisions.packed(handle, value)
 
-    @staticmethod
-    def _kept(tensor: Tensor) -> Kept:
-        if _compat.has_own_dispatch(type(tensor)):  # its own detach keeps it what it is
-            return Kept(_compat.detached_alias(tensor))
+    def _kept(self, tensor: Tensor) -> Any:
+        if _compat.has_own_dispatch(type(tensor)):
+            return wrapped.kept(tensor, self.pack, self.unpack)
         with _compat.disable_dispatch():
             return Kept(tensor.detach())

@@ -345,7 +345,8 @@ class WeakList(Generic[R]):
 class Kept:
     """What autograd holds of a tensor that the tape cannot name: itself, and its version then.
 
-    Sparse and opaque tensors, lazily conjugated ones, and subclasses (DTensor).
+    Sparse and opaque tensors, lazily conjugated ones, and subclasses that do not say what they
+    consist of.
     """
 
     __slots__ = ("tensor", "version")
@@ -356,6 +357,10 @@ class Kept:
 
     def intact(self) -> bool:
         return self.version < 0 or _compat.version_of(self.tensor) == self.version
+
+    @property
+    def counted(self) -> torch.Tensor:
+        return self.tensor
 
 
 def flatten(result: Any) -> list[Any]:

@@ -1,0 +1,93 @@
+"""What autograd has saved of wrapper subclasses: DTensor, jagged nested tensors, quantized ones.
+
+Problem: such a tensor has no memory of its own but consists of others, which the tape knows as it
+knows all tensors; held as it is it would hold theirs. Invariant: its parts are packed one by one,
+and put together again as `torch.compile` does it; a write to the whole is noticed by the whole's
+own version, as autograd notices it. Imports values. Rejected: a handle for the whole, of which
+neither planner nor replay would know what it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.values import Kept
+
+
+def kept(
+    tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
+) -> Any:
+    """What autograd is to hold in place of a subclass that the tape cannot name.
+
+    One that does not say what it consists of, or has its parts under other names, stays as it is.
+    One that a collective fills is waited for, as the operator that is about to read it would.
+    """
+    filled = _compat.awaited(tensor)
+    if filled is not None:
+        return pack(filled)
+    alias = _compat.detached_alias(tensor)  # its own detach keeps it what it is
+    if _compat.is_wrapper(type(tensor)) and type(alias) is type(tensor) and alias is not tensor:
+        names, context = _compat.taken_apart(alias)
+        if _without_parts(alias, names):
+            return Wrapped(tensor, names, context, alias, pack, unpack)
+        alias = _compat.detached_alias(tensor)
+    return Kept(alias)
+
+
+def _without_parts(alias: torch.Tensor, names: list[str]) -> bool:
+    """Leave nothing of it but its version counter; false where that cannot be done."""
+    try:
+        for name in names:
+            if isinstance(getattr(alias, name), torch.Tensor):  # a mesh, say, may stay
+                setattr(alias, name, None)
+    except AttributeError:
+        return False
+    return True
+
+
+class Wrapped:
+    """A wrapper subclass in parts.
+
+    Attributes:
+        counted: an alias without memory, which has the version counter of the whole.
+    """
+
+    __slots__ = ("_kind", "_layout", "_parts", "_unpack", "counted", "version")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        names: list[str],
+        context: object,
+        alias: torch.Tensor,
+        pack: Callable[[torch.Tensor], Any],
+        unpack: Callable[[Any], Any],
+    ) -> None:
+        self._kind, self._unpack, self.counted = type(tensor), unpack, alias
+        self._layout = context, alias.size(), alias.stride()
+        self._parts: dict[str, tuple[Any, bool]] = {}  # what stands for one, and whether packed
+        for name in names:
+            part = getattr(tensor, name)
+            if not isinstance(part, torch.Tensor):
+                self._parts[name] = part, False
+            elif part.is_floating_point() or part.is_complex():
+                self._parts[name] = pack(part), True
+            else:  # offsets tell by their identity which lengths are the same ones
+                self._parts[name] = Kept(part), True
+        self.version = -1 if tensor.is_inference() else _compat.version_of(tensor)
+
+    def intact(self) -> bool:
+        return self.version < 0 or _compat.version_of(self.counted) == self.version
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The whole again, from what its parts are now."""
+        parts = {
+            name: self._unpack(part) if packed else part
+            for name, (part, packed) in self._parts.items()
+        }
+        return _compat.put_together(self._kind, parts, *self._layout)

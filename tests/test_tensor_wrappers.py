@@ -1,0 +1,284 @@
+"""Wrapper subclasses: what they save is packed in parts, and their insides are recomputed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import lowtide
+from against_plain import counted
+from lowtide import ReplayError, engine
+from lowtide.compiled import build
+
+COMPILED = build.target().exists() or build.possible() is None
+NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "way"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
+]
+
+
+@pytest.fixture(params=["python", pytest.param("compiled", marks=NEEDS_COMPILED)])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    with engine.use(request.param):
+        yield request.param
+
+
+class Rows:
+    """A batch of rows of several lengths."""
+
+    parts = 1  # tensors that one consists of, and that take memory
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        rows = [torch.randn(count, 32) for count in (700, 40, 300)]
+        self.batch: Tensor = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        layers = [(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        self.model = nn.Sequential(*[layer for three in layers for layer in three])
+        self.call: Callable[[Tensor], Tensor] = self.model
+
+    def loss(self) -> Tensor:
+        out: Tensor = self.call(self.batch).values().square().mean()
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.mixed, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.drop, self.act = nn.Dropout(0.1), nn.SiLU(inplace=True)
+
+    def heads(self, row: Tensor) -> Tensor:
+        return row.unflatten(-1, (4, 8)).transpose(0, 1).unsqueeze(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = zip(*[part.unbind() for part in self.mixed(self.first(x)).chunk(3, -1)], strict=True)
+        attended = [
+            nn.functional.scaled_dot_product_attention(*map(self.heads, row))[0] for row in rows
+        ]
+        joined = torch.cat([row.transpose(0, 1).flatten(-2) for row in attended])
+        y = torch.nested.nested_tensor_from_jagged(joined, offsets=x.offsets())  # type: ignore[operator]
+        x = x + self.drop(self.out(y))
+        inner: Tensor = self.narrow(self.act(self.wide(self.second(x))))
+        return x + self.drop(inner)
+
+
+class Attention(Rows):
+    """A ragged transformer under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = [torch.randn(count, 32) for count in (300, 40, 133)]
+        self.batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        self.model = nn.Sequential(*[Layer() for _ in range(3)])
+        self.call = self.model
+
+    def loss(self) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.call(self.batch).values().float().square().mean()
+        return out
+
+
+class Pairs(Rows):
+    """Tensors that consist of two."""
+
+    parts = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = TwoTensor(torch.randn(1000, 32), torch.randn(1000, 32))
+        for name, parameter in list(self.model.named_parameters()):
+            both = TwoTensor(parameter.detach().clone(), parameter.detach() * 0.5)
+            module, _, own = name.rpartition(".")
+            setattr(self.model.get_submodule(module), own, nn.Parameter(both))
+
+    def loss(self) -> Tensor:
+        out: Tensor = self.call(self.batch).square().mean()
+        return out
+
+
+CASES = {"rows": Rows, "attention": Attention, "pairs": Pairs}
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    return [tensor.a, tensor.b] if isinstance(tensor, TwoTensor) else [tensor]
+
+
+def outcome(case: Rows, context: Any = None) -> tuple[int, list[Tensor]]:
+    """The peak of a step, and what comes of it."""
+    found: list[Tensor] = []
+
+    def step() -> None:
+        with context or contextlib.nullcontext():
+            loss = case.loss()
+        loss.backward()
+        found.extend(plain_parts(loss.detach()))
+
+    parameters = list(case.model.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    torch.manual_seed(1)
+    peak = lowtide.measure(step, device="cpu").peak_bytes
+    grads = [p.grad for p in parameters if p.grad is not None]
+    assert len(grads) == len(parameters)
+    return peak, found + [part.clone() for grad in grads for part in plain_parts(grad)]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("kind", CASES)
+def test_a_budget_over_wrappers(kind: str, share: float) -> None:
+    case = CASES[kind]()
+    plain, expected = outcome(case)
+    budget = lowtide.budget(int(share * plain))
+    for number in range(4):
+        with counted() as replayed:
+            peak, found = outcome(case, budget)
+        assert all(map(torch.equal, expected, found))
+        assert replayed.operations
+        if number:  # what a first step's backward takes is not known
+            report = budget.report()
+            assert peak <= share * plain
+            assert report.planned
+            assert report.planned_peak is not None
+            assert abs(report.planned_peak - peak) < 8 << 10  # a copy of the generator's state
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_region_over_wrappers(kind: str) -> None:
+    case = CASES[kind]()
+    plain, expected = outcome(case)
+    case.call = lambda batch: lowtide.checkpoint(case.model, batch)
+    with counted() as replayed:
+        peak, found = outcome(case)
+    assert all(map(torch.equal, expected, found))
+    assert peak < 0.85 * plain
+    assert replayed["gelu"] + replayed["silu_"] == 3 * case.parts  # nothing reads a last GELU
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_backward_twice_and_again_differentiable(kind: str) -> None:
+    case = CASES[kind]()
+    torch.manual_seed(1)
+    parameters = list(case.model.parameters())
+
+    def twice(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(1)
+        case.call = call
+        loss = case.loss()
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        second = torch.autograd.grad(loss, parameters)
+        return [part for grad in (*first, *second) for part in plain_parts(grad)]
+
+    expected = twice(case.model)
+    found = twice(lambda batch: lowtide.checkpoint(case.model, batch))
+    assert all(map(torch.equal, expected, found))
+
+
+def test_lengths_that_are_computed_inside() -> None:
+    """Offsets that the tape could make again: lengths are told apart by the tensor itself."""
+    torch.manual_seed(0)
+    layer, lengths = nn.Linear(16, 16), torch.tensor([3, 50, 7])
+    values = torch.randn(60, 16)
+
+    def inside(values: Tensor) -> Tensor:
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (lengths * 1).cumsum(0)])
+        rows = torch.nested.nested_tensor_from_jagged(layer(values), offsets)
+        return nn.functional.gelu(nn.functional.gelu(rows) * rows).values()
+
+    expected = torch.autograd.grad(inside(values).sum(), list(layer.parameters()))
+    with counted() as replayed:
+        found = torch.autograd.grad(
+            lowtide.checkpoint(inside, values).sum(), list(layer.parameters())
+        )
+    assert all(map(torch.equal, expected, found))
+    assert replayed["gelu"]
+
+
+def test_a_wrapper_that_was_changed_before_backward_is_refused() -> None:
+    """A write to the whole does not move the versions of its parts (rule 4)."""
+    pair = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
+    weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    out = lowtide.checkpoint(lambda: (pair * weight).sin())
+    with torch.no_grad():
+        pair.mul_(2)
+    with pytest.raises(ReplayError, match=r"needs a TwoTensor of shape \(4, 4\) that was modified"):
+        out.sum().backward()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+def test_what_a_collective_still_fills_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd saves it before the operator that reads it has waited."""
+    from torch.distributed import _functional_collectives as functional
+
+    def arrives(tensor: Tensor) -> Tensor:
+        with torch.no_grad(), contextlib.suppress(KeyError):
+            tensor.copy_(on_the_way.pop(tensor.data_ptr()))
+        return tensor
+
+    monkeypatch.setattr(functional, "wait_tensor", arrives)
+    on_the_way: dict[int, Tensor] = {}
+    torch.manual_seed(0)
+    layer, weight, sent = nn.Linear(16, 16), nn.Parameter(torch.randn(16)), torch.randn(8, 16)
+
+    def inside(x: Tensor) -> Tensor:
+        x = layer(x).sin()
+        received = torch.zeros_like(sent)
+        on_the_way[received.data_ptr()] = sent
+        return x * (functional.AsyncCollectiveTensor(received) * weight).cos()
+
+    def grads(call: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        x = torch.ones(8, 16)
+        return torch.autograd.grad(call(inside, x).sum(), [*layer.parameters(), weight])
+
+    expected = grads(lambda function, x: function(x))
+    with counted() as replayed:
+        found = grads(lowtide.checkpoint)
+    assert all(map(torch.equal, expected, found))
+    assert replayed["sin"] == 1
+
+
+class Closed(TwoTensor):
+    """Says what it consists of, and lets nobody take that away."""
+
+    def __setattr__(self, name: str, to: Any) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{name} is there for good")
+        super().__setattr__(name, to)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls.detached(func(args[0].a), func(args[0].b))
+        return TwoTensor.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def detached(cls, a: Tensor, b: Tensor) -> TwoTensor:
+        return Closed(a, b)
+
+
+class Loose(Closed):
+    """Becomes something else when it is detached."""
+
+    @classmethod
+    def detached(cls, a: Tensor, b: Tensor) -> TwoTensor:
+        return TwoTensor(a, b)
+
+
+@pytest.mark.parametrize("kind", [Closed, Loose])
+def test_a_wrapper_that_cannot_be_taken_apart_is_kept_whole(kind: type[TwoTensor]) -> None:
+    pair = kind(torch.randn(4, 4), torch.randn(4, 4))
+    weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    (expected,) = torch.autograd.grad((pair * weight).sin().sum(), weight)
+    (found,) = torch.autograd.grad(lowtide.checkpoint(lambda: (pair * weight).sin()).sum(), weight)
+    assert all(map(torch.equal, plain_parts(expected), plain_parts(found)))
+    assert pair.a is not None
