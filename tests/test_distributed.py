@@ -453,7 +453,12 @@ def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
     yield from compiled_scenarios()
 
 
-def rank_main(group: str, rank: int, folder: Path) -> None:
+def rank_main(
+    group: str,
+    rank: int,
+    folder: Path,
+    scenarios: Callable[[str], Iterator[tuple[str, Scenario]]] = scenarios,
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/{group}", rank=rank, world_size=WORLD
@@ -469,8 +474,9 @@ def rank_main(group: str, rank: int, folder: Path) -> None:
     os._exit(0)  # a refused step may leave a collective that nobody will answer
 
 
-def run_ranks(group: str, folder: Path) -> list[dict[str, Outcome]]:
-    here = Path(__file__).resolve()
+def run_ranks(group: str, folder: Path, script: str | Path = __file__) -> list[dict[str, Outcome]]:
+    """What each rank found; the script calls `rank_main` with the arguments that it is given."""
+    here = Path(script).resolve()
     paths = [str(here.parent), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     ranks = [

@@ -1,0 +1,172 @@
+"""Two gloo ranks: FSDP1, and models of which each rank has a stage.
+
+As in `test_distributed.py`, whose models and step these are: every scenario is a step with lowtide
+and the same step without, compared bit for bit on each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lowtide
+from test_distributed import (
+    HOWS,
+    STEPS,
+    WORLD,
+    Block,
+    Net,
+    Outcome,
+    Scenario,
+    against,
+    check_same,
+    rank_main,
+    run_ranks,
+    train,
+)
+
+# ------------------------------------------------------------------------------------ FSDP1
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+
+def fsdp1(how: str, strategy: str, *, orig: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[strategy],
+        "use_orig_params": orig,
+        "device_id": torch.device("cpu"),
+    }
+    model = Net(lowtide.checkpoint if how == "checkpoint" else None)
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = FullyShardedDataParallel(block, **options)
+    whole: nn.Module = FullyShardedDataParallel(model, **options)
+    if how == "fit":
+        lowtide.fit(whole, 0.7)
+    return whole
+
+
+def fsdp1_scenarios() -> Iterator[tuple[str, Scenario]]:
+    def make(strategy: str, how: str, *, orig: bool) -> Scenario:
+        def other() -> list[Tensor]:
+            limit: Any = lowtide.budget(0.7) if how == "budget" else contextlib.nullcontext()
+            return train(fsdp1(how, strategy, orig=orig), lambda: limit)
+
+        return lambda: against(lambda: train(fsdp1("", strategy, orig=orig)), other)
+
+    for strategy in STRATEGIES:
+        for orig in (True, False):
+            for how in HOWS:
+                name = f"{strategy} {'own' if orig else 'flat'} {how}"
+                yield name, make(strategy, how, orig=orig)
+
+
+# -------------------------------------------------------------------------------- pipelines
+
+MICRO = 4
+
+
+def trained(schedule: str, how: str) -> list[Tensor]:
+    """Some steps of a pipeline, of which each rank has every second of four blocks or one half."""
+    from torch.distributed import pipelining
+
+    torch.manual_seed(0)
+    blocks = [Block(16) for _ in range(8)]
+    rank, looped = dist.get_rank(), schedule == "ScheduleInterleaved1F1B"
+    count = 2 * WORLD if looped else WORLD
+    size = len(blocks) // count
+    stages, models = [], []
+    for number in range(rank, count, WORLD):
+        model = nn.Sequential(*blocks[number * size : (number + 1) * size])
+        if how == "checkpoint":
+            lowtide.checkpoint_modules(model, [Block])
+        if how == "fit":
+            lowtide.fit(model, 0.7)
+        stages.append(pipelining.PipelineStage(model, number, count, torch.device("cpu")))
+        models.append(model)
+    run = getattr(pipelining, schedule)(
+        stages if looped else stages[0], MICRO, loss_fn=nn.functional.mse_loss
+    )
+    around: Any = lowtide.budget(0.7) if how == "budget" else contextlib.nullcontext()
+    return steps(nn.ModuleList(models), run, around)
+
+
+def steps(models: nn.Module, run: Any, around: Any) -> list[Tensor]:
+    left: list[Tensor] = []
+    optimizer = torch.optim.SGD(models.parameters(), 0.1)
+    for number in range(STEPS):
+        torch.manual_seed(100 + number)
+        batch, target = torch.randn(2, 64 * MICRO, 16)
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        with around:
+            if dist.get_rank() == 0:
+                run.step(batch)
+            else:
+                run.step(target=target, losses=losses)
+        left += [loss.detach() for loss in losses]
+        left += [p.grad.clone() for p in models.parameters() if p.grad is not None]
+        left.append(torch.get_rng_state())
+        optimizer.step()
+    return left
+
+
+SCHEDULES = {
+    "ScheduleGPipe": HOWS,
+    "Schedule1F1B": HOWS,
+    "ScheduleInterleaved1F1B": ("checkpoint",),
+}
+
+
+def pipeline_scenarios() -> Iterator[tuple[str, Scenario]]:
+    def make(schedule: str, how: str) -> Scenario:
+        return lambda: against(lambda: trained(schedule, ""), lambda: trained(schedule, how))
+
+    for schedule, hows in SCHEDULES.items():
+        for how in hows:
+            yield f"{schedule} {how}", make(schedule, how)
+
+
+# ------------------------------------------------------------------------- running the ranks
+
+
+def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
+    yield from fsdp1_scenarios()
+    yield from pipeline_scenarios()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    return run_ranks("stages", tmp_path_factory.mktemp("ranks"), __file__)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("parameters", ["own", "flat"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fsdp1(
+    outcomes: list[dict[str, Outcome]], strategy: str, parameters: str, how: str
+) -> None:
+    check_same(outcomes, f"{strategy} {parameters} {how}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "how"), [(name, how) for name, hows in SCHEDULES.items() for how in hows]
+)
+def test_pipeline(outcomes: list[dict[str, Outcome]], schedule: str, how: str) -> None:
+    for outcome in check_same(outcomes, f"{schedule} {how}"):
+        assert "aten::gelu" in outcome["names"]
+
+
+if __name__ == "__main__":
+    rank_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), scenarios)
