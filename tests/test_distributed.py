@@ -548,7 +548,8 @@ def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_tensor_parallel(outcomes: list[dict[str, Outcome]], kind: str, how: str) -> None:
     for outcome in check_same(outcomes, f"{kind} {how}"):
-        assert "aten::gelu" in outcome["names"]  # on the local part of a DTensor
+        if how == "checkpoint":  # else the plan chooses
+            assert "aten::gelu" in outcome["names"]  # on the local part of a DTensor
 
 
 def test_a_region_of_tensor_parallel_blocks_is_run_again(

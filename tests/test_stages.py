@@ -165,7 +165,8 @@ def test_fsdp1(
 )
 def test_pipeline(outcomes: list[dict[str, Outcome]], schedule: str, how: str) -> None:
     for outcome in check_same(outcomes, f"{schedule} {how}"):
-        assert "aten::gelu" in outcome["names"]
+        if how == "checkpoint":
+            assert "aten::gelu" in outcome["names"]
 
 
 if __name__ == "__main__":

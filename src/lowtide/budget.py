@@ -158,6 +158,10 @@ class Budget(Planning):
             _tell_of_many(self.limit, self._steps)
         self._active.append(decisions)
 
+    @property
+    def keeps_wrappers(self) -> bool:
+        return bool(self._active) and self._active[-1].keeps_wrappers
+
     def next_step(self) -> None:
         """Inside of the context a backward has run, and autograd saves something again."""
         recording, over = self._recording, self._active[-1]
@@ -264,7 +268,7 @@ class Budget(Planning):
             self._plain_peak = plain
         limit = self._limit(plain, self.before)
         # A fraction of a peak that is only modelled is not refused before it is measured.
-        strict = measured or isinstance(self.limit, int)
+        strict = measured or (isinstance(self.limit, int) and not decisions.keeps_wrappers)
         graph = forward_over(graph, held)
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:

@@ -36,6 +36,13 @@ _WAYS = ("auto", "python", "compiled")
 Recorder.unpack = staticmethod(unpack)
 
 
+def _wrapper_met() -> None:
+    _choice.wrappers = True
+
+
+Recorder.wrapper_met = staticmethod(_wrapper_met)
+
+
 class _Choice:
     """What has been found out so far; one a process."""
 
@@ -47,6 +54,7 @@ class _Choice:
         self.building: threading.Thread | None = None
         self.built: Path | None = None
         self.active: type[Recorder] | None = None
+        self.wrappers = False  # met one, of which only the recorder in Python sees the whole
 
 
 _choice = _Choice()
@@ -66,12 +74,14 @@ if hasattr(os, "register_at_fork"):
 def name() -> str:
     """``"compiled"`` or ``"python"``: what the next recording will run on, as far as known now."""
     _settle()
-    return "compiled" if _choice.active is not Recorder else "python"
+    return "compiled" if _choice.active is not Recorder and not _choice.wrappers else "python"
 
 
 def reason() -> str:
     """Why it is that one: a sentence for a report."""
     _settle()
+    if _choice.wrappers and _choice.active is not Recorder:
+        return "tensors that consist of others (DTensor, nested ones) are recorded in Python"
     return _choice.reason
 
 
@@ -87,12 +97,14 @@ def use(way: str) -> Iterator[None]:
     """
     with _lock:
         before, active, why = _choice.wanted, _choice.active, _choice.reason
+        met, _choice.wrappers = _choice.wrappers, False
         _want(way)
     try:
         yield
     finally:
         with _lock:
             _choice.wanted, _choice.active, _choice.reason = before, active, why
+            _choice.wrappers = met
 
 
 def new_recorder(tape: Tape) -> Recorder:
@@ -104,7 +116,7 @@ def new_recorder(tape: Tape) -> Recorder:
     assert active is not None
     if _compat.compiled_before_modes() and _compat.modes_of_users():
         return Recorder(tape)  # which keeps everything then
-    return active(tape)
+    return Recorder(tape) if _choice.wrappers else active(tape)
 
 
 def annealing() -> Polish | None:

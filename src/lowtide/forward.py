@@ -72,6 +72,11 @@ class ForwardDecisions:
         self._follower: Follower | None = None  # while the compiled recorder follows the plan
         self._room: Room | None = None  # while there is no plan
 
+    @property
+    def keeps_wrappers(self) -> bool:
+        """See `Tape.kept_whole`."""
+        return self.tape is not None and self.tape.kept_whole
+
     def attach(self, tape: Tape) -> None:
         """The tape, once its recorder is open; it counts the live bytes."""
         assert tape.recorder is not None

@@ -192,6 +192,8 @@ class Planning:
 
     def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
+        if decisions.keeps_wrappers:
+            return  # the next step will not
         timeline, followed = observer.timeline, decisions.followed
         measured = timeline is not None
         if timeline is not None:
@@ -362,6 +364,8 @@ class Planning:
         before = self.before
         if not isinstance(self.limit, int) or live + need <= self.limit - before:
             return
+        if self.keeps_wrappers:
+            return
         least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
         if observer.last_save:
             graph = observer.graph()
@@ -374,6 +378,11 @@ class Planning:
         named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
         least += to_come + before
         raise too_small(name, live, need, self.limit, count, least, named, before)
+
+    @property
+    def keeps_wrappers(self) -> bool:
+        """See `Tape.kept_whole`: of such a step nothing is refused, and nothing learned."""
+        return False
 
     def gradients_to_come(self, observer: Observer) -> int:
         """Bytes of gradients known to be allocated that no operation so far has asked for."""

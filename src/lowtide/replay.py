@@ -21,7 +21,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
-from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten
+from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten, versions
 from lowtide.tape.watch import copy_of
 from lowtide.tape.wrapped import Wrapped
 
@@ -73,6 +73,7 @@ def _all_stays_held(recorder: Recorder | None) -> Iterator[None]:
         yield
         return
     recorder.replaying = True
+    recorder.writes_were_seen()
     try:
         yield
     finally:
@@ -275,7 +276,7 @@ def _fresh(ref: Ref) -> Tensor:
 def _changed(kept: Kept | Wrapped) -> ReplayError:
     tensor = kept.counted
     return ReplayError(
-        f"backward needs a {type(tensor).__name__} of shape {tuple(tensor.shape)} that "
+        f"backward needs a {type(tensor).__name__} of shape {tuple(kept.shape)} that "
         "was modified by an in-place operation after the forward saved it: it is at version "
         f"{_compat.version_of(tensor)}, expected version {kept.version}. Clone it before "
         "changing it."
@@ -296,10 +297,11 @@ def _lost(value: Value, ref: Ref | None) -> ReplayError:
             "reshard_after_forward=False."
         )
     if held is not None:
+        now, then = versions(value)
         return ReplayError(
             f"backward needs {what} that was modified by an in-place operation after the forward "
-            f"read it: it is at version {_compat.version_of(held)}, expected version "
-            f"{value.version}. Parameters and inputs must not change between forward and backward "
+            f"read it: it is at version {now}, expected version {then}. "
+            "Parameters and inputs must not change between forward and backward "
             "(is optimizer.step() called before backward()?); clone the tensor before changing "
             "it, or run the change inside the budget so that it is seen."
         )

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from operator import attrgetter
+from types import MemberDescriptorType
 
 import torch
 
@@ -136,6 +137,26 @@ def taken_apart(tensor: torch.Tensor) -> tuple[list[str], object]:
     """Names of the attributes that a wrapper consists of, and what else there is to it."""
     flatten: Callable[[], tuple[list[str], object]] = tensor.__tensor_flatten__  # type: ignore[attr-defined]
     return flatten()
+
+
+def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An alias of a wrapper that has its version counter and nothing else, or None.
+
+    A write to a wrapper moves the counter of the whole only. The attributes are taken from the
+    alias itself, not set: a setter of the class may reach what the alias shares with the wrapper.
+    """
+    alias = detached_alias(tensor)
+    attributes = getattr(alias, "__dict__", {})
+    if type(alias) is not type(tensor) or attributes is getattr(tensor, "__dict__", None):
+        return None  # itself, or something else
+    attributes.clear()
+    for cls in type(alias).__mro__:
+        if issubclass(torch.Tensor, cls):
+            break
+        for slot in vars(cls).values():
+            if isinstance(slot, MemberDescriptorType):
+                slot.__set__(alias, None)
+    return alias
 
 
 def put_together(

@@ -25,7 +25,7 @@ def recorder_class(core: Any) -> type[Recorder]:
         """Sees operators through a boxed fallback in place of a dispatch mode."""
 
         unpack = staticmethod(core.unpack)
-        _asked_first = False
+        takes_apart = False  # the parts come by themselves, and nothing tells whose they are
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 
         @staticmethod
@@ -46,7 +46,13 @@ def recorder_class(core: Any) -> type[Recorder]:
             return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
         def pack_slowly(self, tensor: torch.Tensor) -> Any:
+            if _compat.is_wrapper(type(tensor)):
+                self.tape.kept_whole = True
+                self.wrapper_met()
             return Recorder.pack(self, tensor)
+
+        def writes_were_seen(self) -> None:
+            """It knows no wrappers."""
 
         def name(self, tensor: torch.Tensor, label: str) -> None:
             core.aside(Recorder.name, self, tensor, label)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
-from lowtide.tape.values import Operation, Ref, Value, common_region
+from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tensors_in
 from lowtide.tape.watch import hold, watch
 
 if TYPE_CHECKING:
@@ -47,8 +47,14 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
 
 
 class Known:
-    """The table of one recording: every live storage, and the value that is in it now."""
+    """The table of one recording: every live storage, and the value that is in it now.
 
+    Attributes:
+        wrapper_met: told of wrapper subclasses; set by `lowtide.engine`.
+    """
+
+    wrapper_met: Callable[[], None]
+    _wholes: list[Kept]
     # The compiled recorder has its own.
     new_value: Callable[..., Value] = Value
     new_entry: Callable[..., Entry] = Entry
@@ -99,6 +105,41 @@ class Known:
             entry.version = version
             entry.loose = False
         return entry
+
+    def know_wholes(self, args: Any, kwargs: Any) -> None:
+        """Wrapper subclasses are about to be read: what they consist of is content of theirs."""
+        self.wrapper_met()
+        for tensor in tensors_in(args, kwargs):
+            if _compat.is_wrapper(type(tensor)):
+                self._know_whole(tensor, (tensor,))
+
+    def _know_whole(self, tensor: Tensor, wholes: tuple[Tensor, ...]) -> None:
+        for part in _compat.inner_tensors(tensor):
+            if _compat.is_wrapper(type(part)):
+                self._know_whole(part, (*wholes, part))
+                continue
+            entry = self.entry_of(part)
+            value = None if entry is None else self.value_in(entry)
+            if entry is None or value is None or value.op is not None:
+                continue  # what is made here can be made again
+            if value.wholes is None:
+                value.wholes = entry.key, []
+            for whole in wholes:
+                self._count_writes(value.wholes[1], whole)
+
+    def _count_writes(self, known: list[Kept], whole: Tensor) -> None:
+        for kept in known:
+            if _compat.shares_counter(kept.tensor, whole):
+                return
+        counted = _compat.hollow(whole)
+        kept = Kept(_compat.detached_alias(whole) if counted is None else counted)
+        known.append(kept)
+        self._wholes.append(kept)
+
+    def writes_were_seen(self) -> None:
+        """What has moved the versions of wrappers so far has been recorded, part by part."""
+        for kept in self._wholes:
+            kept.renew()
 
     def value_in(self, entry: Entry) -> Value:
         """The value in a storage; a fresh external where the old record has gone."""

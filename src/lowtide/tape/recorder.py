@@ -44,15 +44,15 @@ class Recorder(Saves, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
     _among_others = False  # a mode around this one may change what every operator returns
-    _asked_first = True  # before a wrapper subclass among the arguments
 
     def __init__(self, tape: Tape) -> None:
         _compat.Mode.__init__(self)
+        self._wholes = []
         self.begin(tape)
 
     def __enter__(self) -> Recorder:
         self._among_others = _compat.modes_of_users()
-        self._asked_first = not self._among_others  # they would not see what is left to others
+        self.takes_apart = not self._among_others  # they would not see what is left to others
         super().__enter__()
         return self
 
@@ -74,8 +74,9 @@ class Recorder(Saves, _compat.Mode):
         facts = FACTS.get(func) or facts_of(func)
         if kwargs is None:
             kwargs = {}
-        if types and self._asked_first and any(map(_compat.is_wrapper, types)):
+        if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
             # What the wrapper calls on the tensors that it consists of comes here by itself.
+            self.know_wholes(args, kwargs)
             return NotImplemented
         if self._read is not None:
             self._look_for_freed(self._read)
@@ -388,6 +389,8 @@ class Recorder(Saves, _compat.Mode):
 
         `live[0]`: bytes of the storages that were made in this recording and are still there.
         """
+        self.writes_were_seen()
+        self._wholes = []
         self.table.clear()
 
 

@@ -37,6 +37,7 @@ class Saves(Writes):
 
     unpack: Callable[[Any], Any]
     new_handle: Callable[..., Handle] = Handle
+    takes_apart = True  # it sees wrapper subclasses before what is done to their parts
     replaying = False  # a backward inside the forward makes something again
 
     def __init__(self, tape: Tape) -> None:
@@ -118,6 +119,8 @@ class Saves(Writes):
 
     def _kept(self, tensor: Tensor) -> Any:
         if _compat.has_own_dispatch(type(tensor)):
-            return wrapped.kept(tensor, self.pack, self.unpack)
+            if self.takes_apart:
+                return wrapped.kept(tensor, self.pack, self.unpack)
+            return Kept(_compat.detached_alias(tensor))  # its own detach keeps it what it is
         with _compat.disable_dispatch():
             return Kept(tensor.detach())

@@ -75,9 +75,11 @@ class Tape:
             value. A compiled hook counts it by itself, in place of calling `requested` and
             `answered`; what a replay makes and autograd waits for is then retained from its
             `retain_from`-th request on.
+        kept_whole: wrapper subclasses were met, of which this recording can let nothing go, and the
+            next one can.
     """
 
-    __slots__ = ("decisions", "events", "lock", "recorder", "root", "timed")
+    __slots__ = ("decisions", "events", "kept_whole", "lock", "recorder", "root", "timed")
 
     def __init__(self, decisions: Decisions, root: Region, *, timed: bool = False) -> None:
         self.decisions = decisions
@@ -86,3 +88,4 @@ class Tape:
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
         self.events: list[int] | None = None
+        self.kept_whole = False

@@ -70,6 +70,8 @@ class Value:
         region: where it was made; scope: the outermost region that needs it.
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
+        wholes: of what a wrapper subclass consists of: the storage, and the wrappers with their
+            versions. A write to a wrapper moves no version but its own.
     """
 
     version: int
@@ -87,6 +89,7 @@ class Value:
         "retain_from",
         "scope",
         "version",
+        "wholes",
     )
 
     def __init__(self, op: Operation | None, nbytes: int, region: Region) -> None:
@@ -100,6 +103,7 @@ class Value:
         self.scope: Region | None = None
         self.number = -1
         self.retain_from = 0
+        self.wholes: tuple[int, list[Kept]] | None = None
 
     def settle(self) -> None:
         """It stays held for good: what it was made from is not kept on its behalf."""
@@ -113,8 +117,8 @@ class Value:
         """
         held = self.held
         assert held is not None
-        version: int = _compat.version_of(held)
-        return version == self.version and held.untyped_storage().nbytes() >= self.nbytes
+        now, then = versions(self)
+        return now == then and held.untyped_storage().nbytes() >= self.nbytes
 
     @property
     def saved(self) -> bool:
@@ -187,6 +191,20 @@ class Ref:
             return torch.as_strided(base, self.size, self.stride, self.offset)
         fresh = torch.empty(0, dtype=self.dtype, device=base.device)
         return fresh.set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def versions(value: Value) -> tuple[int, int]:
+    """The version counter of what is held now, and when the content was this value; where they are
+    the same, those of a wrapper that it is a part of, unless it is a copy."""
+    held = value.held
+    assert held is not None
+    now: int = _compat.version_of(held)
+    wholes = getattr(value, "wholes", None)  # no value of the compiled recorder has any
+    if wholes is not None and now == value.version and wholes[0] == _compat.storage_key(held):
+        for whole in wholes[1]:
+            if not whole.intact():
+                return _compat.version_of(whole.tensor), whole.version
+    return now, value.version
 
 
 class Operation:
@@ -353,6 +371,11 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.renew()
+
+    def renew(self) -> None:
+        """What it has in it now is what is meant."""
+        tensor = self.tensor
         self.version: int = -1 if tensor.is_inference() else _compat.version_of(tensor)
 
     def intact(self) -> bool:
@@ -361,6 +384,10 @@ class Kept:
     @property
     def counted(self) -> torch.Tensor:
         return self.tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
 
 
 def flatten(result: Any) -> list[Any]:

@@ -29,31 +29,18 @@ def kept(
     filled = _compat.awaited(tensor)
     if filled is not None:
         return pack(filled)
-    alias = _compat.detached_alias(tensor)  # its own detach keeps it what it is
-    if _compat.is_wrapper(type(tensor)) and type(alias) is type(tensor) and alias is not tensor:
-        names, context = _compat.taken_apart(alias)
-        if _without_parts(alias, names):
-            return Wrapped(tensor, names, context, alias, pack, unpack)
-        alias = _compat.detached_alias(tensor)
-    return Kept(alias)
-
-
-def _without_parts(alias: torch.Tensor, names: list[str]) -> bool:
-    """Leave nothing of it but its version counter; false where that cannot be done."""
-    try:
-        for name in names:
-            if isinstance(getattr(alias, name), torch.Tensor):  # a mesh, say, may stay
-                setattr(alias, name, None)
-    except AttributeError:
-        return False
-    return True
+    if _compat.is_wrapper(type(tensor)):
+        counted = _compat.hollow(tensor)
+        if counted is not None:
+            return Wrapped(tensor, counted, pack, unpack)
+    return Kept(_compat.detached_alias(tensor))  # its own detach keeps it what it is
 
 
 class Wrapped:
     """A wrapper subclass in parts.
 
     Attributes:
-        counted: an alias without memory, which has the version counter of the whole.
+        counted: an alias of which only the version counter is left, that of the whole.
     """
 
     __slots__ = ("_kind", "_layout", "_parts", "_unpack", "counted", "version")
@@ -61,14 +48,13 @@ class Wrapped:
     def __init__(
         self,
         tensor: torch.Tensor,
-        names: list[str],
-        context: object,
-        alias: torch.Tensor,
+        counted: torch.Tensor,
         pack: Callable[[torch.Tensor], Any],
         unpack: Callable[[Any], Any],
     ) -> None:
-        self._kind, self._unpack, self.counted = type(tensor), unpack, alias
-        self._layout = context, alias.size(), alias.stride()
+        self._kind, self._unpack, self.counted = type(tensor), unpack, counted
+        names, context = _compat.taken_apart(tensor)
+        self._layout = context, tensor.size(), tensor.stride()
         self._parts: dict[str, tuple[Any, bool]] = {}  # what stands for one, and whether packed
         for name in names:
             part = getattr(tensor, name)
@@ -82,6 +68,10 @@ class Wrapped:
 
     def intact(self) -> bool:
         return self.version < 0 or _compat.version_of(self.counted) == self.version
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._layout[1]
 
     @property
     def tensor(self) -> torch.Tensor:
