@@ -27,6 +27,12 @@ def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(Beside, "ask", ask)
 
 
+@pytest.fixture(autouse=True)
+def no_wrapper_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One test with a tensor subclass would leave the rest of its process to Python's recorder."""
+    monkeypatch.setattr("lowtide.engine._choice.wrappers", False)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small nets: threads that wait for each other take longer than one, and allocate as well."""
