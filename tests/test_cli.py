@@ -21,7 +21,10 @@ from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
 from lowtide.errors import UsageError
 from lowtide.trials import fits, free_memory, try_steps
+from once import on_one_recorder
 from test_packaging import PACKAGE, ROOT
+
+pytestmark = on_one_recorder
 
 VERBS = ("saved", "explain", "plan", "curve", "run", "report", "trace", "snapshot")
 

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 import lowtide
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

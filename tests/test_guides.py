@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from lowtide import _compat
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

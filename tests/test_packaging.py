@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 import lowtide
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "lowtide"

@@ -19,6 +19,9 @@ from lowtide.explain import explain_study
 from lowtide.limits import format_bytes
 from lowtide.page import page
 from lowtide.study import study
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 WIDE, PHONE, SMALL = 1200, 390, 360
 

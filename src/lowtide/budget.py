@@ -138,8 +138,10 @@ class Budget(Planning):
 
     def _next_decisions(self) -> StepDecisions:
         check_up = not self._steps % _MEASURE_EVERY
-        observer = self._observer(self._expected(), check_up)
-        prepared = self._expected()  # to begin to measure may bring what the last step measured
+        prepared, plans = self._expected(), self._plans.version
+        observer = self._observer(prepared, check_up)
+        if plans != self._plans.version:  # to begin to measure has brought what the last step did
+            prepared = self._expected()
         if prepared is not None:
             self._plain_peak = prepared.plain_peak
             prepared = self._fitting(prepared)

@@ -328,9 +328,7 @@ class ForwardDecisions:
             return False
         if not seen.current():
             return True
-        planned = seen.saved
-        numbers = (handle.value.number for handle in self._handles.alive())
-        return any(number >= 0 and number not in planned for number in numbers)
+        return self._handles.beyond(seen.saved)
 
 
 def _same_kernels(larger: Prepared, left: Prepared, index: int, args: Any) -> bool:

@@ -23,10 +23,16 @@ PLACES = 16
 
 
 class KnownPlans:
-    """Plans, the most recently used first."""
+    """Plans, the most recently used first.
+
+    Attributes:
+        version: another number after each change.
+    """
 
     def __init__(self) -> None:
         self._plans: list[Prepared] = []
+        self._same: dict[int, list[Prepared]] = {}  # of a plan's identity, those of `_of_same_step`
+        self.version = 0
 
     def __iter__(self) -> Iterator[Prepared]:
         return iter(self._plans)
@@ -34,14 +40,15 @@ class KnownPlans:
     def add(self, prepared: Prepared) -> None:
         """A plan, in place of the one that the same step had."""
         others = [p for p in self._plans if _key(p) != _key(prepared)]
-        self._plans = [prepared, *others]
+        self._change([prepared, *others])
         if len(self._plans) > _KEPT:
-            self._plans.remove(next(filter(self._covered, reversed(self._plans)), self._plans[-1]))
+            last = next(filter(self._covered, reversed(self._plans)), self._plans[-1])
+            self._change([known for known in self._plans if known is not last])
 
     def confirm(self, prepared: Prepared) -> None:
         """A step that was measured has kept its limit by this plan."""
         more = replace(prepared, lessons=prepared.lessons + 1)
-        self._plans = [more if known is prepared else known for known in self._plans]
+        self._change([more if known is prepared else known for known in self._plans])
 
     def unmeasured(self) -> bool:
         """Whether there is a plan for a step that never was measured.
@@ -62,7 +69,7 @@ class KnownPlans:
 
     def remove(self, prepared: Prepared) -> None:
         """A step has exceeded its limit by this plan."""
-        self._plans = [known for known in self._plans if _key(known) != _key(prepared)]
+        self._change([known for known in self._plans if _key(known) != _key(prepared)])
 
     def outgrown(self, seen: Sequence[Signature], place: int) -> tuple[Prepared | None, float]:
         """Of the plans for the same operations on fewer bytes, of steps that were measured, the
@@ -96,10 +103,10 @@ class KnownPlans:
         """The plan that was followed last at this place in its context, for the leaves that collect
         gradients now; for others if need be, where that is known to change within a step."""
         here = [prepared for prepared in self._plans if prepared.seen.place == place]
-        current = [prepared for prepared in here if prepared.seen.current()]
-        if current:
-            same = (p for p in current if p.signatures == current[0].signatures)
-            return _for_gradients(list(same))
+        for first in here:
+            if first.seen.current():
+                same = self._of_same_step(first)
+                return _for_gradients([p for p in same if p is first or p.seen.current()])
         return here[0] if here and any_leaves else None
 
     def of_step(
@@ -154,16 +161,31 @@ class KnownPlans:
         prepared = _for_gradients(
             [
                 known
-                for known in self._plans
+                for known in self._of_same_step(prepared)
                 if (other_than is None or known.plan is not other_than.plan)
-                and known.signatures == prepared.signatures
-                and known.seen.place == prepared.seen.place
                 and known.seen.current()
             ]
         )
-        self._plans.remove(prepared)
-        self._plans.insert(0, prepared)
+        if prepared is not self._plans[0]:
+            self._change([prepared, *(known for known in self._plans if known is not prepared)])
         return prepared
+
+    def _of_same_step(self, prepared: Prepared) -> list[Prepared]:
+        """The plans for the forward of this one of them, whatever their gradients."""
+        same = self._same.get(id(prepared))
+        if same is None:
+            same = self._same[id(prepared)] = [
+                known
+                for known in self._plans
+                if known.seen.place == prepared.seen.place
+                and (known is prepared or known.signatures == prepared.signatures)
+            ]
+        return same
+
+    def _change(self, plans: list[Prepared]) -> None:
+        self._plans = plans
+        self._same.clear()
+        self.version += 1
 
     def with_gradients(self, other: Prepared) -> Prepared | None:
         """The plan for the same step as this one with the gradients to allocate that there are."""

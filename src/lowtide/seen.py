@@ -3,20 +3,24 @@
 Problem: whether a step is the planned one is told by its operations, but not whether its backward
 is: to freeze a parameter, or to run a part under `no_grad`, changes what autograd saves and the
 gradients to come, and no operation shows it. Invariant: no tensor is held, leaves are known by weak
-references. Imports rebuild, modelled. Rejected: what requires grad in the signature of each
-operation, which costs every planned step a look at every argument.
+references. Imports leafstates, rebuild, modelled. Rejected: what requires grad in the signature of
+each operation, which costs every planned step a look at every argument.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.leafstates import GONE, HAS_GRADIENT, REQUIRES, states
 from lowtide.modelled import look_closer
 from lowtide.rebuild import OpLog
+
+_KNOWN = 8  # of what leaves were like, the cases that are remembered
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,62 @@ class Seen:
         What a user freezes or unfreezes changes what autograd saves and the gradients to come, and
         no operation shows it.
         """
-        for weak in self.frozen:
-            leaf = weak()
-            if leaf is not None and leaf.requires_grad:
-                return False
-        for _, weak in self.leaves.values():
-            leaf = weak()
-            if leaf is not None and not leaf.requires_grad:
-                return False
-        return True
+        return self._judged().current
 
     def same_gradients(self) -> bool:
         """Whether exactly those gradients are to be allocated now that were in this step."""
-        for key, (_, weak) in self.leaves.items():
-            leaf = weak()
-            if leaf is not None and (leaf.grad is None) != (key in self.parameters):
-                return False
-        return True
+        judged = self._judged()
+        return not (judged.appeared or judged.there)
 
     def appeared(self) -> dict[int, tuple[int, int]]:
         """Leaves that had a gradient in this step and have none now: it will be allocated."""
         readers = {}
-        for key, (reader, weak) in self.leaves.items():
+        for key in self._judged().appeared:
+            reader, weak = self.leaves[key]
             leaf = weak()
-            if leaf is not None and leaf.grad is None and key not in self.parameters:
+            if leaf is not None:
                 readers[key] = (reader, leaf.numel() * leaf.element_size())
         return readers
+
+    def _judged(self) -> _Judged:
+        """The leaves as they are now. They are mostly as they were the last time."""
+        now = states(self._refs)
+        judged = self._known.get(now)
+        if judged is None:
+            if len(self._known) == _KNOWN:
+                self._known.clear()
+            judged = self._known[now] = self._judge(now)
+        return judged
+
+    def _judge(self, now: bytes) -> _Judged:
+        count = len(self.leaves)
+        current = not any(state & REQUIRES for state in now[count:]) and all(
+            state & REQUIRES for state in now[:count] if state != GONE
+        )
+        appeared, there = [], False
+        for key, state in zip(self.leaves, now, strict=False):
+            if state == GONE:
+                continue
+            has, had = bool(state & HAS_GRADIENT), key not in self.parameters
+            if had and not has:
+                appeared.append(key)
+            there = there or (has and not had)
+        return _Judged(current, tuple(appeared), there)
+
+    @cached_property
+    def _refs(self) -> tuple[weakref.ref[torch.Tensor], ...]:
+        return (*(weak for _, weak in self.leaves.values()), *self.frozen)
+
+    @cached_property
+    def _known(self) -> dict[bytes, _Judged]:
+        return {}
+
+
+class _Judged(NamedTuple):
+    """What states of the leaves mean for a plan."""
+
+    current: bool
+    appeared: tuple[int, ...]
+    """The leaves that had a gradient and have none now."""
+    there: bool
+    """Whether one has a gradient now that had none."""

@@ -6,8 +6,8 @@
 // and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
 
+#include "direct.h"
 #include "entry_types.h"
-#include "hooks.h"
 #include "planning.h"
 
 namespace lowtide {
@@ -80,7 +80,7 @@ PyObject* shut(PyObject* self, PyObject*) {
 
 PyObject* pack(PyObject* self, PyObject* tensor) {
   HANDLE_TH_ERRORS
-  return pack_tensor(reinterpret_cast<State*>(self), tensor);
+  return pack_tensor(reinterpret_cast<State*>(self), THPVariable_Unpack(tensor));
   END_HANDLE_TH_ERRORS
 }
 
@@ -222,11 +222,37 @@ PyObject* current_recorder(PyObject*, PyObject*) {
   return Py_NewRef(current == nullptr ? Py_None : reinterpret_cast<PyObject*>(current));
 }
 
+// `leafstates.states` of a tuple of weak references.
+PyObject* leaf_states(PyObject*, PyObject* leaves) {
+  HANDLE_TH_ERRORS
+  if (!PyTuple_Check(leaves)) throw py::type_error("lowtide: a tuple of weak references is looked at");
+  Py_ssize_t count = PyTuple_GET_SIZE(leaves);
+  Owned states(checked(PyBytes_FromStringAndSize(nullptr, count)));
+  char* state = PyBytes_AS_STRING(states.get());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    Owned leaf(target_of(PyTuple_GET_ITEM(leaves, i)));
+    if (leaf.get() == nullptr) {
+      state[i] = 0;
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(leaf.get());
+    state[i] = static_cast<char>(
+        1 + 2 * tensor.requires_grad() + 4 * tensor.unsafeGetTensorImpl()->grad().defined());
+  }
+  return states.release();
+  END_HANDLE_TH_ERRORS
+}
+
 // How many values, operations and handles are alive: Python's collector does not list them.
 PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(records_alive); }
 
+// How many tensors autograd has handed over without Python in between.
+PyObject* count_direct(PyObject*, PyObject*) { return PyLong_FromLongLong(packed_directly); }
+
 PyMethodDef functions[] = {
+    {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},
+    {"leaf_states", leaf_states, METH_O, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
@@ -292,6 +318,10 @@ PyObject* make_module() {
   PyModule_AddObjectRef(module.get(), "watched", object_of(watched));
   PyModule_AddIntConstant(module.get(), "KEY", static_cast<long>(KEY));
   take_key();
+  variable_class = forever("torch.autograd", "Variable");
+  unpack_function = checked(PyObject_GetAttrString(module.get(), "unpack"));
+  pack_function = pack;
+  stand_before_the_engine();
   return module.release();
 }
 

@@ -10,7 +10,7 @@
 
 #include <torch/csrc/Storage.h>
 
-#include <unordered_map>
+#include <c10/util/flat_hash_map.h>
 
 namespace lowtide {
 
@@ -95,7 +95,7 @@ struct Watched {
     Weak record;
     PyObject* reference;  // owned; null: `record`
   };
-  std::unordered_map<int64_t, c10::SmallVector<Holder, 1>> storages;
+  ska::flat_hash_map<int64_t, c10::SmallVector<Holder, 1>> storages;
   size_t swept;
 };
 
@@ -128,7 +128,11 @@ inline void forget_gone(c10::SmallVector<Watched::Holder, 1>& holders) {
 inline void sweep(Watched* watched) {
   for (auto at = watched->storages.begin(); at != watched->storages.end();) {
     forget_gone(at->second);
-    at = at->second.empty() ? watched->storages.erase(at) : std::next(at);
+    if (at->second.empty()) {
+      at = watched->storages.erase(at);
+    } else {
+      ++at;
+    }
   }
   watched->swept = watched->storages.size();
 }

@@ -204,6 +204,23 @@ inline PyObject* weak_list_any(PyObject* self, PyObject*) {
   Py_RETURN_FALSE;
 }
 
+inline PyObject* weak_list_beyond(PyObject* self, PyObject* planned) {
+  if (!PyAnySet_Check(planned)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a set of numbers was expected; please report this");
+    return nullptr;
+  }
+  for (const Weak& link : as<WeakList>(self)->links) {
+    if (link.get() == nullptr) continue;
+    const Value* value = as<Handle>(link.get())->value;
+    if (value->number < 0) continue;
+    Owned number(PyLong_FromLongLong(value->number));
+    int found = number.get() == nullptr ? -1 : PySet_Contains(planned, number.get());
+    if (found < 0) return nullptr;
+    if (found == 0) Py_RETURN_TRUE;
+  }
+  Py_RETURN_FALSE;
+}
+
 inline PyObject* weak_list_settle(PyObject* self, PyObject*) {
   std::vector<Weak> links = as<WeakList>(self)->links;  // settling gives records up
   for (const Weak& link : links) {
@@ -224,6 +241,7 @@ inline PyMethodDef weak_list_methods[] = {
     {"append", weak_list_append, METH_O, nullptr},
     {"alive", weak_list_alive, METH_NOARGS, nullptr},
     {"any", weak_list_any, METH_NOARGS, nullptr},
+    {"beyond", weak_list_beyond, METH_O, nullptr},
     {"settle", weak_list_settle, METH_NOARGS, nullptr},
     {"clear", weak_list_clear, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,8 +1,8 @@
 // The saved-tensor hooks: what `Recorder.pack` and `unpack` of `lowtide/replay.py` do.
 //
 // Problem: autograd calls them for every saved tensor, twice. Invariant: a handle is the Python one,
-// and both engines can answer for it. Rejected: hooks in C++ only, which torch offers for one stack
-// of defaults and not for regions inside one another.
+// and both engines can answer for it. Rejected: an answer for each of both, which would have to find
+// the same bytes.
 #pragma once
 
 #include "replay.h"
@@ -17,18 +17,18 @@ inline PyObject *python_unpack, *listeners;
 
 // ---------------------------------------------------------------------- pack
 
-inline PyObject* call_python_pack(State* state, PyObject* tensor) {
+inline PyObject* call_python_pack(State* state, const at::Tensor& tensor) {
   static PyObject* name = interned("pack_slowly");
   c10::impl::ExcludeDispatchKeyGuard guard(KEY);
-  return checked(PyObject_CallMethodOneArg(object_of(state), name, tensor));
+  Owned wrapped(checked(THPVariable_Wrap(tensor)));
+  return checked(PyObject_CallMethodOneArg(object_of(state), name, wrapped.get()));
 }
 
 inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
 
-inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
-  const at::Tensor& tensor = THPVariable_Unpack(wrapped);
+inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0 || !is_none(state->next_step)) {
-    return call_python_pack(state, wrapped);
+    return call_python_pack(state, tensor);
   }
   Owned key = key_of(tensor), owner;
   Entry* entry = find_entry(state->table, key.get());
@@ -36,16 +36,16 @@ inline PyObject* pack_tensor(State* state, PyObject* wrapped) {
     owner = external(state, tensor, key, false);
     entry = find_entry(state->table, key.get());
   } else if (entry->version != tensor._version()) {
-    return call_python_pack(state, wrapped);
+    return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {
     owner = Owned(Py_NewRef(object_of(found)));
   } else {
-    return call_python_pack(state, wrapped);
+    return call_python_pack(state, tensor);
   }
   auto* value = as<Value>(owner.get());
   bool external = value->op == nullptr;
   if (!external) {
-    if (is_constant(value->op)) return call_python_pack(state, wrapped);  // foreign kernels may fill it
+    if (is_constant(value->op)) return call_python_pack(state, tensor);  // foreign kernels may fill it
     if (value->scope == nullptr || depth_of(state->region) < depth_of(value->scope)) {
       Py_XDECREF(std::exchange(value->scope, Py_NewRef(state->region)));
     }
@@ -142,13 +142,13 @@ inline at::Tensor replayed(
   return base;
 }
 
-inline PyObject* as_saved(const Handle* handle, const at::Tensor& base) {
-  if (handle->geometry.fits(base)) return checked(THPVariable_Wrap(base));
+inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
+  if (handle->geometry.fits(base)) return base;
   BelowAutograd below;
-  return checked(THPVariable_Wrap(handle->geometry.of(base)));
+  return handle->geometry.of(base);
 }
 
-inline PyObject* unpack_handle(Handle* handle) {
+inline at::Tensor unpack_handle(Handle* handle) {
   static PyObject *requested = interned("requested"), *answered = interned("answered"),
                   *adopt = interned("adopt");
   PyObject* tape = handle->tape;
@@ -192,7 +192,7 @@ inline PyObject* unpack_handle(Handle* handle) {
 inline PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
   if (!Py_IS_TYPE(packed, handle_type)) return PyObject_CallOneArg(python_unpack, packed);
-  return unpack_handle(as<Handle>(packed));
+  return THPVariable_Wrap(unpack_handle(as<Handle>(packed)));
   END_HANDLE_TH_ERRORS
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
+from lowtide import _compat, leafstates
 from lowtide.tape import watch
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.values import tensors_in
@@ -58,6 +58,7 @@ def recorder_class(core: Any) -> type[Recorder]:
             core.aside(Recorder.name, self, tensor, label)
 
     watch.use(core.watched)
+    leafstates.use(core.leaf_states)
     # Higher-order operators are Python's own and look for a kernel under our key.
     _compat.each_higher_order_operator(
         lambda operator: _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))

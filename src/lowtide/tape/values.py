@@ -349,6 +349,11 @@ class WeakList(Generic[R]):
         """Whether one of them is alive."""
         return any(link() is not None for link in self._links)
 
+    def beyond(self: WeakList[Handle], planned: frozenset[int]) -> bool:
+        """Whether one of the handles is for a numbered value that is not in `planned`."""
+        numbers = (handle.value.number for handle in self.alive())
+        return any(number >= 0 and number not in planned for number in numbers)
+
     def settle(self) -> None:
         """Those values that are held stay held for good."""
         for value in self.alive():
