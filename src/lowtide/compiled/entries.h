@@ -10,7 +10,7 @@
 
 #include <torch/csrc/Storage.h>
 
-#include <c10/util/flat_hash_map.h>
+#include <unordered_map>
 
 namespace lowtide {
 
@@ -95,7 +95,7 @@ struct Watched {
     Weak record;
     PyObject* reference;  // owned; null: `record`
   };
-  ska::flat_hash_map<int64_t, c10::SmallVector<Holder, 1>> storages;
+  std::unordered_map<int64_t, c10::SmallVector<Holder, 1>> storages;
   size_t swept;
 };
 
@@ -128,11 +128,7 @@ inline void forget_gone(c10::SmallVector<Watched::Holder, 1>& holders) {
 inline void sweep(Watched* watched) {
   for (auto at = watched->storages.begin(); at != watched->storages.end();) {
     forget_gone(at->second);
-    if (at->second.empty()) {
-      at = watched->storages.erase(at);
-    } else {
-      ++at;
-    }
+    at = at->second.empty() ? watched->storages.erase(at) : std::next(at);
   }
   watched->swept = watched->storages.size();
 }
