@@ -128,10 +128,10 @@ def test_a_limit_that_is_refused_while_autograd_saves_is_raised_as_it_is() -> No
     net(torch.randn(64, 64)).sum().backward()  # and plain training goes on
 
 
-def test_detect_anomaly_names_the_line_of_the_forward(capfd: pytest.CaptureFixture[str]) -> None:
+def test_detect_anomaly_names_the_line_of_the_forward() -> None:
     x = torch.zeros(3, requires_grad=True)
     with (
-        pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
+        pytest.warns(UserWarning, match=r"(?s)SqrtBackward0.*test_direct\.py.*t\.sqrt\(\)"),
         pytest.warns(UserWarning, match="Anomaly Detection has been enabled"),
         torch.autograd.detect_anomaly(),
         pytest.raises(RuntimeError, match="returned nan values"),

@@ -43,7 +43,11 @@ def test_a_leaf_that_has_become_the_result_of_an_operation(way: str) -> None:
     """Python's `grad` of it would warn."""
     tensor = torch.ones(2)
     tensor.mul_(torch.ones(2, requires_grad=True))
-    assert list(WAYS[way]()((weakref.ref(tensor),))) == [HERE + REQUIRES]
+    look, reference = WAYS[way](), (weakref.ref(tensor),)
+    assert list(look(reference)) == [HERE + REQUIRES]
+    tensor.retain_grad()
+    tensor.sum().backward()
+    assert list(look(reference)) == [HERE + REQUIRES]  # that gradient is no leaf's
 
 
 def seen_with(leaves: list[torch.Tensor], had: set[int], frozen: list[torch.Tensor]) -> Seen:

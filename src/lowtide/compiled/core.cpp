@@ -236,8 +236,8 @@ PyObject* leaf_states(PyObject*, PyObject* leaves) {
       continue;
     }
     const at::Tensor& tensor = THPVariable_Unpack(leaf.get());
-    state[i] = static_cast<char>(
-        1 + 2 * tensor.requires_grad() + 4 * tensor.unsafeGetTensorImpl()->grad().defined());
+    bool gradient = tensor.unsafeGetTensorImpl()->grad().defined() && tensor.is_leaf();
+    state[i] = static_cast<char>(1 + 2 * tensor.requires_grad() + 4 * gradient);
   }
   return states.release();
   END_HANDLE_TH_ERRORS
