@@ -271,7 +271,7 @@ def test_switches_of_cuda_are_recorded_once_cuda_was_used(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for used in (False, True):
-        monkeypatch.setattr(devices, "cuda_seen", used)
+        monkeypatch.setattr(devices, "accelerator_seen", used)
         with engine.use(way):
             told, _ = recorded(switched, Told())
         first, second = [line[3] for line in told.lines if line[0] == "aten::mm"]

@@ -77,8 +77,6 @@ class MemoryEvents:
 
     def __init__(self, device: torch.device | None = None) -> None:
         device = torch.device("cpu") if device is None else device
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.obstacle = ""
         self._thread = 0

@@ -36,6 +36,7 @@ from lowtide.prepared import Prepared
 from lowtide.ranks import Ranks
 from lowtide.report import BudgetReport
 from lowtide.step import Recording, current_recorder, recordable
+from lowtide.where import Where
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -63,13 +64,14 @@ class Budget(Planning):
         if isinstance(limit, Plan):
             limit = limit.limit or max(1, limit.peak)
         super().__init__(parse_limit(limit), None if group is None else Ranks(group))
-        self.device = None if device is None else counted_device(device, "a budget")
+        named = None if device is None else counted_device(device, "a budget")
+        self.where = Where(named, self._moved)
         self._recording: Recording | None = None
         self._threads: dict[int, bool] = {}  # that are inside; whether it records there
         self._occupied = threading.Lock()  # by the one that it records on
         self._steps = 0
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
-        self._earlier = Earlier(self.device)  # steps of this context that are over
+        self._earlier = Earlier(self.where)  # steps of this context that are over
         self._active: list[StepDecisions] = []  # steps whose backward is not over
         if given is not None:
             self._plans.add(given.prepared())
@@ -124,7 +126,8 @@ class Budget(Planning):
         if self._refusal is not None:
             refused, self._refusal = self._refusal, None  # the step after that may be another one
             raise refused
-        self._earlier = Earlier(self.device)
+        self.where.look()
+        self._earlier = Earlier(self.where)
         self.before = self.place = 0
         decisions = self._next_decisions()
         recording = Recording(decisions, timed=decisions.observer is not None)
@@ -159,6 +162,12 @@ class Budget(Planning):
         if self._steps <= 2:
             _tell_of_many(self.limit, self._steps)
         self._active.append(decisions)
+
+    def _moved(self) -> None:
+        """Another device counts than was thought: what has been measured on that says nothing."""
+        self._earlier.begin()
+        for decisions in self._active:
+            decisions.stop_measuring()
 
     @property
     def keeps_wrappers(self) -> bool:
@@ -204,6 +213,8 @@ class Budget(Planning):
             recording.__exit__(kind, error, trace)
         finally:
             decisions.forward_over()
+            if decisions.operations:
+                self.where.forward_over()
             known = self._known_refusal(decisions) if error is None else None
             if error is not None or known is not None:  # nothing is learned from half a step
                 self._active.remove(decisions)
@@ -219,7 +230,8 @@ class Budget(Planning):
         if not measure and self._alike >= _LEARNING_STEPS:
             return None
         earlier = prepared.seen.ops if prepared is not None else ()
-        observer = Observer(start_marks(self.device) if measure else None, earlier)
+        observer = Observer(start_marks(self.where.device) if measure else None, earlier)
+        observer.only(self.where)
         observer.place, observer.before = self.place, self.before
         return observer
 
@@ -385,8 +397,9 @@ def budget(
             that ran so far if they differ; or a `Plan`, which is
             followed from the first step on. A step that is not the one it was made for is noticed
             at the first operation that differs, and planned like any unknown step.
-        device: where to count. Default: the current CUDA device if the process uses CUDA, else
-            the CPU.
+        device: where to count. Default: the first device of the accelerator (CUDA, ROCm, XPU, MPS,
+            ...) on which a step makes something, or the CPU where none does. What a step makes on
+            other devices is kept and does not count.
         group: a process group, or True for the default one, whose ranks are to plan and to refuse
             alike. Entering the budget is then a collective of that group: every rank enters it
             equally often. Default: each rank decides for itself.

@@ -48,6 +48,7 @@ class RegionDecisions:
 
     __slots__ = ()
     asks = False
+    where = None
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any

@@ -118,6 +118,7 @@ class _Everything:
     """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
 
     asks = True
+    where = None  # what is faked has no device of its own
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -305,7 +306,7 @@ def _device(found: Found) -> torch.device:
     for tensor in (*found.state(), *found.tensors):
         if tensor.device.type != "meta":
             return tensor.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _fake(

@@ -4,7 +4,7 @@ Problem: adversarial training, a GAN, gradient accumulation run several backward
 context. Each ends a step, but the limit is one for all of them, and what a step may take is less
 what those before it have left: gradients, moved parameters, an optimizer's state. Invariant: bytes
 are those of storages that are alive when they are asked for, and nothing is kept alive for it.
-Imports marks and the recorder. Rejected: measuring on the CPU too, which is not done in every step;
+Imports where and the recorder. Rejected: measuring on the CPU too, which is not done in every step;
 counting from the end of each backward on, which lets the limit grow with every one.
 """
 
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from lowtide.marks import cuda_device
+from lowtide import _compat
 from lowtide.tape.recorder import Recorder
+from lowtide.where import Where
 
 
 class Earlier:
@@ -25,12 +24,18 @@ class Earlier:
         steps: how many.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, where: Where) -> None:
         self.steps = 0
-        self._device = cuda_device(device)
-        self._entry = 0 if self._device is None else torch.cuda.memory_allocated(self._device)
+        self._where = where
+        self.begin()
         # Of each recording the bytes that are left, and the table that counts them.
         self._recorded: list[tuple[list[int], dict[int, Any]]] = []
+
+    def begin(self) -> None:
+        """Count from here on, on the device that counts now."""
+        device = self._where.device
+        self._device = None if device.type == "cpu" else device
+        self._entry = 0 if self._device is None else _compat.allocated(self._device).now
 
     def add(self, recorder: Recorder) -> None:
         """A step is over that was recorded here."""
@@ -42,5 +47,5 @@ class Earlier:
     def nbytes(self) -> int:
         """Bytes that they have left in memory up to now. On the CPU, of what this thread made."""
         if self._device is not None:
-            return max(0, torch.cuda.memory_allocated(self._device) - self._entry)
+            return max(0, _compat.allocated(self._device).now - self._entry)
         return sum(live[0] for live, _ in self._recorded)

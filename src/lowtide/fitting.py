@@ -65,6 +65,7 @@ class FittedBudget(Budget):
             for parameter in model.parameters()
             if parameter.requires_grad
             and parameter.grad is None
+            and self.where.counts in (None, parameter.device)
             and id(parameter) not in observer.leaves.gradients
         )
 

@@ -54,6 +54,7 @@ class ForwardDecisions:
         self.prepared = prepared
         self.observer = observer
         self.owner = owner
+        self.where = owner.where
         self.check_up = check_up  # measured only because none was for long
         self.tally = Tally()
         self.live = [0]
@@ -133,6 +134,7 @@ class ForwardDecisions:
                 self._handles.alive(),
                 None if self.tape is None else self.tape.recorder,
             )
+            self.observer.only(self.where)
             self.observer.place = self.prepared.seen.place
             self.observer.before = self.owner.before
         return self.observer

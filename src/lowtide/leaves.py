@@ -10,7 +10,7 @@ that are no parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -42,9 +42,11 @@ class Leaves:
         reads: of each leaf, as far as they were watched.
         nodes: of each operation, the number of the newest node of autograd's when it was.
         frozen: parameters that collect none.
+        counts: whether a tensor is on the device whose bytes count; gradients elsewhere have none.
     """
 
     def __init__(self) -> None:
+        self.counts: Callable[[torch.Tensor], bool] | None = None
         self.gradients: dict[int, tuple[int, int]] = {}
         self.known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self.reads: dict[int, list[Read]] = {}
@@ -73,7 +75,7 @@ class Leaves:
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
             return
-        nbytes, size = _bytes(leaf), _bytes(tensor)
+        nbytes, size = self._bytes(leaf), self._bytes(tensor)
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
         between = 0 if way is None else way.between * leaf.element_size()
         self.known[id(leaf)] = (op, _weak(leaf))
@@ -88,13 +90,18 @@ class Leaves:
         for key, (reader, weak) in self.known.items():
             leaf = weak()
             if leaf is not None and key not in self.gradients:
-                yield key, reader, _bytes(leaf), True
+                yield key, reader, self._bytes(leaf), True
 
     def _no_leaf(self, tensor: torch.Tensor) -> None:
         """It gets no gradient; that may change before another step."""
         parameter = _compat.frozen_parameter(tensor)
         if parameter is not None and id(parameter) not in self.frozen:
             self.frozen[id(parameter)] = _weak(parameter)
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        if self.counts is not None and not self.counts(tensor):
+            return 0
+        return tensor.numel() * tensor.element_size()
 
     def look_again(self) -> None:
         """Gradients may have been set to None since the forward, or allocated."""
@@ -103,13 +110,9 @@ class Leaves:
             if leaf is None:
                 continue
             if leaf.grad is None:
-                self.gradients[key] = (reader, _bytes(leaf))
+                self.gradients[key] = (reader, self._bytes(leaf))
             else:
                 self.gradients.pop(key, None)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _weak(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:

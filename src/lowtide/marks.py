@@ -1,9 +1,9 @@
 """Marks in the stream of allocations, from which a watched step is reconstructed.
 
 Problem: a budget wants the bytes allocated at each operation and the peak between two, on the CPU
-from memory events and on CUDA from the allocator's counters, also while `lowtide.measure` runs
-around the step. Invariant: levels are relative to the moment of `start_marks`; a measurement that
-was disturbed arrives as None. Imports memory events. Rejected: two code paths in the budget.
+from memory events and on an accelerator from its allocator's counters, also while `lowtide.measure`
+runs around the step. Invariant: levels are relative to the moment of `start_marks`; a measurement
+that was disturbed arrives as None. Imports memory events. Rejected: two code paths in the budget.
 """
 
 from __future__ import annotations
@@ -100,22 +100,23 @@ class SharedEvents:
             self._then(self._timeline)
 
 
-class CudaPeak:
-    """The peak of a stretch on a CUDA device, also where a budget in it resets the statistics."""
+class DevicePeak:
+    """The peak of a stretch on a device of the accelerator, also where a budget in it resets the
+    statistics."""
 
-    _open: ClassVar[list[CudaPeak]] = []
+    _open: ClassVar[list[DevicePeak]] = []
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._highest = 0
 
-    def __enter__(self) -> CudaPeak:
-        reset_cuda_peak(self._device)
+    def __enter__(self) -> DevicePeak:
+        reset_peak(self._device)
         self._open.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._note(torch.cuda.max_memory_allocated(self._device))
+        self._note(_compat.allocated(self._device).peak)
         self._open.remove(self)
 
     def _note(self, nbytes: int) -> None:
@@ -133,31 +134,34 @@ class CudaPeak:
                 stretch._note(nbytes)
 
 
-def reset_cuda_peak(device: torch.device) -> int:
-    """The peak since the last reset, in bytes. It starts anew."""
-    peak = torch.cuda.max_memory_allocated(device)
-    CudaPeak.tell(device, peak)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+def reset_peak(device: torch.device) -> _compat.Given:
+    """What a device's allocator has given out, whose peak starts anew."""
+    given = _compat.allocated(device)
+    DevicePeak.tell(device, given.peak)
+    _compat.reset_peak(device)
+    return given
 
 
-class CudaCounters:
-    """The CUDA allocator's counters. Resets its peak statistics.
+class DeviceCounters:
+    """The counters of the allocator of an accelerator. Resets its peak statistics.
 
     They do not tell what was allocated after a mark from what was there: rises err to the high
-    side where memory is freed between a mark and the next allocation.
+    side where memory is freed between a mark and an allocation after it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._entry = torch.cuda.memory_allocated(device)
-        reset_cuda_peak(device)
+        self._last = reset_peak(device)
+        self._entry = self._last.now
         self._levels = [0]
-        self._peaks: list[int] = []
+        self._rises: list[int] = []
 
     def mark(self) -> int:
-        self._levels.append(torch.cuda.memory_allocated(self._device) - self._entry)
-        self._peaks.append(reset_cuda_peak(self._device) - self._entry)
+        last, self._last = self._last, reset_peak(self._device)
+        grown = self._last.altogether > last.altogether
+        rise = self._last.peak if grown else self._last.now
+        self._levels.append(self._last.now - self._entry)
+        self._rises.append(rise - self._entry)
         return len(self._levels) - 1
 
     def of_step(self, pending: Callable[[], bool]) -> None:
@@ -168,21 +172,13 @@ class CudaCounters:
 
     def stop(self, then: Arrived) -> None:
         self.mark()
-        then(Timeline(self._levels[:-1], self._peaks, self._levels[-1]))
+        then(Timeline(self._levels[:-1], self._rises, self._levels[-1]))
 
 
-def cuda_device(device: torch.device | None) -> torch.device | None:
-    """The CUDA device on which a budget for `device` counts; None: it counts on the CPU."""
-    if device is None and _compat.cuda_in_use():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device if device is not None and device.type == "cuda" else None
-
-
-def start_marks(device: torch.device | None) -> Marks | None:
-    """Begin to measure; None where another profiler is in the way."""
-    cuda = cuda_device(device)
-    if cuda is not None:
-        return CudaCounters(cuda)
+def start_marks(device: torch.device) -> Marks | None:
+    """Begin to measure a device; None where another profiler is in the way."""
+    if device.type != "cpu":
+        return DeviceCounters(device)
     around = recording_on_this_thread()
     if around is not None:
         return SharedEvents(around)

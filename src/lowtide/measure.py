@@ -1,10 +1,11 @@
 """Exact peak bytes and seconds of a callable.
 
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
-where torch has no peak counter, as on CUDA, where it has one. Invariant: what is returned was
-counted allocation by allocation; where that is not possible there is an error, not an estimate.
-Imports `_memory_events`, marks, limits, errors. Rejected: the resident size of the process, which
-moves in pages, keeps freed memory and includes everything else that the process does.
+where torch has no peak counter, as on an accelerator, whose allocator has one. Invariant: what is
+returned was counted allocation by allocation; where that is not possible there is an error, not an
+estimate. Imports `_memory_events`, marks, limits, errors. Rejected: the resident size of the
+process, which moves in pages, keeps freed memory and includes everything else that the process
+does.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from lowtide import _compat
 from lowtide._memory_events import MemoryEvents
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
-from lowtide.marks import CudaPeak
+from lowtide.marks import DevicePeak
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Measurement:
         peak_bytes: the largest number of bytes held at any point above what was held at entry.
         allocated_bytes: what the step leaves behind above what was held at entry: gradients and
             state that it creates, but not the value it returns. Negative where it frees more.
-        seconds: wall clock of the call alone, on CUDA up to the end of its kernels.
+        seconds: wall clock of the call alone, on an accelerator up to the end of its kernels.
         device: where the bytes were counted.
     """
 
@@ -48,19 +50,19 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
 
     Args:
         step: called without arguments; what it returns is dropped.
-        device: where to count. Default: the current CUDA device if the process uses CUDA already,
-            else the CPU.
+        device: where to count. Default: the current device of the accelerator (CUDA, ROCm, XPU,
+            MPS, ...) if the process uses it already, else the CPU.
 
     On the CPU every allocation that torch makes for this thread and for autograd is counted, with
     torch's own profiler; the release of memory that was allocated before the call is not reported
     there and not subtracted, so clear old gradients before the call, not in it. Threads that `step`
-    starts by itself are not seen. On CUDA torch's peak counter is used:
-    `torch.cuda.reset_peak_memory_stats` is called for the device, so peaks that were being
+    starts by itself are not seen. On an accelerator its allocator's peak counter is used:
+    `torch.accelerator.reset_peak_memory_stats` is called for the device, so peaks that were being
     collected start anew.
 
     Raises:
-        UsageError: `step` cannot be called; the device is neither the CPU nor CUDA; or, on the CPU,
-            a profiler is active, another measurement is running, or either was started while `step`
+        UsageError: `step` cannot be called; torch counts no bytes on the device; or, on the CPU, a
+            profiler is active, another measurement is running, or either was started while `step`
             ran.
 
     Examples:
@@ -76,8 +78,8 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
             "function, as in lowtide.measure(lambda: step(batch))."
         )
     where = _device(device)
-    if where.type == "cuda":
-        return _measure_cuda(step, where)
+    if where.type != "cpu":
+        return _measure_device(step, where)
     events = MemoryEvents(where)
     if not events.start():
         raise UsageError(
@@ -98,20 +100,20 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     return Measurement(timeline.peak, timeline.final, seconds, where)
 
 
-def _measure_cuda(step: Callable[[], object], device: torch.device) -> Measurement:
-    torch.cuda.synchronize(device)
-    entry = torch.cuda.memory_allocated(device)
-    with CudaPeak(device) as peak:
+def _measure_device(step: Callable[[], object], device: torch.device) -> Measurement:
+    _compat.synchronize(device)
+    entry = _compat.allocated(device).now
+    with DevicePeak(device) as peak:
         began = time.perf_counter()
         step()
-        torch.cuda.synchronize(device)
+        _compat.synchronize(device)
         seconds = time.perf_counter() - began
-    left = torch.cuda.memory_allocated(device) - entry
+    left = _compat.allocated(device).now - entry
     return Measurement(peak.nbytes() - entry, left, seconds, device)
 
 
 def counted_device(device: torch.device | str, caller: str) -> torch.device:
-    """A device on which bytes are counted.
+    """A device on which bytes are counted; one of an accelerator with its index.
 
     Raises:
         UsageError: it names no device, or one that cannot be counted, or is not there.
@@ -122,24 +124,38 @@ def counted_device(device: torch.device | str, caller: str) -> torch.device:
         raise UsageError(
             f"{caller}: device={device!r} names no device. Pass 'cpu', 'cuda' or 'cuda:1'."
         ) from error
-    if where.type not in ("cpu", "cuda"):
+    if where.type == "cpu":
+        return torch.device("cpu")
+    if not (_compat.is_accelerator(where) and _compat.available()):
+        if where.type in ("meta", "lazy", "vulkan", "fpga"):
+            raise UsageError(
+                f"{caller} counts bytes on the CPU and on accelerators, not on {where.type!r}, for "
+                "which torch reports no allocations. Pass device='cpu' or a device that trains."
+            )
         raise UsageError(
-            f"{caller} counts bytes on the CPU and on CUDA, not on {where.type!r}, for "
-            "which torch reports no allocations. Pass device='cpu' or a CUDA device."
+            f"{caller}: device={str(where)!r}, and torch finds no {_named(where)} here. Pass "
+            "device='cpu', or leave it out."
         )
-    if where.type == "cuda" and not torch.cuda.is_available():
+    count = torch.accelerator.device_count()
+    if where.index is not None and where.index >= count:
         raise UsageError(
-            f"{caller}: device={str(where)!r}, and torch finds no CUDA here. Pass device='cpu', or "
-            "leave it out."
+            f"{caller}: device={str(where)!r}, and torch finds {count} of these here, numbered "
+            "from 0. Pass one of them."
         )
-    return where
+    if not _compat.counts_bytes(where):
+        raise UsageError(
+            f"{caller}: this version of torch reports no allocations of {_named(where)}, so that "
+            "no limit can be kept there. Take a newer one, or checkpoint parts of the model by "
+            "hand (lowtide.checkpoint_modules), which needs none."
+        )
+    return where if where.index is not None else _compat.current_device()
+
+
+def _named(device: torch.device) -> str:
+    return {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}.get(device.type, device.type)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        used = torch.cuda.is_available() and torch.cuda.is_initialized()
-        device = "cuda" if used else "cpu"
-    where = counted_device(device, "lowtide.measure")
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return where
+        return _compat.current_device() if _compat.accelerator_in_use() else torch.device("cpu")
+    return counted_device(device, "lowtide.measure")

@@ -35,6 +35,7 @@ from lowtide.workspace import backward_temporaries, kernel_workspace, scratchpad
 if TYPE_CHECKING:
     from lowtide.prepared import Signature
     from lowtide.tape.recorder import Recorder
+    from lowtide.where import Where
 
 
 class Observer:
@@ -42,6 +43,7 @@ class Observer:
 
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
         self.memory = memory
+        self._where: Where | None = None
         self.earlier = earlier  # operations of the step before, whose times count as well
         self.place = self.before = 0  # as in `Seen`
         self.ops: list[OpLog] = []
@@ -75,6 +77,11 @@ class Observer:
         self._calls: dict[Call, Call] = {}  # one of each, as layers repeat
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
+
+    def only(self, where: Where) -> None:
+        """Count the bytes of one device; those of all, if this is not said."""
+        self._where = where
+        self.leaves.counts = self._counts
 
     @staticmethod
     def resumed(
@@ -140,9 +147,12 @@ class Observer:
         self.leaves.ran(tensors)
         inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
         name, sizes, reads, whole = signature
-        grads = sum(t.numel() * t.element_size() for t in wanted)
-        workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
-        temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
+        elsewhere = bool(tensors) and not self._counts(tensors[0])
+        workspace = temporaries = 0
+        if not elsewhere:
+            grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
+            workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
+            temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
         log = OpLog(
             name=name,
             seconds=op.seconds,
@@ -167,7 +177,9 @@ class Observer:
             log.hidden = (_compat.newest_node(), *leaves)
         elif wanted:
             self._look_for_functions(op.refs, tensors)
-        call = describe(op.facts, args, kwargs, tensors[0].device.type if tensors else "cpu")
+        call = None
+        if not elsewhere:
+            call = describe(op.facts, args, kwargs, tensors[0].device.type if tensors else "cpu")
         log.kind = None if call is None else self._calls.setdefault(call, call)
         if not wanted and torch.is_grad_enabled():
             log.temporaries = log.left = 0  # it has no backward
@@ -185,6 +197,9 @@ class Observer:
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
         self._values.extend(map(_weak, made))
+
+    def _counts(self, tensor: torch.Tensor) -> bool:
+        return self._where is None or self._where.counts in (None, tensor.device)
 
     def _look_for_functions(self, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
         """What ran without grad and has a graph all the same is the result of a custom Function."""

@@ -46,8 +46,9 @@ class Ranks:
         if self.rank < 0:
             raise UsageError("this process is not a member of the group that its budget was given.")
         self.size = dist.get_world_size(self.group)
-        nccl = "nccl" in str(dist.get_backend(self.group))
-        self._device = torch.device("cuda") if nccl else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        on_cpu = accelerator is None or "gloo" in str(dist.get_backend(self.group))
+        self._device = torch.device("cpu") if on_cpu else accelerator
 
     def any(self, here: bool) -> bool:
         """Whether it is true on some rank. One number is sent."""

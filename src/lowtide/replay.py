@@ -21,7 +21,17 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
-from lowtide.tape.values import Handle, Kept, Operation, Ref, Value, flatten, versions
+from lowtide.tape.streams import hand_over, replaying
+from lowtide.tape.values import (
+    Handle,
+    Kept,
+    Operation,
+    Ref,
+    Value,
+    flatten,
+    tensors_in,
+    versions,
+)
 from lowtide.tape.watch import copy_of
 from lowtide.tape.wrapped import Wrapped
 
@@ -58,6 +68,7 @@ def unpack(packed: Any) -> Any:
                 listener(operations)
             if tape.recorder is not None:
                 tape.recorder.adopt(value, base)
+        hand_over(value, base)
         tape.decisions.answered(value)
         ref = packed.ref
         if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
@@ -177,6 +188,7 @@ def run(
             kwargs[name] = argument
     if (
         op.draws
+        or op.casting is not None
         or op.stream is not None
         or op.default_dtype is not torch.get_default_dtype()
         or op.threads != torch.get_num_threads()
@@ -242,8 +254,10 @@ def _under_recorded_state(
         if op.flushes is not flushes:
             torch.set_flush_denormal(op.flushes)
             stack.callback(torch.set_flush_denormal, flushes)
+        if op.casting is not None:
+            stack.enter_context(_compat.cast_as(op.casting))
         if op.stream is not None:
-            stack.enter_context(_compat.on_stream(op.stream))
+            stack.enter_context(replaying(op, tensors_in((*args,), kwargs)))
         if op.draws:
             before = generators.swap(op.draws)
             stack.callback(generators.swap, before)

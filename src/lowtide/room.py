@@ -18,7 +18,7 @@ import torch
 from lowtide.observe import Observer
 from lowtide.online import Evictor
 from lowtide.tape.operators import Facts
-from lowtide.tape.values import Value
+from lowtide.tape.values import Value, tensors_in
 from lowtide.workspace import room_for, unfolds
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Room:
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to allocate."""
+        if self._elsewhere(args):
+            return
         evictor = self._evictor
         self._observer.anew()  # what was dropped before may have gone just now
         live = self._live[0]
@@ -63,6 +65,13 @@ class Room:
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
+
+    def _elsewhere(self, args: Any) -> bool:
+        counts = self._owner.where.counts
+        if counts is None:
+            return False
+        found = next(iter(tensors_in(args, {})), None)
+        return found is not None and found.device != counts
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run."""

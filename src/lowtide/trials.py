@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
 from lowtide.budget import Budget
 from lowtide.document import Trial
 from lowtide.dryrun import loss_of
@@ -37,8 +38,8 @@ class Tried:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device; None where nobody says."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return _compat.free_memory(device)
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):

@@ -1,10 +1,10 @@
 """Every use of a torch-private name, in one place.
 
 What the engine needs stands here by name: layers of the dispatcher (`dispatch`), what tensors
-consist of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), CUDA (`devices`),
-modules (`modules`). What only a few need is imported from where it is: tensors without memory
-(`fakes`), global state that operators read (`switches`), allocations (`profiling`), compiled code
-(`partitioner`).
+consist of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), autocast inside of
+kernels (`casting`), the accelerator (`devices`), modules (`modules`). What only a few need is
+imported from where it is: tensors without memory (`fakes`), global state that operators read
+(`switches`), allocations (`profiling`), compiled code (`partitioner`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package touches one; each stands here with its reason and what would make it go.
@@ -37,7 +37,23 @@ from lowtide._compat.autograd import (
     wanted_bytes,
     way_to_leaf,
 )
-from lowtide._compat.devices import cuda_in_use, on_stream, stream_of, synchronize
+from lowtide._compat.casting import Casting, cast_as, casting_now
+from lowtide._compat.devices import (
+    Given,
+    accelerator_in_use,
+    allocated,
+    available,
+    counts_bytes,
+    current_device,
+    current_stream,
+    default_generator,
+    free_memory,
+    is_accelerator,
+    on_stream,
+    reset_peak,
+    stream_of,
+    synchronize,
+)
 from lowtide._compat.dispatch import (
     Mode,
     below_autograd,
@@ -91,22 +107,33 @@ from lowtide._compat.tensors import (
 __all__ = [
     "CHECKPOINT_WRAPPER_HOME",
     "COMPOSABLE_CHECKPOINT_HOME",
+    "Casting",
     "Counter",
+    "Given",
     "Mode",
     "Way",
+    "accelerator_in_use",
+    "allocated",
+    "available",
     "awaited",
     "backward_retains_graph",
     "below_autograd",
     "called",
+    "cast_as",
+    "casting_now",
     "compiled_before_modes",
     "constant_while_compiling",
-    "cuda_in_use",
+    "counts_bytes",
+    "current_device",
+    "current_stream",
+    "default_generator",
     "detached_alias",
     "disable_dispatch",
     "disable_torch_function_subclass",
     "dry_run",
     "each_higher_order_operator",
     "forward_pre_hooks",
+    "free_memory",
     "frozen_parameter",
     "gradient_of_part",
     "has_own_dispatch",
@@ -114,6 +141,7 @@ __all__ = [
     "in_backward",
     "in_functorch",
     "inner_tensors",
+    "is_accelerator",
     "is_compiled_module",
     "is_operator",
     "is_script",
@@ -135,6 +163,7 @@ __all__ = [
     "put_together",
     "queue_after_backward",
     "refuses_hooks",
+    "reset_peak",
     "run_compiled_eagerly",
     "schema_of",
     "selective_policy",

@@ -1,40 +1,126 @@
-"""CUDA, where the process uses it: its streams, and whether it does.
+"""The accelerator, where the process uses one: its streams, its generators, its allocator's
+counters.
 
-Problem: an operation is replayed on the stream it ran on, and no question may initialise a device
-that nobody uses. Invariant: as in `lowtide._compat`, of which this is a part; `cuda_seen` is read
-as an attribute of this module, here, in `switches` and in the compiled recorder, and under no other
-name: a copy of it would stay what it was. Imports torch. Rejected: `torch.cuda.is_available`, which
-says that a device is there and not that it is used.
+Problem: an operation is replayed on the stream it ran on and with the device's own random state, a
+budget counts what the device's allocator does, and no question may initialise a device that nobody
+uses. Invariant: as in `lowtide._compat`, of which this is a part; nothing here says "cuda": a
+process has at most one kind of accelerator, and `torch.accelerator` knows which (CUDA, ROCm, XPU,
+MPS, or one that a package brought). `accelerator_seen` is read as an attribute of this module,
+here, in `switches` and in the compiled recorder, and under no other name: a copy of it would stay
+what it was. Imports torch. Rejected: `torch.cuda.is_available`, which says that a device is there
+and not that it is used; one module a vendor, of which we could test none.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import _C
 
-cuda_seen = False
-
-
-def cuda_in_use() -> bool:
-    """Whether this process has touched CUDA; asking must not initialise it."""
-    global cuda_seen
-    cuda_seen = cuda_seen or torch.cuda.is_initialized()
-    return cuda_seen
+accelerator_seen = False
+_WITHOUT = ("cpu", "meta")  # devices that have neither streams nor an allocator of their own
 
 
-def synchronize() -> None:
-    """Wait for the current CUDA device: only in steps whose operations are timed."""
-    torch.cuda.synchronize()
+def accelerator_in_use() -> bool:
+    """Whether this process has touched its accelerator; asking must not initialise it."""
+    global accelerator_seen
+    accelerator_seen = accelerator_seen or _initialized()
+    return accelerator_seen
 
 
-def stream_of(args: Any) -> Any:
-    """The CUDA stream that an operation on these arguments is about to run on, or None."""
+def _initialized() -> bool:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return False
+    asked = getattr(torch.get_device_module(device), "is_initialized", None)
+    if asked is not None:
+        return bool(asked())
+    return counts_bytes(device) and torch.accelerator.memory_allocated() > 0  # MPS does not say
+
+
+def current_device() -> torch.device:
+    """The device of the accelerator that this thread is at; it must be in use."""
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is one of the process's accelerator."""
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and kind.type == device.type
+
+
+def available() -> bool:
+    """Whether the process's accelerator is there; asking does not initialise it."""
+    return torch.accelerator.is_available()
+
+
+def counts_bytes(device: torch.device) -> bool:
+    """Whether torch can say what a device's allocator has given out: MPS could not before 2.14."""
+    if not is_accelerator(device):
+        return False
+    try:
+        torch.accelerator.memory_allocated()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class Given(NamedTuple):
+    """Bytes that a device's allocator has given out."""
+
+    now: int = 0
+    peak: int = 0
+    """Since the last reset."""
+    altogether: int = 0
+    """Whatever was given back since: it grows with each allocation."""
+
+
+def allocated(device: torch.device) -> Given:
+    """What a device's allocator has given out.
+
+    `torch.accelerator.memory_stats` makes a sorted dictionary of all hundred statistics for each
+    question, and a watched step asks at every operation. Can go when torch has a public way to ask
+    for one.
+    """
+    if not _C._accelerator_isAllocatorInitialized():
+        return Given()
+    index = device.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    found = _C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    return Given(found["current"], found["peak"], found["allocated"])
+
+
+def reset_peak(device: torch.device) -> None:
+    """The peak of `allocated` begins anew."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, as its driver says; None where it does not."""
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (AttributeError, RuntimeError, NotImplementedError):  # torch 2.10 has no such function
+        if device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return None
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait for a device, the current one by default: only where something is timed."""
+    torch.accelerator.synchronize(device)
+
+
+def stream_of(args: Any) -> torch.Stream | None:
+    """The stream that an operation on these arguments is about to run on; None on the CPU."""
     for argument in args:
-        if isinstance(argument, torch.Tensor) and argument.is_cuda:
-            return torch.cuda.current_stream(argument.device)
+        if isinstance(argument, torch.Tensor) and argument.device.type not in _WITHOUT:
+            return current_stream(argument.device)
         if isinstance(argument, list | tuple) and argument and argument is not args:
             stream = stream_of(argument)
             if stream is not None:
@@ -42,14 +128,44 @@ def stream_of(args: Any) -> Any:
     return None
 
 
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream that this thread gives a device's work to."""
+    return torch.accelerator.current_stream(device)
+
+
 @contextlib.contextmanager
-def on_stream(stream: Any) -> Iterator[None]:
+def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Run on a recorded stream, ordered after and before the current one."""
-    current = torch.cuda.current_stream(stream.device)
+    current = current_stream(stream.device)
     if current == stream:
         yield
         return
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with stream:
         yield
     current.wait_stream(stream)
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator that operators on a device draw from unless they are given one; None: it has
+    none, as "meta", or as a device that is not there and is only faked.
+
+    torch asks each kind of device in another way; for MPS the way is private, until it has
+    `default_generators` as the others have.
+
+    Raises:
+        LookupError: nobody says what operators on such a device draw from.
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "meta":
+        return None
+    module = getattr(torch, device.type, None)
+    generators = getattr(module, "default_generators", None)
+    if generators is None:
+        single = getattr(module, "_get_default_mps_generator", None)
+        if single is None:
+            raise LookupError(device.type)
+        generators = (single(),)
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return generators[index] if index < len(generators) else None

@@ -40,7 +40,7 @@ def ambient() -> tuple[Any, ...]:
         _C._get_deterministic_algorithms(),
         _or_none(_C._get_float32_matmul_precision),
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
-        _cuda_switches() if devices.cuda_seen else None,
+        _cuda_switches() if devices.accelerator_seen else None,
     )
 
 

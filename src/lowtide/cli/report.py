@@ -63,7 +63,10 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
     """Real steps, where they fit with room to spare."""
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    from lowtide import _compat
+
+    used = _compat.accelerator_in_use()
+    device = _compat.current_device() if used else torch.device("cpu")
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()

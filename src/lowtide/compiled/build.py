@@ -49,6 +49,10 @@ def cache_directory() -> Path:
 
 def target() -> Path:
     """The file that a build for this Python, this torch and these sources makes."""
+    return _place(MODULE, sources())
+
+
+def _place(module: str, paths: list[Path]) -> Path:
     digest = hashlib.sha256()
     parts = (
         torch.__version__,
@@ -61,10 +65,10 @@ def target() -> Path:
     )
     for part in parts:
         digest.update(part.encode() + b"\0")
-    for path in sources():
+    for path in paths:
         digest.update(path.read_bytes() + b"\0")
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-    return cache_directory() / digest.hexdigest()[:20] / f"{MODULE}{suffix}"
+    return cache_directory() / digest.hexdigest()[:20] / f"{module}{suffix}"
 
 
 def check_owner(path: Path) -> None:
@@ -99,7 +103,7 @@ def possible() -> str | None:
     return None
 
 
-def command(output: Path) -> list[str]:
+def command(source: Path, output: Path) -> list[str]:
     from torch.utils import cpp_extension
 
     includes = [
@@ -113,7 +117,7 @@ def command(output: Path) -> list[str]:
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
         *includes,
         f"-I{sysconfig.get_paths()['include']}",
-        str(_HERE / "core.cpp"),
+        str(source),
         "-o",
         str(output),
         *(f"-L{path}" for path in libraries),
@@ -129,7 +133,16 @@ def build() -> Path:
     Takes half a minute to a minute. Raises:
         BuildError: with what the compiler said.
     """
-    output = target()
+    return _built(_HERE / "core.cpp", target())
+
+
+def library(source: Path, module: str) -> Path:
+    """Another extension of one file, compiled alike and kept beside ours: tests have a device of
+    their own. Raises as `build` does."""
+    return _built(source, _place(module, [source]))
+
+
+def _built(source: Path, output: Path) -> Path:
     if output.exists():
         return output
     reason = possible()
@@ -142,7 +155,9 @@ def build() -> Path:
             with _one_at_a_time(output.parent):
                 if output.exists():
                     return output
-                done = subprocess.run(command(made), capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    command(source, made), capture_output=True, text=True, check=False
+                )
             if done.returncode:
                 raise BuildError(f"the C++ compiler failed: {_first_error(done.stderr)}")
             made.replace(output)

@@ -27,6 +27,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->sizes);
   Py_VISIT(state->made);
   Py_VISIT(state->handles);
+  Py_VISIT(state->counts);
+  Py_VISIT(state->settle);
   Py_VISIT(state->next_step);
   Py_VISIT(Py_TYPE(self));
   return 0;
@@ -46,6 +48,8 @@ int clear(PyObject* self) {
   Py_CLEAR(state->sizes);
   Py_CLEAR(state->made);
   Py_CLEAR(state->handles);
+  Py_CLEAR(state->counts);
+  Py_CLEAR(state->settle);
   Py_CLEAR(state->next_step);
   return 0;
 }
@@ -97,6 +101,8 @@ PyMemberDef state_members[] = {
     {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
     {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
     {"sizes", T_OBJECT, offsetof(State, sizes), 0, nullptr},
+    {"counts", T_OBJECT, offsetof(State, counts), 0, nullptr},
+    {"settle", T_OBJECT, offsetof(State, settle), 0, nullptr},
     {"next_step", T_OBJECT, offsetof(State, next_step), 0, nullptr},
     {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
@@ -306,7 +312,8 @@ PyObject* make_module() {
   facts_of_function = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat.switches", "ambient");
   devices_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat.devices").ptr()));
-  cuda_seen_name = interned("cuda_seen");
+  casting_function = forever("lowtide._compat.casting", "casting_now");
+  seen_name = interned("accelerator_seen");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   python_unpack = forever("lowtide.replay", "unpack");
   python_run = forever("lowtide.replay", "run");

@@ -19,7 +19,6 @@ namespace lowtide {
 struct Fact {
   PyObject* facts;
   PyObject* name;
-  bool casts_inside;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
@@ -54,7 +53,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
   PyObject* interned_name = text.release();
   PyUnicode_InternInPlace(&interned_name);
-  Fact fact{facts.ptr(),    interned_name,  flag("casts_inside"), flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
+  Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
             !facts.attr("fills_saved").is_none()};
   if (!facts.attr("statistics").is_none()) {

@@ -7,6 +7,7 @@
 
 #include "replay.h"
 
+#include <c10/core/Event.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <chrono>
@@ -142,6 +143,20 @@ inline at::Tensor replayed(
   return base;
 }
 
+// As `hand_over` of `lowtide/tape/streams.py`.
+inline void order_after_its_stream(const Value* value, const at::Tensor& tensor) {
+  if (tensor.device().is_cpu()) return;
+  auto stream = made_on(value);
+  if (!stream || stream->device() != tensor.device()) return;
+  c10::impl::VirtualGuardImpl guard(stream->device_type());
+  c10::Stream current = guard.getStream(stream->device());
+  if (current == *stream) return;
+  c10::Event made(stream->device_type());
+  made.record(*stream);
+  made.block(current);
+  protect(tensor, current);
+}
+
 inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
   if (handle->geometry.fits(base)) return base;
   BelowAutograd below;
@@ -161,7 +176,10 @@ inline at::Tensor unpack_handle(Handle* handle) {
   if (events != nullptr) events->number += handle->value->number >= 0;
   bool told = handle->told && events == nullptr;
   if (!told) {
-    if (const at::Tensor* held = in_memory(handle->value)) return as_saved(handle, *held);
+    if (const at::Tensor* held = in_memory(handle->value)) {
+      order_after_its_stream(handle->value, *held);
+      return as_saved(handle, *held);
+    }
   }
   Locked locked(slot(tape, layout.tape_lock));
   Owned decisions(Py_NewRef(slot(tape, layout.tape_decisions)));
@@ -185,6 +203,7 @@ inline at::Tensor unpack_handle(Handle* handle) {
       Owned done(checked(PyObject_VectorcallMethod(adopt, arguments, 3, nullptr)));
     }
   }
+  order_after_its_stream(value, base);
   if (told) tell(decisions.get(), answered, owner.get());
   return as_saved(handle, base);
 }

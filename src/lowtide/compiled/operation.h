@@ -7,6 +7,7 @@
 // themselves, which would keep all activations in memory.
 #pragma once
 
+#include "casting.h"
 #include "facts.h"
 #include "record_types.h"
 
@@ -58,6 +59,7 @@ struct Rare {
   std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
   at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
   std::optional<c10::Stream> stream;  // of a device that has streams
+  bool crosses = false;  // it reads what was made on another one
 };
 
 struct Operation : Record {
@@ -65,6 +67,7 @@ struct Operation : Record {
 
   const Fact* fact;
   PyObject* ambient = nullptr;  // null: does not matter
+  const Casting* casting = nullptr;  // what autocast did inside of it
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
   int64_t wanted = 0;  // bytes of the gradients of its arguments, see `wanted_bytes`
@@ -293,13 +296,18 @@ inline PyObject* operation_stream(PyObject* self, void*) {
   const auto& stream = op->rare().stream;
   if (!stream) Py_RETURN_NONE;
   return leave_error([&] {
-    return py::object(py::module_::import("torch.cuda").attr("Stream")(
+    return py::object(py::module_::import("torch").attr("Stream")(
                           py::arg("stream_id") = stream->id(),
                           py::arg("device_index") = stream->device_index(),
                           py::arg("device_type") = static_cast<int64_t>(stream->device_type())))
         .release()
         .ptr();
   });
+}
+
+inline PyObject* operation_casting(PyObject* self, void*) {
+  const Casting* casting = as<Operation>(self)->casting;
+  return Py_NewRef(casting == nullptr ? Py_None : casting->tuple);
 }
 
 inline PyObject* operation_seconds(PyObject*, void*) { return PyFloat_FromDouble(0.0); }
@@ -355,6 +363,7 @@ inline PyGetSetDef operation_getset[] = {
     {"args", operation_args, nullptr},
     {"kwargs", operation_kwargs, nullptr},
     {"ambient", operation_ambient, nullptr},
+    {"casting", operation_casting, nullptr},
     {"default_dtype", operation_default_dtype, nullptr},
     {"threads", operation_threads, nullptr},
     {"stream", operation_stream, nullptr},

@@ -26,6 +26,39 @@ inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
   return {};
 }
 
+// The stream that a value was made on, of a device that has streams.
+inline std::optional<c10::Stream> made_on(const Value* value) {
+  if (value->op == nullptr) return {};
+  if (is_compiled_operation(value->op)) return as<Operation>(value->op)->rare().stream;
+  static PyObject* name = interned("stream");
+  Owned stream(checked(PyObject_GetAttr(value->op, name)));
+  if (stream.get() == Py_None) return {};
+  return py::cast<c10::Stream>(py::handle(stream.get()));
+}
+
+// Nobody gets the memory of a tensor before what runs on a stream is done with it.
+inline void protect(const at::Tensor& tensor, c10::Stream stream) {
+  if (!tensor.defined() || tensor.device() != stream.device() || !tensor.has_storage()) return;
+  c10::impl::VirtualGuardImpl(stream.device_type())
+      .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+// As `homes` and `protect` of `lowtide/tape/streams.py`.
+inline void put_on(Operation* op, c10::Stream stream, const Stack& stack, size_t count) {
+  Rare& rare = op->own_rare();
+  rare.stream = stream;
+  for (const Input& input : op->inputs) {
+    auto other = input.value == nullptr ? std::nullopt : made_on(input.value);
+    rare.crosses = rare.crosses || (other && *other != stream);
+  }
+  if (!rare.crosses) return;
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) protect(stack[i].toTensor(), stream);
+    if (!stack[i].isTensorList()) continue;
+    for (const at::Tensor& tensor : stack[i].toTensorVector()) protect(tensor, stream);
+  }
+}
+
 // A copy of the CPU generator as it is: the last one, while nothing has been drawn since. Most of what
 // may draw does not, such as attention without dropout, and a copy is larger than all other records.
 inline at::Generator generator_now() {
@@ -106,8 +139,9 @@ inline bool run_recorded(
     made->default_dtype = c10::get_default_dtype_as_scalartype();
     made->threads = at::get_num_threads();
     made->flushes = flushes_denormals();
+    made->casting = casting_now();
     if (fact.ambient) made->ambient = Py_NewRef(ambient_now());
-    if (auto stream = stream_of(*stack, count)) made->own_rare().stream = stream;
+    if (auto stream = stream_of(*stack, count)) put_on(made, *stream, *stack, count);
   }
   for (const Written& each : written) {
     int64_t key = each.entry()->key;
@@ -180,14 +214,6 @@ inline bool asks_for_arguments(PyObject* region) {
   PyObject* policy = slot(region, layout.region_policy);
   static PyObject* name = interned("select");
   return !is_none(policy) && PyObject_HasAttr(policy, name);
-}
-
-// Whether autocast would cast what a kernel calls.
-inline bool casting() {
-  auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
-  return at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)
-      ? !(c10::autocast_dispatch_keyset - excluded).empty()
-      : false;
 }
 
 // Run what is never replayed, and know what it made only as memory.
@@ -266,12 +292,8 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   }
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !fact->chunks && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
-      (is_none(state->before) || following(state)) && !(fact->casts_inside && casting()) &&
-      !c10::InferenceMode::is_enabled() &&
+      (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);
-  if (fact != nullptr && fact->casts_inside && casting()) {
-    return run_unrecorded(state, op, keys, stack);
-  }
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;
   run_python(state, op, stack);
 }

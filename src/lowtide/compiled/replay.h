@@ -224,6 +224,7 @@ class Replay {
         PyObject_RichCompareBool(op->ambient, switches, Py_EQ) != 1) {
       return false;
     }
+    if (op->rare().crosses) return false;
     const auto& stream = op->rare().stream;
     return !stream ||
         c10::impl::VirtualGuardImpl(stream->device_type()).getStream(stream->device()) == *stream;
@@ -239,6 +240,7 @@ class Replay {
       RestoredDtype dtype(op->default_dtype);
       RestoredThreads threads(op->threads);
       RestoredFlushing flushing(op->flushes);
+      RestoredCasting casting(op->casting);
       WithoutGil released;
       op->op.callBoxed(&stack);
     }

@@ -37,6 +37,8 @@ struct State {
   PyObject* made;     // where to note what was made while it is followed: a `WeakList`
   PyObject* handles;  // and what autograd got
   PyObject* sizes;    // none, or the plan is that of a larger step: a list for the bytes that are made
+  PyObject* counts;     // the one device whose values have bytes, or none: all
+  PyObject* settle;     // to be called with the first device of an accelerator that is met, or none
   PyObject* next_step;  // to be called before autograd saves anything more, or none
   long long sequence, numbers, group;
   long long limit;  // bytes that may be alive while the script is followed, -1: any
@@ -99,7 +101,7 @@ struct Switches {
   bool operator==(const Switches&) const = default;
 };
 
-inline PyObject *devices_names, *cuda_seen_name;  // of `_compat.devices`, and "cuda_seen"
+inline PyObject *devices_names, *seen_name;  // of `_compat.devices`, and "accelerator_seen"
 
 inline Switches switches_now() {
   using Backend = at::Float32Backend;
@@ -108,7 +110,7 @@ inline Switches switches_now() {
   return {context.userEnabledMkldnn(),
           context.userEnabledNNPACK(),
           context.deterministicAlgorithms(),
-          PyDict_GetItemWithError(devices_names, cuda_seen_name) == Py_True,
+          PyDict_GetItemWithError(devices_names, seen_name) == Py_True,
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),

@@ -60,21 +60,37 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   watch(watched, entry->key, kept.get());
 }
 
+// As `Known._is_here`.
+inline bool is_here(State* state, c10::Device device, bool made) {
+  bool open = state->settle != nullptr && !is_none(state->settle);
+  if (open && made && !device.is_cpu()) {
+    static PyObject* name = interned("_is_here");
+    Owned wrapped(checked(THPDevice_New(device)));
+    PyObject* arguments[] = {object_of(state), wrapped.get(), Py_True};
+    Owned here(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
+    return here.get() == Py_True;
+  }
+  return state->counts == nullptr || is_none(state->counts) ||
+      as<THPDevice>(state->counts)->device == device;
+}
+
 // As `Known._enter`: an entry for a storage that is not in the table, and its value; both borrowed.
 inline std::pair<Entry*, Value*> enter(
     State* state, Operation* op, const at::Tensor& tensor, const Owned& key, bool counted) {
   Owned owned = new_entry(tensor, state->forget);
   auto* entry = as<Entry>(owned.get());
   auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  Value* value = new_value(object_of(op), bytes, state->region, op == nullptr ? -1 : state->numbers);
+  bool here = is_here(state, tensor.device(), op != nullptr);
+  Value* value = new_value(object_of(op), here || op == nullptr ? bytes : 0, state->region,
+                           op == nullptr ? -1 : state->numbers);
   entry->value = value;
   entry->key = key_number(tensor);
   entry->version = tensor._version();
   entry->nbytes = bytes;
-  entry->counted = counted ? bytes : 0;
+  entry->counted = counted && here ? bytes : 0;
   if (PyDict_SetItem(state->table, key.get(), owned.get()) < 0) throw py::error_already_set();
   if (op != nullptr) ++state->numbers;
-  if (counted) as<Box>(state->live)->number += bytes;
+  as<Box>(state->live)->number += entry->counted;
   return {entry, value};
 }
 

@@ -134,7 +134,8 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
 inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
   Entry* entry = each.entry();
   bool made_again = op != nullptr && each.input >= 0;
-  Value* value = new_value(made_again ? object_of(op) : nullptr, entry->nbytes, state->region,
+  bool here = !made_again || is_here(state, each.tensor.device(), false);
+  Value* value = new_value(made_again ? object_of(op) : nullptr, here ? entry->nbytes : 0, state->region,
                            made_again ? state->numbers++ : -1);
   Owned owner(object_of(value));
   if (made_again) {

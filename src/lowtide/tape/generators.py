@@ -18,26 +18,16 @@ from lowtide import _compat
 Draw = tuple[torch.Generator, torch.Tensor]
 
 
-def default_generator(device: torch.device) -> torch.Generator | None:
-    """The generator that operators on `device` draw from unless they are given one."""
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "meta":
-        return None
-    module = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", ())
-    index = device.index
-    if index is None:
-        index = module.current_device() if module is not None else 0
-    return generators[index] if index < len(generators) else None
-
-
-def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw]:
-    """The states that an operation called with these arguments is about to draw from."""
+def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | None:
+    """The states that an operation called with these arguments is about to draw from; None: it
+    draws from a generator that nobody can name, so that it cannot be made again."""
     explicit = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
     if explicit:
         return [(generator, _state_of(generator)) for generator in explicit]
-    generator = default_generator(_device_of(args, kwargs))
+    try:
+        generator = _compat.default_generator(_device_of(args, kwargs))
+    except LookupError:
+        return None
     return [] if generator is None else [(generator, _state_of(generator))]
 
 

@@ -61,6 +61,9 @@ class Known:
 
     def __init__(self, tape: Tape) -> None:
         self.region = tape.root
+        where = tape.decisions.where
+        self.counts = None if where is None else where.counts
+        self.settle = None if where is None else where.settle
         self.sequence = 0  # operations recorded so far
         self.numbers = 0  # values numbered so far
         self._lazy_bits = False  # some tensor is lazily conjugated or negated
@@ -156,15 +159,26 @@ class Known:
         entry.version = version
         entry.loose = False
         entry.weak = entry.counter = None
-        entry.nbytes = entry.counted = storage.nbytes()
+        entry.nbytes = storage.nbytes()
+        here = self._is_here(storage.device, op is not None)
+        entry.counted = entry.nbytes if here else 0
         self.live[0] += entry.counted
-        value = self.new_value(op, entry.nbytes, self.region)
+        value = self.new_value(op, entry.nbytes if here or op is None else 0, self.region)
         if op is not None:
             value.number = self.numbers
             self.numbers += 1
         entry.value = value
         self.table[entry.key] = entry
         return entry
+
+    def _is_here(self, device: torch.device, made: bool) -> bool:
+        """Whether what is on a device has bytes for the limit."""
+        if self.counts is None and self.settle is None:
+            return True
+        if self.settle is not None and made and device.type != "cpu":
+            self.settle(device)
+            self.counts, self.settle = device, None
+        return self.counts is None or self.counts == device
 
     def _hold(self, entry: Entry, value: Value, tensor: Tensor) -> None:
         hold(value, tensor)
@@ -205,7 +219,8 @@ class Known:
                 self.live[0] += entry.nbytes - entry.counted
                 entry.counted = entry.nbytes
         maker = op if through is not None else None
-        value = self.new_value(maker, entry.nbytes, self.region)
+        here = maker is None or self.counts is None or self._device(entry) == self.counts
+        value = self.new_value(maker, entry.nbytes if here else 0, self.region)
         entry.value = value
         entry.version += 1
         entry.loose = True

@@ -30,7 +30,6 @@ _NEVER_REPLAYED = frozenset(
         "aten::resize_",
         "aten::resize_as_",
         "aten::_resize_output_",
-        "aten::record_stream",
         "aten::from_file",
         "aten::_pin_memory",
         "aten::pin_memory",
@@ -41,6 +40,8 @@ _NEVER_REPLAYED = frozenset(
 # Views whose schema does not say so: recorded, they would make nothing and yet read what they see,
 # and a kept value that nobody else reads yet would be forgotten with them.
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})
+# Says that it writes, and changes nothing but when an allocator hands the memory on.
+_TELLS_THE_ALLOCATOR = "aten::record_stream"
 # What they return shares the memory of what they are given, and not its version counter.
 _CHUNKS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes"})
 
@@ -129,8 +130,6 @@ _DECLARED_STATISTICS = {
     "aten::_native_batch_norm_legit": (3, 4, 5),
     "aten::_batch_norm_with_update": (3, 4, 5),  # always trains, has no such flag
 }
-# Composite kernels whose own calls autocast casts: a replay, which runs below it, would not.
-_CASTS_INSIDE = frozenset({"aten::_trilinear", "aten::linalg_pinv"})
 # Families that consult global switches, which are recorded with each such operation (rule 5).
 _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
                   "bilinear", "index", "scatter", "gather", "cumsum", "upsample", "put", "sum",
@@ -160,14 +159,11 @@ class Facts:
         ambient: consults global switches: a family of kernels, or a factory, whose ranges are
             counted from where each thread begins.
         places: takes a device to make its results on.
-        casts_inside: what it calls is cast where autocast is on; not replayed in that case. Under a
-            dispatch mode it is cast neither in the forward nor in a replay (rule 5).
     """
 
     __slots__ = (
         "ambient",
         "blank",
-        "casts_inside",
         "chunks",
         "constant",
         "fills",
@@ -191,7 +187,7 @@ class Facts:
         schema = getattr(func, "_schema", None)
         if schema is None:  # a higher-order operator: its body is Python, run as it is
             self.name = str(func)
-            self.lazy_bits = self.casts_inside = False
+            self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
             self.fills: frozenset[int | str] = frozenset()
@@ -202,13 +198,14 @@ class Facts:
             return
         self.name = schema.name
         self.has_bodies = False
-        self.casts_inside = any(schema.name.startswith(name) for name in _CASTS_INSIDE)
         self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
         self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
         self.view = self.view or schema.name in _UNDECLARED_VIEWS
+        if schema.name == _TELLS_THE_ALLOCATOR:
+            self.view, self.writes = True, ()
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")

@@ -23,14 +23,8 @@ from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.saves import Saves
-from lowtide.tape.values import (
-    Operation,
-    RareOperation,
-    Ref,
-    Value,
-    flatten,
-    tensors_in,
-)
+from lowtide.tape.streams import homes, protect
+from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
 from lowtide.tape.watch import overwriting
 
 if TYPE_CHECKING:
@@ -60,11 +54,11 @@ class Recorder(Saves, _compat.Mode):
         """Record onto this tape, as if nothing had been recorded before."""
         Saves.__init__(self, tape)
         self.timed = tape.timed
-        self.cuda = _compat.cuda_in_use()
+        self.accelerated = _compat.accelerator_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
         self.drawn: Callable[[], None] | None = None  # told when a random state was read
         self._switches: tuple[object, ...] = ()
-        self._careful = self.timed or self.cuda
+        self._careful = self.timed or self.accelerated
 
     # ------------------------------------------------------------------ operators
 
@@ -171,17 +165,22 @@ class Recorder(Saves, _compat.Mode):
             named = dict(kwargs)
             known = self._encode(named, list(named), refs, ()) and known
         through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
+        draws = states_before(args, kwargs) if facts.random and known else ()
+        if draws is None:
+            through = None
         op: RareOperation | None = None
         if through is not None:
             op = RareOperation(facts, template, named, refs, self.sequence,
                                torch.is_grad_enabled(),
                                self._ambient() if facts.ambient else None)  # fmt: skip
-            if facts.random:
-                op.draws = states_before(args, kwargs)
-                if self.drawn is not None:
-                    self.drawn()
-            if self.cuda:
-                op.stream = _compat.stream_of(args)
+            op.draws = draws or ()
+            op.casting = _compat.casting_now()
+            if draws and self.drawn is not None:
+                self.drawn()
+            if self.accelerated:
+                op.stream = _compat.stream_of((*args, *kwargs.values()))
+                if homes(op):
+                    protect(op, tensors_in(args, kwargs))
         if facts.chunks:
             self._know_counter(args[0])
         behind = self._behind(facts, written, args, kwargs, statistics)
@@ -222,12 +221,13 @@ class Recorder(Saves, _compat.Mode):
         """Run it, and time it if that is wanted."""
         if not self.timed or op is None:
             return _compat.called(func, args, kwargs)
-        if self.cuda:
-            _compat.synchronize()
+        stream = op.stream
+        if stream is not None:
+            stream.synchronize()
         start = time.perf_counter()
         result = _compat.called(func, args, kwargs)
-        if self.cuda:
-            _compat.synchronize()
+        if stream is not None:
+            stream.synchronize()
         op.seconds = time.perf_counter() - start
         return result
 

@@ -16,6 +16,7 @@ from lowtide.tape.values import Handle, Region, Value
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
     from lowtide.tape.values import Operation
+    from lowtide.where import Where
 
 
 class Decisions(Protocol):
@@ -23,6 +24,11 @@ class Decisions(Protocol):
 
     asks: bool
     """Whether it wants to be told of operations and saves where no region has a policy."""
+
+    @property
+    def where(self) -> Where | None:
+        """The device whose bytes count; None: those of all."""
+        ...
 
     def produced(
         self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any

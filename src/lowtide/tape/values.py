@@ -11,12 +11,13 @@ until the step ends and leaks when a backward never comes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from lowtide import _compat
+from lowtide._compat.casting import Casting
 from lowtide._compat.switches import flushes_denormals
 
 R = TypeVar("R", "Value", "Handle")
@@ -225,7 +226,8 @@ class Operation:
         flushes: whether its thread took denormal numbers for zero.
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
-        stream: the CUDA stream it ran on, or None.
+        casting: what autocast did inside of it, or None (rule 5).
+        stream: of an accelerator, on which it ran, or None.
     """
 
     __slots__ = (
@@ -245,6 +247,7 @@ class Operation:
     # What most operations do without; `RareOperation` has room for it.
     writes: Any = ()
     draws: Any = ()
+    casting: Any = None
     stream: Any = None
     seconds: float = 0.0
 
@@ -285,19 +288,21 @@ class Operation:
 
 
 class RareOperation(Operation):
-    """An operation that writes or draws, runs on a stream, or was timed."""
+    """An operation that writes or draws, runs on a stream or under autocast, or was timed."""
 
-    __slots__ = ("draws", "seconds", "stream", "writes")
+    __slots__ = ("casting", "draws", "seconds", "stream", "writes")
 
     writes: list[tuple[Ref, weakref.ref[Value]]]
-    draws: list[tuple[torch.Generator, torch.Tensor]]
+    draws: Sequence[tuple[torch.Generator, torch.Tensor]]
+    casting: Casting | None
     stream: Any
     seconds: float
 
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
         self.writes = []
-        self.draws = []
+        self.draws = ()
+        self.casting = None
         self.stream = None
         self.seconds = 0.0
 

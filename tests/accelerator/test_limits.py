@@ -1,0 +1,286 @@
+"""On an accelerator: a limit is one of its allocator's bytes, on one device (rule 13)."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from accelerator.test_bits import of
+from by_hand import counted_replays
+from lowtide._memory_events import Timeline
+from lowtide.errors import BudgetError, DryRunWarning, UsageError
+from lowtide.marks import start_marks
+
+ZERO, ONE = torch.device("emulated", 0), torch.device("emulated", 1)
+
+
+class ConvNet(nn.Sequential):
+    """Large enough for blocks of 512 bytes not to matter."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)
+                )
+                for _ in range(4)
+            )
+        )
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(8, 16, 16, 16, device=ZERO)
+
+
+class Transformer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
+        )
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(16, 64, 32, device=ZERO)
+
+
+class TwoDevices(nn.Module):
+    """One half after the other, as large models are spread over devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(
+                *(
+                    nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+                    for _ in range(4)
+                )
+            )
+            for _ in range(2)
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.first.to(ZERO)
+        self.second.to(ONE)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x).to(ONE))
+        return out
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(512, 32, device=ZERO)
+
+
+@pytest.fixture(autouse=True)
+def as_begun(core: ModuleType) -> Iterator[None]:
+    """The first device is the current one, with what it had."""
+    gc.collect()
+    yield
+    core.set_device(0)
+    for index in range(2):
+        core.set_capacity(index, 2**62)
+
+
+def measured(step: Callable[[], object], device: torch.device = ZERO) -> int:
+    return lowtide.measure(step, device=device).peak_bytes
+
+
+def training_step(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> None:
+    model.zero_grad(set_to_none=True)
+    if limit is None:
+        loss = model(x).square().mean()
+    else:
+        with limit:
+            loss = model(x).square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize("kind", [ConvNet, Transformer])
+def test_limits_are_kept_from_the_first_step_on(kind: type[ConvNet]) -> None:
+    """And what a plan predicts is what the allocator counts, block by block."""
+    model = of(kind)
+    x = kind.example()
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x))
+    for share in (0.8, 0.7):
+        limit = lowtide.budget(int(share * plain))
+        step = functools.partial(training_step, model, x, limit)
+        with counted_replays() as replayed:
+            for _ in range(4):
+                assert measured(step) <= share * plain
+        assert replayed() > 0
+        report = limit.report()
+        assert report.planned
+        assert report.planned_peak is not None
+        took = measured(step)
+        assert abs(took - report.planned_peak) <= 0.02 * plain
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    model = of(ConvNet)
+    x = ConvNet.example()
+    training_step(model, x)
+    with pytest.raises(BudgetError, match=r"the step does not fit in 195\.3 KiB"):
+        training_step(model, x, lowtide.budget(200_000))
+
+
+def test_the_device_that_a_step_runs_on_is_the_one_that_counts(core: ModuleType) -> None:
+    """Not the current one, where the model was moved by name; from the first operation on."""
+    model = ConvNet().to("emulated:1")
+    x = ConvNet.example().to("emulated:1")
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x), ONE)
+    assert core.device() == 0
+    limit = lowtide.budget(int(0.7 * plain))
+    for _ in range(4):
+        assert measured(lambda: training_step(model, x, limit), ONE) <= 0.7 * plain
+    assert limit.report().planned
+    assert limit.where.device == ONE
+
+
+def test_a_step_on_the_cpu_is_counted_there() -> None:
+    """Also in a process that uses its accelerator."""
+    model, cpu = ConvNet(), torch.device("cpu")
+    x = ConvNet.example().cpu()
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x), cpu)
+    limit = lowtide.budget(int(0.8 * plain))
+    with counted_replays() as replayed:
+        for _ in range(4):
+            training_step(model, x, limit)
+    assert measured(lambda: training_step(model, x, limit), cpu) <= 0.8 * plain
+    assert replayed() > 0
+    assert limit.where.device == cpu
+    model.to(ZERO)  # and then it moves there
+    x = x.to(ZERO)
+    training_step(model, x, limit)
+    assert limit.where.device == ZERO
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_is_made_elsewhere_has_no_bytes(index: int) -> None:
+    """A model over two devices: the limit is one device's, and nothing of the other is let go."""
+    device = torch.device("emulated", index)
+    model = of(TwoDevices)
+    x = TwoDevices.example()
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x), device)
+    limit = lowtide.budget(int(0.9 * plain), device=device)
+    on = set()
+
+    def note(operations: list[object]) -> None:
+        on.update(op.stream.device for op in operations)  # type: ignore[attr-defined]
+
+    lowtide.replay.listeners.append(note)
+    try:
+        for _ in range(4):
+            assert measured(lambda: training_step(model, x, limit), device) <= 0.9 * plain
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert on == {device}
+
+
+def test_a_fitted_model() -> None:
+    model = of(Transformer)
+    x = Transformer.example()
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x))
+    budget = lowtide.fit(model, int(0.7 * plain))
+    for _ in range(4):
+        assert measured(lambda: training_step(model, x)) <= 0.7 * plain
+    assert budget.report().planned
+
+
+def test_what_earlier_steps_of_a_context_have_left_is_the_devices() -> None:
+    """Accumulation in one context: gradients stay, and count for the next backward."""
+    model = of(Transformer)
+    x = Transformer.example()
+
+    def steps(limit: lowtide.Budget | None) -> None:
+        model.zero_grad(set_to_none=True)
+        with limit if limit is not None else torch.enable_grad():
+            for _ in range(2):
+                model(x).square().mean().backward()
+
+    steps(None)
+    plain = measured(lambda: steps(None))
+    limit = lowtide.budget(int(0.8 * plain))
+    for _ in range(4):
+        assert measured(lambda: steps(limit)) <= 0.8 * plain
+
+
+def test_measure_and_its_errors() -> None:
+    took = lowtide.measure(lambda: torch.ones(1000, device=ZERO), device="emulated")
+    assert took.device == ZERO
+    assert took.peak_bytes == 4096  # blocks of 512
+    kept: list[Tensor] = []
+    left = lowtide.measure(lambda: kept.append(torch.ones(1, device=ONE)), device="emulated:1")
+    assert left.allocated_bytes == 512
+    assert lowtide.measure(lambda: None).device == ZERO
+    with pytest.raises(UsageError, match="torch finds 2 of these here, numbered from 0"):
+        lowtide.budget(0.5, device="emulated:2")
+    with pytest.raises(UsageError, match="torch finds no CUDA here"):
+        lowtide.budget(0.5, device="cuda")
+
+
+def test_a_plan_and_its_report_name_the_device() -> None:
+    model = of(ConvNet)
+    x = ConvNet.example()
+    with pytest.warns(DryRunWarning):  # torch cannot exchange the memory of such a device's fakes
+        plan = lowtide.plan(lambda v: model(v).square().mean(), x, limit=0.8)
+    assert plan.step.device == "emulated:0"
+    training_step(model, x)
+    plain = measured(lambda: training_step(model, x))
+    limit = lowtide.budget(plan)
+    for _ in range(3):
+        training_step(model, x, limit)
+    assert measured(lambda: training_step(model, x, limit)) < plain
+
+
+def test_levels_and_peaks_are_the_allocators() -> None:
+    there = torch.ones(256, device=ZERO)  # before: not counted
+    counters = start_marks(ZERO)
+    assert counters is not None
+    one = torch.empty(300, device=ZERO)
+    two = torch.empty(256, device=ZERO)
+    del two
+    assert counters.mark() == 1
+    other = torch.empty(7000, device=ONE)
+    three = torch.empty(128, device=ZERO)
+    assert counters.mark() == 2
+    four = torch.empty(640, device=ZERO)
+    del four, one
+    arrived: list[Timeline | None] = []
+    counters.stop(arrived.append)
+    (timeline,) = arrived
+    assert timeline is not None
+    assert timeline.levels == [0, 1536, 2048]
+    assert timeline.peaks == [2560, 2048, 4608]
+    assert timeline.final == 512
+    assert timeline.peak == 4608
+    del there, other, three
+
+
+def test_a_measurement_sees_peaks_from_before_a_budgets_marks() -> None:
+    """A budget resets the allocator's statistics; what `measure` counts around it is kept."""
+
+    def step() -> None:
+        torch.empty(1280, device=ZERO)
+        counters = start_marks(ZERO)
+        assert counters is not None
+        torch.empty(2304, device=ZERO)
+        counters.mark()
+        inner = lowtide.measure(lambda: torch.empty(128, device=ZERO), device=ZERO)
+        assert inner.peak_bytes == 512
+        counters.stop(lambda timeline: None)
+
+    assert lowtide.measure(step, device=ZERO).peak_bytes == 9216

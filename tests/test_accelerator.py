@@ -1,0 +1,34 @@
+"""What is different on a GPU, without one: tests on an emulated accelerator (`tests/accelerator`).
+
+They run in a process of their own, as torch knows such a device for good.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowtide.compiled import build
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in (HERE / "accelerator").glob("test_*.py"))
+
+pytestmark = pytest.mark.skipif(
+    build.possible() is not None, reason="the device is written in C++, and there is no compiler"
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_an_emulated_accelerator(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+         HERE / "accelerator" / name],
+        capture_output=True, text=True, timeout=570, cwd=HERE.parent,
+        env={**os.environ, "LOWTIDE_EMULATED": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
