@@ -35,6 +35,7 @@ from lowtide.plans import Plan
 from lowtide.prepared import Prepared
 from lowtide.ranks import Ranks
 from lowtide.report import BudgetReport
+from lowtide.shortage import Shortage
 from lowtide.step import Recording, current_recorder, recordable
 from lowtide.where import Where
 
@@ -82,7 +83,7 @@ class Budget(Planning):
         return _anew, self._asked
 
     def __repr__(self) -> str:
-        limit = self.limit_bytes()
+        limit = self.promised()
         of = "a fraction" if limit is None else f"{limit} bytes"
         return f"<lowtide.Budget of {of}, after {self._steps} steps>"
 
@@ -117,6 +118,7 @@ class Budget(Planning):
                 "a budget cannot be entered inside another budget or checkpointed region of the "
                 "same thread: the outer one already decides for everything that runs in it."
             )
+        failed = next((step for step in self._active if not step.ended), None)
         for decisions in tuple(self._active):
             self._finish(decisions)
         for found in self._beside.found():
@@ -127,8 +129,12 @@ class Budget(Planning):
             refused, self._refusal = self._refusal, None  # the step after that may be another one
             raise refused
         self.where.look()
-        self._earlier = Earlier(self.where)
+        last, self._earlier = self._earlier, Earlier(self.where)
         self.before = self.place = 0
+        if self._ranks is not None:
+            self._shortage = Shortage()  # what one of them knows, the others do not plan for
+        elif failed is not None and self._earlier.failures > last.failures:
+            self.backward_ran_out(failed)
         decisions = self._next_decisions()
         recording = Recording(decisions, timed=decisions.observer is not None)
         try:
@@ -289,10 +295,12 @@ class Budget(Planning):
             decisions.prepared, decisions.covered = None, False  # this one may need less
             self._settle(decisions, observer)
             return
-        if found.result.peak > limit and strict:
+        allowed = self._allowed(plain, self.before)
+        if found.result.peak > allowed and strict:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again
-            raise self._refusing(graph, limit, found.retain, self.before, measured=measured)
+            raise self._refusing(graph, allowed, found.retain, self.before, measured=measured)
+        self._shortage.needs(found.result.peak + self.before)
         decisions.settle(found.retain)
 
     def _finish(self, decisions: StepDecisions) -> None:
@@ -329,7 +337,7 @@ class Budget(Planning):
         measured, whose = self._measured or (None, ())
         measured_steps, highest = self._peaks
         alike = last is not None and measured is not None and tuple(last.seen) == whose
-        limit = self.limit_bytes()
+        limit = self.promised()
         return BudgetReport(
             limit=None if limit is None else limit + self.before,
             planned_peak=None if prepared is None else prepared.peak + self.before,
@@ -346,6 +354,7 @@ class Budget(Planning):
             left_plan_at=tally.diverged_at,
             measured_steps=measured_steps,
             highest_peak=highest if measured_steps else None,
+            device_room=self._shortage.room,
         )
 
 

@@ -22,6 +22,7 @@ from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy
 from lowtide.step import Nested, Recording, current_recorder, recordable
 
 if TYPE_CHECKING:
+    from lowtide.tape.operators import Facts
     from lowtide.tape.values import Handle, Operation, Region, Value
 
 P = ParamSpec("P")
@@ -91,6 +92,12 @@ class RegionDecisions:
 
     def replayed(self, operations: list[Operation], seconds: float) -> None:
         pass
+
+    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
+        return False  # nothing is held here that nobody needs
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        return False
 
 
 _DECISIONS = RegionDecisions()

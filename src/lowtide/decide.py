@@ -50,12 +50,13 @@ class StepDecisions(ForwardDecisions):
         self._made.clear()
         self.anchors.settle()
 
-    def drop_replayed(self) -> None:
-        """What its backward has made again, of a graph that is retained, can be made once more."""
+    def drop_replayed(self) -> bool:
+        """What its backward has made again can be made once more; whether there was any."""
         made = self._made.alive() if self.observer is None else self.observer.alive()
-        for value in made:
-            if value.op is not None:
-                value.held = None
+        found = [value for value in made if value.op is not None and value.held is not None]
+        for value in found:
+            value.held = None
+        return bool(found)
 
     def stop_measuring(self) -> None:
         if self.observer is not None:
@@ -168,6 +169,15 @@ class StepDecisions(ForwardDecisions):
     def replayed(self, operations: list[Operation], seconds: float) -> None:
         self.tally.replayed_operations += len(operations)
         self.tally.replay_seconds += seconds
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        """See `lowtide.tape.tape.Decisions`. What backward has made again before it asks for it
+        can be made once more; what the forward has kept cannot."""
+        if attempt or not self.begun:
+            return False
+        self.owner.backward_ran_out(self)
+        self.stop_measuring()  # of a step that went otherwise than planned
+        return self.drop_replayed()
 
     def answered(self, value: Value) -> None:
         if self.observer is not None and self.begun and value.number >= 0:

@@ -35,6 +35,7 @@ from lowtide.prepared import Signature, signature_of
 from lowtide.seen import Seen
 from lowtide.standins import Found, RealState, StandIns
 from lowtide.step import Recording, current_recorder, recordable
+from lowtide.tape.operators import Facts
 from lowtide.tape.values import Handle, Operation, Region, Value
 from lowtide.witness import Witness
 
@@ -161,6 +162,12 @@ class _Everything:
     def answered(self, value: Value) -> None:
         if self.begun and value.number >= 0:
             self.observer.answered()
+
+    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
+        return False
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        return False
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:

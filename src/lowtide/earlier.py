@@ -22,6 +22,7 @@ class Earlier:
 
     Attributes:
         steps: how many.
+        failures: how often the device had run out of memory when they began.
     """
 
     def __init__(self, where: Where) -> None:
@@ -35,7 +36,8 @@ class Earlier:
         """Count from here on, on the device that counts now."""
         device = self._where.device
         self._device = None if device.type == "cpu" else device
-        self._entry = 0 if self._device is None else _compat.allocated(self._device).now
+        given = _compat.Given() if self._device is None else _compat.allocated(self._device)
+        self._entry, self.failures = given.now, given.failures
 
     def add(self, recorder: Recorder) -> None:
         """A step is over that was recorded here."""

@@ -17,7 +17,7 @@ from lowtide.anchors import Anchors
 from lowtide.follower import Follower
 from lowtide.observe import Observer
 from lowtide.prepared import ANCHOR, Prepared, Signature, covers, signature_of
-from lowtide.room import Room
+from lowtide.room import Room, elsewhere
 from lowtide.tape.operators import Facts
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
@@ -277,14 +277,30 @@ class ForwardDecisions:
             need = room_for(facts.name, func, args, kwargs)
         if need <= free:
             return
+        room = self._crowd()
+        if not room.shrink(limit - need):
+            room.lacks(facts.name, need)
+
+    def _crowd(self) -> Room:
+        """The plan has no room for what comes next: from here on all that it holds may go."""
         self.switched = self._crowded = True
         self._on_our_own()
-        observer = self.watched(index)
+        observer = self.watched(len(self.seen))
         self.anchors.release()
         room = Room(self.owner, observer, self.live, self._drop)
         room.take_over()
-        if not room.shrink(limit - need):
-            room.lacks(facts.name, need)
+        return room
+
+    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
+        """See `lowtide.tape.tape.Decisions`."""
+        if self._follower is not None:
+            self._follower.catch_up()
+        if self.begun or elsewhere(self.owner, args):
+            return False
+        self.owner.ran_out(self.live[0])
+        room = self._crowd() if self._room is None else self._room
+        need = room_for(facts.name, func, args, kwargs)
+        return room.give(max(need, room.largest, 1) << attempt)
 
     def _drop(self, value: Value) -> None:
         """Let go of a value that is held, while the forward runs."""

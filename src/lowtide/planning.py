@@ -31,6 +31,7 @@ from lowtide.rebuild import with_gradients
 from lowtide.refusals import Refusals
 from lowtide.report import refusal, too_small, unrecorded
 from lowtide.seen import Seen
+from lowtide.shortage import Shortage
 
 _ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
 
@@ -61,6 +62,7 @@ class Planning:
         self._peaks = 0, 0  # how many were measured, and the highest of them
         self._refusal: BudgetError | None = None
         self._refused = Refusals()
+        self._shortage = Shortage()
         self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
 
     # ------------------------------------------------------------------ limits
@@ -74,17 +76,31 @@ class Planning:
         """
         outside = int(self._outside * (live + dropped)) + self.before
         if isinstance(self.limit, int):
-            return int(self.limit * (1 - margins.MODELLED)) - outside
+            return int(self._shortage.within(self.limit) * (1 - margins.MODELLED)) - outside
         known = self._largest * (1 - margins.MODELLED)
-        return int(self.limit * max(live + dropped + outside, known)) - outside
+        granted = int(self.limit * max(live + dropped + outside, known))
+        if self._shortage.room is not None:
+            granted = min(granted, int(self._shortage.room * (1 - margins.MODELLED)))
+        return granted - outside
 
-    def limit_bytes(self) -> int | None:
-        """What the step that runs may take; None for a fraction of a peak that is not known."""
+    def promised(self) -> int | None:
+        """What the step that runs may take by its limit; None for a fraction of a peak that is not
+        known."""
         if isinstance(self.limit, float) and self._plain_peak is None:
             return None
-        return self._limit(self._plain_peak or 0, self.before)
+        return self._allowed(self._plain_peak or 0, self.before)
+
+    def limit_bytes(self) -> int | None:
+        """The same, or less where the device was found to have less."""
+        promised = self.promised()
+        return None if promised is None else self._limit(self._plain_peak or 0, self.before)
 
     def _limit(self, plain: int, before: int) -> int:
+        """Bytes that a step of this plain peak is planned for: what it may take, or less where the
+        device was found to have less."""
+        return self._shortage.within(self._allowed(plain, before) + before) - before
+
+    def _allowed(self, plain: int, before: int) -> int:
         """Bytes that a step of this plain peak may take, of the whole limit what is left.
 
         A fraction is one of the largest step so far: what that one was granted is there for others.
@@ -92,6 +108,18 @@ class Planning:
         if isinstance(self.limit, int):
             return self.limit - before
         return int(self.limit * max(plain + before, self._largest)) - before
+
+    def ran_out(self, live: int) -> None:
+        """The device had no more room than for so many bytes of this step."""
+        self._shortage.ran_out(live + self.before, self.limit)
+        self.limit_now = self.limit_bytes()
+
+    def backward_ran_out(self, decisions: StepDecisions) -> None:
+        """The device had no room for this step's backward."""
+        followed = decisions.followed
+        peak = self.limit_now if followed is None else followed.peak
+        if peak is not None:
+            self._shortage.backward_ran_out(peak + self.before, self.limit)
 
     def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
         """Take in what a step that was watched would take by itself."""
@@ -164,11 +192,16 @@ class Planning:
         """This plan, or another for the step where those before it have left less room than they
         had when it was made; None: it would not fit."""
         limit = self._limit(self._plain_peak or 0, self.before)
-        if self.before <= prepared.seen.before or prepared.peak <= limit:
+        room = self._shortage.room
+        short = room is not None and prepared.peak + self.before > room
+        if prepared.peak <= limit or (self.before <= prepared.seen.before and not short):
             return prepared
         seen = replace(prepared.seen, before=self.before)
         found = self._planned_again(prepared, prepared.graph, seen, limit)
-        return found if found.peak <= limit else None
+        fits = found.peak <= self._allowed(self._plain_peak or 0, self.before)
+        if fits:
+            self._shortage.needs(found.peak + self.before)
+        return found if fits else None
 
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
         margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
@@ -243,7 +276,7 @@ class Planning:
             self._largest = max(self._largest, peak)
         elif isinstance(self.limit, float):
             return
-        limit = self._limit(peak - before, before) + before
+        limit = self._allowed(peak - before, before) + before
         if peak > limit:
             self._refusal = unrecorded(limit, peak, before)
             if self._ranks is None:
@@ -275,11 +308,14 @@ class Planning:
         # What was only modelled is planned again from what is measured, soon.
         search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
         plan, peak = search() if ranks is None else ranks.of_first(search)
-        if peak > limit and learned.measured:
+        allowed = self._allowed(learned.plain_peak, before)
+        if peak <= allowed:
+            self._shortage.needs(peak + before)
+        elif learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
             self._refusal = self._refusing(
-                graph, limit, plan.retain, before, measured=True, predicted=followed
+                graph, allowed, plan.retain, before, measured=True, predicted=followed
             )
             if self._ranks is None or ranks is not None:  # else the others would not know
                 self._refused.add(learned.seen, self._refusal)

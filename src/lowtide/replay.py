@@ -21,6 +21,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
+from lowtide.tape.retry import with_room
 from lowtide.tape.streams import hand_over, replaying
 from lowtide.tape.values import (
     Handle,
@@ -61,7 +62,9 @@ def unpack(packed: Any) -> Any:
                 raise _lost(value, packed.ref)
             began = time.perf_counter()
             with _all_stays_held(tape.recorder):
-                base, operations = rematerialize(value, packed)
+                base, operations = with_room(
+                    lambda: rematerialize(value, packed), tape.decisions.replay_out_of_memory
+                )
             seconds = time.perf_counter() - began
             tape.decisions.replayed(operations, seconds)
             for listener in listeners:

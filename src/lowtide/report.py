@@ -43,6 +43,8 @@ class BudgetReport:
             out not to be the planned one, nor another that is known; None: it did not.
         measured_steps: how many steps were measured so far.
         highest_peak: the highest peak of all of them.
+        device_room: what the device was found to have for a step, less than the limit: it ran out
+            of memory inside of one, and steps are planned for this. None: it never did.
     """
 
     limit: int | None
@@ -60,14 +62,18 @@ class BudgetReport:
     left_plan_at: int | None = None
     measured_steps: int = 0
     highest_peak: int | None = None
+    device_room: int | None = None
 
     def __str__(self) -> str:
         another = self.measured_peak is not None and not self.measured_alike
         followed = "planned" if self.planned else "unplanned"
         if self.left_plan_at is not None:
             followed += f": it left its plan at operation {self.left_plan_at}"
+        limit = format_bytes(self.limit)
+        if self.device_room is not None:
+            limit += f" (the device had room for {format_bytes(self.device_room)})"
         rows = [
-            ("limit", format_bytes(self.limit)),
+            ("limit", limit),
             ("planned peak", format_bytes(self.planned_peak)),
             (
                 "measured peak",

@@ -51,7 +51,7 @@ class Room:
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to allocate."""
-        if self._elsewhere(args):
+        if elsewhere(self._owner, args):
             return
         evictor = self._evictor
         self._observer.anew()  # what was dropped before may have gone just now
@@ -65,13 +65,6 @@ class Room:
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
-
-    def _elsewhere(self, args: Any) -> bool:
-        counts = self._owner.where.counts
-        if counts is None:
-            return False
-        found = next(iter(tensors_in(args, {})), None)
-        return found is not None and found.device != counts
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run."""
@@ -89,9 +82,29 @@ class Room:
             self._observer.anew()
         return enough
 
+    def give(self, nbytes: int) -> bool:
+        """Let go of so many bytes, or of all that may go; whether any have."""
+        before = self._live[0]
+        self.shrink(before - nbytes)
+        return self._live[0] < before
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest value so far."""
+        return self._evictor.largest
+
     def lacks(self, name: str, need: int) -> None:
         """All that may go has gone, and an operation allocates so much."""
         self._owner.cannot_fit(self._observer, name, self._live[0], need)
+
+
+def elsewhere(owner: Budget, args: Any) -> bool:
+    """Whether a call is one of a device whose bytes do not count."""
+    counts = owner.where.counts
+    if counts is None:
+        return False
+    found = next(iter(tensors_in(args, {})), None)
+    return found is not None and found.device != counts
 
 
 def _together(args: Any) -> int:

@@ -36,7 +36,9 @@ def install() -> ModuleType:
 
     Returns its module. `races()` are the conflicting accesses that nothing has ordered since it was
     last asked; `counts()` how many kernels ran, and how often host and streams have waited;
-    `set_capacity(device, nbytes)` says when the device is out of memory.
+    `set_capacity(device, nbytes)` says when the device is out of memory, and
+    `fail(kernel, count)` that it is for the next calls of a kernel, whatever is free; with
+    ", late" after its name, when it has run.
     """
     found = sys.modules.get(_MODULE)
     if found is not None:

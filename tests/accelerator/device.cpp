@@ -82,6 +82,7 @@ std::map<std::pair<Lane, size_t>, std::vector<Block*>> pool;
 std::map<int, c10::CachingDeviceAllocator::DeviceStats> statistics;
 std::vector<std::string> races;
 int64_t capacity[DEVICES] = {INT64_MAX, INT64_MAX};  // bytes allocated at most, else out of memory
+std::map<std::string, int64_t> failing;  // kernels for which there will be no memory, and how often
 
 c10::CachingAllocator::Stat& total(c10::CachingAllocator::StatArray& stats) {
   return stats[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
@@ -198,6 +199,15 @@ void launch(const std::string& kernel, int device, const std::vector<Block*>& re
     block->written = {here, tick};
     block->writer = kernel;
   }
+}
+
+void fail_if_asked(const std::string& kernel) {
+  Locked held(lock);
+  auto found = failing.find(kernel);
+  if (found == failing.end() || found->second == 0) return;
+  found->second -= 1;
+  statistics[device_now].num_ooms += 1;
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory on the emulated accelerator, in ", kernel);
 }
 
 // The host reads what a device has made: it waits for the current stream.
@@ -420,6 +430,7 @@ class Drawn {
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
+  fail_if_asked(schema.name());
   size_t first = stack->size() - schema.arguments().size();
   std::vector<Block*> reads, writes;
   int device = -1;
@@ -438,6 +449,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     Inside kernel;
     at::native::cpu_fallback(op, stack);
   }
+  fail_if_asked(schema.name() + ", late");  // having written and drawn what it does
   if (inside) return;
   size_t results = schema.returns().size();
   for (size_t i = stack->size() - results; i < stack->size(); ++i) {
@@ -555,6 +567,7 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
                        at::IntArrayRef output_padding, int64_t groups) {
   c10::DeviceGuard on(input.device());
+  fail_if_asked("aten::convolution");
   std::vector<Block*> reads, writes;
   at::Tensor made;
   {
@@ -657,6 +670,10 @@ PYBIND11_MODULE(_emulated_accelerator, m) {
     return std::map<std::string, int64_t>{{"kernels", kernels}, {"host_waits", host_waits}, {"stream_waits", stream_waits}};
   });
   m.def("set_capacity", [](int device, int64_t nbytes) { capacity[device] = nbytes; });
+  m.def("fail", [](const std::string& kernel, int64_t count) {
+    Locked held(lock);
+    failing[kernel] = count;
+  });
   m.def("device", [] { return device_now; });
   m.def("set_device", [](int device) { Guard().setDevice(device_at(device)); });
 }

@@ -78,6 +78,8 @@ class Given(NamedTuple):
     """Since the last reset."""
     altogether: int = 0
     """Whatever was given back since: it grows with each allocation."""
+    failures: int = 0
+    """How often it was out of memory."""
 
 
 def allocated(device: torch.device) -> Given:
@@ -92,8 +94,9 @@ def allocated(device: torch.device) -> Given:
     index = device.index
     if index is None:
         index = torch.accelerator.current_device_index()
-    found = _C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
-    return Given(found["current"], found["peak"], found["allocated"])
+    found = _C._accelerator_getDeviceStats(index)
+    total = found["allocated_bytes"]["all"]
+    return Given(total["current"], total["peak"], total["allocated"], found["num_ooms"])
 
 
 def reset_peak(device: torch.device) -> None:

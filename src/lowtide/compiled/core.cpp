@@ -315,6 +315,7 @@ PyObject* make_module() {
   casting_function = forever("lowtide._compat.casting", "casting_now");
   seen_name = interned("accelerator_seen");
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
+  out_of_memory_error = forever("torch", "OutOfMemoryError");
   python_unpack = forever("lowtide.replay", "unpack");
   python_run = forever("lowtide.replay", "run");
   python_lost = forever("lowtide.replay", "_lost");

@@ -14,7 +14,7 @@
 
 namespace lowtide {
 
-inline PyObject *python_unpack, *listeners;
+inline PyObject *python_unpack, *listeners, *out_of_memory_error;
 
 // ---------------------------------------------------------------------- pack
 
@@ -122,16 +122,45 @@ struct AllStaysHeld {
   }
 };
 
+// The device has no memory for a replay: whether something was let go of, as in `recorder.h`.
+inline bool make_room(PyObject* decisions, int attempt) {
+  static PyObject* name = interned("replay_out_of_memory");
+  Owned number(checked(PyLong_FromLong(attempt)));
+  PyObject* arguments[] = {decisions, number.get()};
+  Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
+  return answer.get() == Py_True;
+}
+
 // Run again what makes a value, and tell those who want to know.
 inline at::Tensor replayed(
     Value* value, PyObject* handle, PyObject* decisions, const Box* events, bool told) {
   static PyObject* name = interned("replayed");
   auto began = std::chrono::steady_clock::now();
-  Replay replay(value, handle, decisions, events);
-  at::Tensor base = replay.run();
+  std::optional<Replay> replay(std::in_place, value, handle, decisions, events);
+  at::Tensor base;
+  for (int attempt = 0;; ++attempt) {
+    std::exception_ptr failed;
+    Owned of_python;
+    try {
+      base = replay->run();
+      break;
+    } catch (const c10::OutOfMemoryError&) {
+      failed = std::current_exception();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(out_of_memory_error)) throw;
+      of_python = Owned(Py_NewRef(error.value().ptr()));
+    }
+    replay.emplace(value, handle, decisions, events);  // what it had made so far goes
+    if (failed && !make_room(decisions, attempt)) std::rethrow_exception(failed);
+    if (of_python.get() == nullptr) continue;
+    PyException_SetTraceback(of_python.get(), Py_None);  // whose frames hold tensors
+    if (make_room(decisions, attempt)) continue;
+    PyErr_SetObject(out_of_memory_error, of_python.get());
+    throw py::error_already_set();
+  }
   std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - began;
   if (!told && PyList_GET_SIZE(listeners) == 0) return base;
-  Owned operations = replay.operations();
+  Owned operations = replay->operations();
   if (told) {
     Owned spent(PyFloat_FromDouble(seconds.count()));
     PyObject* arguments[] = {decisions, operations.get(), spent.get()};

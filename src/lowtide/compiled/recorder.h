@@ -93,6 +93,20 @@ inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
   return true;
 }
 
+// The device has no memory for a call: whether something was let go of, so that it may be tried again.
+inline bool make_room(
+    State* state, const Fact& fact, const c10::OperatorHandle& op, const Stack& values, int attempt) {
+  static PyObject* name = interned("out_of_memory");
+  auto [args, kwargs] = python_arguments(op.schema(), values.data());
+  py::tuple positional(args);
+  Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
+  Owned number(checked(PyLong_FromLong(attempt)));
+  PyObject* arguments[] = {state->decisions, fact.facts,   func.get(),
+                           positional.ptr(), kwargs.ptr(), number.get()};
+  Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 6, nullptr)));
+  return answer.get() == Py_True;
+}
+
 // As `Recorder._run_recorded`; false if nothing has been run and the Python recorder has to.
 inline bool run_recorded(
     State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -150,15 +164,32 @@ inline bool run_recorded(
     PyObject* arguments[] = {number.get(), each.hidden ? Py_True : Py_False};
     Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
   }
+  size_t below = stack->size() - count;
   Stack before;  // for a decision that looks at the arguments, should the plan not hold
   if (state->asks && again) before.assign(stack->end() - static_cast<long>(count), stack->end());
-  try {
-    WithoutGil released;
-    run_below(op, keys, stack);
-  } catch (...) {  // it may have written a part before: nobody can make that again
+  // Of one that fails nothing is left but what it has written or drawn: `lowtide/tape/retry.py`.
+  bool retried = state->asks && again && written.empty() && !fact.random && made->rare().stream;
+  for (int attempt = 0;; ++attempt) {
+    std::exception_ptr failed;
+    try {
+      WithoutGil released;
+      run_below(op, keys, stack);
+      break;
+    } catch (const c10::OutOfMemoryError&) {
+      failed = std::current_exception();
+    } catch (...) {  // it may have written a part before: nobody can make that again
+      Made none;
+      for (Written& each : written) rewritten(state, nullptr, each, none);
+      throw;
+    }
+    if (retried && make_room(state, fact, op, before, attempt)) {
+      stack->resize(below);
+      stack->insert(stack->end(), before.begin(), before.end());
+      continue;
+    }
     Made none;
     for (Written& each : written) rewritten(state, nullptr, each, none);
-    throw;
+    std::rethrow_exception(failed);
   }
   if (again) ++state->sequence;  // only now: one that raises is no operation of the step
   PyObject* policy = slot(state->region, layout.region_policy);

@@ -22,6 +22,7 @@ from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
+from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
 from lowtide.tape.streams import homes, protect
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
@@ -192,7 +193,10 @@ class Recorder(Saves, _compat.Mode):
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         try:
-            result = self._call(op, func, args, kwargs)
+            if op is None or not self.accelerated:
+                result = self.call(op, func, args, kwargs)
+            else:
+                result = called_with_room(self, op, func, args, kwargs, written, statistics)
         except BaseException:
             self._raised(written)
             raise
@@ -217,7 +221,7 @@ class Recorder(Saves, _compat.Mode):
             self._saved_before(filled, args[facts.fills_saved])
         return result
 
-    def _call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Run it, and time it if that is wanted."""
         if not self.timed or op is None:
             return _compat.called(func, args, kwargs)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lowtide.tape.values import Handle, Region, Value
 
 if TYPE_CHECKING:
+    from lowtide.tape.operators import Facts
     from lowtide.tape.recorder import Recorder
     from lowtide.tape.values import Operation
     from lowtide.where import Where
@@ -65,6 +66,18 @@ class Decisions(Protocol):
 
     def answered(self, value: Value) -> None:
         """The tensor that autograd asked for is there."""
+        ...
+
+    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
+        """The device has no room for an operation of the forward: let go of something.
+
+        `attempt` counts the times that this operation has failed before; the answer is whether
+        anything has gone, so that it may be tried again.
+        """
+        ...
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        """The same for a replay that backward has asked for."""
         ...
 
 

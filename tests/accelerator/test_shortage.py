@@ -1,0 +1,323 @@
+"""A device that is full before the limit is reached: something goes, and the operation runs again
+(rules 10 and 13)."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from accelerator.test_bits import assert_same
+from by_hand import counted_replays
+
+ZERO = torch.device("emulated", 0)
+PLENTY = 1 << 30
+
+
+class Normalized(nn.Sequential):
+    """BatchNorm counts once, whatever fails in between, and dropout draws once."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)
+                )
+                for _ in range(4)
+            )
+        )
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(8, 16, 16, 16, device=ZERO)
+
+
+class Attending(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(4))
+        )
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(16, 64, 32, device=ZERO)
+
+
+class Chained(nn.Module):
+    """Segments, whose replays make more than one thing that backward will ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(24):
+            x = (x * self.scale).tanh()
+        return x
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(64, 64, device=ZERO)
+
+
+KINDS = [Normalized, Attending]
+Around = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def plenty(core: ModuleType) -> Iterator[None]:
+    gc.collect()
+    yield
+    core.set_capacity(0, 2**62)
+
+
+def of(kind: Any) -> Any:
+    torch.manual_seed(1)
+    return kind().to(ZERO)
+
+
+def step(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) -> Tensor:
+    model.zero_grad(set_to_none=True)
+    if limit is None:
+        loss: Tensor = model(x).square().mean()
+    else:
+        with limit:
+            loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def left_by(model: nn.Module, x: Tensor, limits: list[lowtide.Budget | None]) -> list[list[Tensor]]:
+    """What each step leaves behind."""
+    torch.manual_seed(5)
+    found = []
+    for limit in limits:
+        loss = step(model, x, limit)
+        tensors = [loss, *(p.grad for p in model.parameters()), *model.buffers()]
+        tensors += [g.get_state() for g in torch.get_device_module("emulated").default_generators]
+        found.append([tensor.detach().cpu().clone() for tensor in tensors])
+        del loss
+    return found
+
+
+def room(core: ModuleType, model: nn.Module, x: Tensor, share: float) -> int:
+    """Leave so much of a plain step's peak on the device; that peak."""
+    step(model, x)
+    model.zero_grad(set_to_none=True)
+    peak = lowtide.measure(lambda: step(model, x), device=ZERO).peak_bytes
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.accelerator.synchronize()
+    now = torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    core.set_capacity(0, now + int(share * peak))
+    return peak
+
+
+def failures() -> int:
+    return int(torch.accelerator.memory_stats()["num_ooms"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_of_more_than_there_is(
+    kind: Any, core: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first step runs out of memory in its forward, and goes on; the later ones are planned."""
+    model, x = of(kind), kind.example()
+    begun = copy.deepcopy(model.state_dict())
+    plain = left_by(model, x, [None] * 4)
+    model.load_state_dict(begun)
+    peak = room(core, model, x, 0.7)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(model, x)
+    model.load_state_dict(begun)
+    limit = lowtide.budget(PLENTY)
+    before = failures()
+    with counted_replays() as replayed, caplog.at_level(logging.WARNING, "lowtide"):
+        found = left_by(model, x, [limit] * 2)
+        assert failures() > before
+        later = failures()
+        found += left_by_more(model, x, limit, 2)
+    assert_same(found, plain)
+    assert failures() == later  # planned for what there is
+    assert replayed() > 0
+    report = limit.report()
+    assert report.planned
+    assert report.limit == PLENTY
+    assert report.device_room is not None
+    assert report.device_room < 0.8 * peak
+    assert "the device had room for" in str(report)
+    assert [r.message[:28] for r in caplog.records] == ["the device ran out of memory"]
+
+
+def left_by_more(model: nn.Module, x: Tensor, limit: lowtide.Budget, count: int) -> Any:
+    """The same, from where the generators stand."""
+    found = []
+    for _ in range(count):
+        loss = step(model, x, limit)
+        tensors = [loss, *(p.grad for p in model.parameters()), *model.buffers()]
+        tensors += [g.get_state() for g in torch.get_device_module("emulated").default_generators]
+        found.append([tensor.detach().cpu().clone() for tensor in tensors])
+        del loss
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_planned_step_for_which_less_is_left_than_before(kind: Any, core: ModuleType) -> None:
+    """Somebody else takes memory in the middle of a training."""
+    model, x = of(kind), kind.example()
+    begun = copy.deepcopy(model.state_dict())
+    plain = left_by(model, x, [None] * 8)
+    model.load_state_dict(begun)
+    limit = lowtide.budget(PLENTY)
+    found = left_by(model, x, [limit] * 4)
+    generators = [g.get_state() for g in torch.get_device_module("emulated").default_generators]
+    state = copy.deepcopy(model.state_dict())
+    room(core, model, x, 0.75)
+    model.load_state_dict(state)
+    for generator, kept in zip(
+        torch.get_device_module("emulated").default_generators, generators, strict=True
+    ):
+        generator.set_state(kept)
+    before = failures()
+    found += left_by_more(model, x, limit, 4)
+    assert failures() > before
+    assert_same(found, plain)
+    assert limit.report().device_room is not None
+
+
+FAILING = [
+    (Normalized, "aten::convolution"),
+    (Normalized, "aten::native_batch_norm, late"),
+    (Normalized, "aten::native_dropout, late"),
+    (Attending, "aten::addmm, late"),
+    (Attending, "aten::native_batch_norm"),  # by which a layer norm is computed there
+    (Attending, "aten::native_dropout, late"),
+]
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "planned"])
+@pytest.mark.parametrize(("kind", "kernel"), FAILING)
+def test_every_kernel_may_be_the_one_that_fails(
+    kind: Any, kernel: str, watched: bool, core: ModuleType
+) -> None:
+    """Whatever it has moved before it failed is put back."""
+    model, x = of(kind), kind.example()
+    begun = copy.deepcopy(model.state_dict())
+    limit = lowtide.budget(PLENTY)
+    if not watched:
+        for _ in range(8):
+            step(model, x, limit)
+        model.load_state_dict(begun)
+    plain = left_by(model, x, [None])
+    model.load_state_dict(begun)
+    failed = []
+
+    def fail(*_: Any) -> None:
+        before = failures()
+        core.fail(kernel, 1)
+        failed.append(lambda: failures() > before)
+
+    handle = model[2].register_forward_pre_hook(fail)
+    try:
+        if (kind, kernel) == FAILING[1] and not watched:
+            with pytest.raises(torch.OutOfMemoryError):  # its statistics may have moved
+                left_by(model, x, [limit])
+            return
+        found = left_by(model, x, [limit])
+    finally:
+        handle.remove()
+        core.fail(kernel, 0)
+    assert_same(found, plain)
+    assert failed[0]()
+
+
+def test_nothing_that_could_go(core: ModuleType) -> None:
+    """It arrives as itself, and says what lowtide knows of it; the next step is right."""
+    model, x = of(Attending), Attending.example()
+    plain = left_by(model, x, [None])
+    room(core, model, x, 0.05)
+    limit = lowtide.budget(PLENTY)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
+        step(model, x, limit)
+    assert any("the limit was not reached" in note for note in caught.value.__notes__)
+    del caught
+    core.set_capacity(0, 2**62)
+    gc.collect()
+    assert_same(left_by(model, x, [lowtide.budget(PLENTY)]), plain)
+
+
+def test_a_backward_that_ran_out_is_planned_for_less(core: ModuleType) -> None:
+    """A loop that leaves out such a batch."""
+    model, x = of(Attending), Attending.example()
+    limit = lowtide.budget(PLENTY)
+    for _ in range(4):
+        step(model, x, limit)
+    model.zero_grad(set_to_none=True)
+    with limit:
+        loss = model(x).square().mean()
+    now = torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    core.set_capacity(0, now)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    del loss
+    gc.collect()
+    core.set_capacity(0, 2**62)
+    planned = limit.report().planned_peak
+    step(model, x, limit)
+    report = limit.report()
+    assert report.device_room is not None
+    assert planned is not None
+    assert report.planned_peak is not None
+    assert report.planned_peak <= report.device_room < planned
+
+
+def test_a_replay_that_runs_out(core: ModuleType) -> None:
+    """What backward has made again before it asks for it goes, and is made once more."""
+    model, x = of(Chained), Chained.example()
+    plain = left_by(model, x, [None])
+    step(model, x)
+    peak = lowtide.measure(lambda: step(model, x), device=ZERO).peak_bytes
+    limit = lowtide.budget(int(0.3 * peak))
+    for _ in range(4):
+        step(model, x, limit)
+    replays: list[list[str]] = []
+
+    def note(operations: list[Any]) -> None:
+        replays.append([op.facts.name for op in operations])
+        if len(replays) == 1:
+            core.fail("aten::tanh", 1)  # nothing but a replay calls it in a backward
+
+    with counted_replays() as replayed:
+        step(model, x, limit)
+    undisturbed = replayed()
+    lowtide.replay.listeners.append(note)
+    try:
+        with counted_replays() as replayed:
+            found = left_by(model, x, [limit])
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert_same(found, plain)
+    assert replayed() > undisturbed
+    assert limit.report().device_room is not None
+
+
+def test_what_is_on_another_device_does_not_help(core: ModuleType) -> None:
+    """A limit for one device is none of the other's business."""
+    model = of(Attending)
+    x = Attending.example().to("emulated:1")
+    model.to("emulated:1")
+    limit = lowtide.budget(PLENTY, device="emulated:0")
+    core.set_capacity(1, 0)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step(model, x, limit)
+    core.set_capacity(1, 2**62)
+    assert limit.report().device_room is None
+    del caught
