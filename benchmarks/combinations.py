@@ -61,7 +61,7 @@ def rows(text: str) -> Iterator[Row]:
     for line in text.splitlines():
         if line.startswith("## "):
             section = line[3:].partition(" (")[0]
-            files = tuple(re.findall(r"`(tests/test_\w+\.py)`", line))
+            files = tuple(re.findall(r"`(tests/(?:accelerator/)?test_\w+\.py)`", line))
         elif line.startswith("|") and not set(line) <= set("|-: "):
             cells = [cell.strip().replace("\0", "|") for cell in
                      line.replace(r"\|", "\0").strip("|").split("|")]  # fmt: skip
@@ -84,13 +84,25 @@ def rows(text: str) -> Iterator[Row]:
 
 def run(files: Iterable[str], engine: str, workers: int) -> dict[tuple[str, str], str]:
     """How each test of these files came out: passed, failed or skipped."""
+    files = list(files)
+    emulated = [file for file in files if file.startswith("tests/accelerator/")]
+    others = [file for file in files if file not in emulated]
+    found = {} if not others else run_together(others, engine, workers)
+    if emulated:  # in processes that know such a device
+        found |= run_together(emulated, engine, workers, LOWTIDE_EMULATED="1")
+    return found
+
+
+def run_together(
+    files: list[str], engine: str, workers: int, **environment: str
+) -> dict[tuple[str, str], str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--no-header", "-n", str(workers),
              f"--junitxml={report}", "--dist", "loadfile", *files],
             cwd=ROOT, check=False,
-            env={**os.environ, "LOWTIDE_ENGINE": engine, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "LOWTIDE_ENGINE": engine, "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
         found = {}
         for case in ElementTree.parse(report).iter("testcase"):

@@ -118,10 +118,10 @@ def test_limits_are_kept_from_the_first_step_on(kind: type[ConvNet]) -> None:
             for _ in range(4):
                 assert measured(step) <= share * plain
         assert replayed() > 0
+        took = measured(step)  # by a plan that was found since, it may be
         report = limit.report()
         assert report.planned
         assert report.planned_peak is not None
-        took = measured(step)
         assert abs(took - report.planned_peak) <= 0.02 * plain
 
 

@@ -1,5 +1,5 @@
 """Several streams of an accelerator: nothing is read or written that another one still uses (rule
-3).
+14).
 
 The device writes down every access that no wait has ordered after a conflicting one, also where
 memory was freed and handed on in between; see `device.cpp`.

@@ -1,4 +1,4 @@
-"""Memory that is read on another stream of an accelerator than the one it was made on (rule 3).
+"""Memory that is read on another stream of an accelerator than the one it was made on (rule 14).
 
 Problem: an allocator hands freed memory on to the stream that it was given out on, which may write
 it before a kernel of another stream has read it. In a plain step autograd holds what it has saved
