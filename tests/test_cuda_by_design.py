@@ -1,7 +1,7 @@
 """CUDA without a GPU: what can be told without a device (rule 3, 13).
 
 What makes an accelerator different from the CPU is tested on an emulated one, `tests/accelerator`;
-what a real one does is checked by tests/cuda/check_cuda.py, on a machine that has it.
+what a real one does is checked by tests/device/check_device.py, on a machine that has it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def test_without_an_accelerator_the_cpu_is_counted() -> None:
 
 
 def test_the_script_for_a_real_device_says_so_without_one() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a device: run tests/cuda/check_cuda.py")
-    script = Path(__file__).parent / "cuda" / "check_cuda.py"
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device: run tests/device/check_device.py")
+    script = Path(__file__).parent / "device" / "check_device.py"
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "needs a CUDA device" in done.stdout
+    assert "needs an accelerator" in done.stdout
