@@ -126,8 +126,8 @@ class Budget(Planning):
         if self._ranks is not None:
             self._agree(self._ranks)
         if self._refusal is not None:
-            refused, self._refusal = self._refusal, None  # the step after that may be another one
-            raise refused
+            again, self._refusal = self._refusal.again, None  # the step after may be another one
+            raise again()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.before = self.place = 0
@@ -226,7 +226,10 @@ class Budget(Planning):
                 self._active.remove(decisions)
                 decisions.discard()
             if known is not None:
-                raise known
+                try:
+                    raise known
+                finally:
+                    del known  # or its traceback would hold this frame, and this frame it
 
     # ------------------------------------------------------------------ a step's life
 
@@ -270,7 +273,10 @@ class Budget(Planning):
         if known is not None:
             observer.mark_end()
             decisions.begun = False  # should backward be called again, this is said again
-            raise known
+            try:
+                raise known
+            finally:
+                del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
 

@@ -42,6 +42,11 @@ class BudgetError(LowtideError, RuntimeError):
         self.limit = limit
         self.minimum = minimum
 
+    def again(self) -> BudgetError:
+        """The same, to be raised: one that is kept must not keep the frames it was raised in, nor
+        what stands in them."""
+        return BudgetError(str(self), limit=self.limit, minimum=self.minimum)
+
 
 class ReplayError(LowtideError, RuntimeError):
     """A saved tensor can neither be handed back nor be rematerialized (rules 4 and 5)."""

@@ -48,4 +48,4 @@ class Refusals:
             return None
         if any(leaf not in to_come for leaf in seen.parameters):
             return None
-        return BudgetError(str(error), limit=error.limit, minimum=error.minimum)
+        return error.again()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lowtide._compat.fakes import dynamo_aside
 from lowtide.convolution import convolution_workspace, padded
 from lowtide.promotion import converted
 from lowtide.tape.operators import facts_of
@@ -297,6 +298,7 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     the largest input stands for the output.
     """
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    dynamo_aside()
     try:
         named = {name: _meta(a) for name, a in kwargs.items()}
         if facts_of(func).places:  # left out, it is a real one: memory, and draws for good

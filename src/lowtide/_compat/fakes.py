@@ -9,6 +9,8 @@ Rejected: shape functions of our own, which would know a part of torch's operato
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +24,7 @@ import torch
 
 def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
     """A mode under which operators compute shapes only; that of a fake tensor given, if any."""
+    dynamo_aside()
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     for tensor in around:
@@ -145,3 +148,17 @@ def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
         yield
     finally:
         cls.tolist = usual
+
+
+@functools.cache
+def dynamo_aside() -> None:
+    """Import what torch itself does inside of the first operator that it runs on the meta device by
+    a decomposition: Dynamo.
+
+    Something in there keeps the frame that imported it, until Python collects garbage, and with it
+    all frames above: those of the user's forward, and every activation that has a name in one. A
+    thread has no frames above. Goes when torch imports it in none, or lets go of it.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()

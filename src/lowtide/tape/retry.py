@@ -47,7 +47,10 @@ def with_room(
             failed = error.with_traceback(None)  # whose frames hold tensors
         if not make_room(attempt):
             failed.add_note(NOTE)
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # or its traceback would hold this frame, and this frame it
         if undo is not None:
             undo()
         attempt += 1
