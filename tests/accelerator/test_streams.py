@@ -149,6 +149,128 @@ def test_record_stream_is_no_write(side: Any) -> None:
     assert replayed() >= 2
 
 
+def test_lists_of_tensors_have_a_stream(side: Any, core: ModuleType) -> None:
+    """`cat` and `stack` read no tensor but those in a list."""
+
+    def program(x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        side.wait_stream(current)
+        with side:
+            y = torch.cat([x, x]).sin()
+            z = torch.stack([y, y]).sigmoid()
+            z = z[0] * z[1]
+        current.wait_stream(side)
+        y.record_stream(current)
+        z.record_stream(current)
+        w = y.cos() * z
+        del y, z
+        return w.exp() * w
+
+    x = leaf()
+    streams_of: list[Any] = []
+
+    def note(operations: list[Any]) -> None:
+        streams_of.extend(op.stream for op in operations if op.facts.name in ("aten::cat",))
+
+    lowtide.replay.listeners.append(note)
+    try:
+        assert check(program, core)
+        lowtide.checkpoint(program, x).sum().backward()
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert streams_of
+    assert all(stream == side for stream in streams_of)
+
+
+def test_a_factory_has_a_stream(side: Any) -> None:
+    """Memory that is made again belongs to the stream that it was made on."""
+
+    def program(x: Tensor) -> Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            noise = torch.rand(64, 64, device=DEVICE)
+            y = (x * noise).sin().exp()
+        torch.accelerator.current_stream().wait_stream(side)
+        y.record_stream(torch.accelerator.current_stream())
+        return y.cos()
+
+    found: list[Any] = []
+
+    def note(operations: list[Any]) -> None:
+        found.extend(op.stream for op in operations if op.facts.name == "aten::rand")
+
+    lowtide.replay.listeners.append(note)
+    try:
+        lowtide.checkpoint(program, leaf()).sum().backward()
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert found
+    assert all(stream == side for stream in found)
+
+
+def test_what_was_made_outside_goes_after_a_replay_has_read_it(side: Any, core: ModuleType) -> None:
+    """The program lets go of it as soon as its forward has read it, and orders that; a replay reads
+    it later."""
+
+    def in_the_region(x: Tensor, made: list[Tensor]) -> Tensor:
+        y = (x * 2 + made.pop()).sin()
+        side.wait_stream(torch.accelerator.current_stream())
+        return y.exp() * y
+
+    class Next(torch.autograd.Function):
+        """The next batch is loaded while backward runs."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with side:
+                LOADED[:] = [torch.full((64, 64), 3.0, device=DEVICE)]
+            return grad.clone()
+
+    def run(call: Callable[..., Tensor]) -> Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            made = [torch.arange(64.0 * 64, device=DEVICE).view(64, 64)]
+        torch.accelerator.current_stream().wait_stream(side)
+        return call(in_the_region, Next.apply(x), made).sum()
+
+    x = leaf()
+    plain = gradient(lambda: run(lambda f, *a: f(*a)), x)
+    assert core.races() == []
+    with counted_replays() as replayed:
+        assert torch.equal(gradient(lambda: run(lowtide.checkpoint), x), plain)
+    assert replayed() > 0
+    LOADED.clear()
+
+
+LOADED: list[Tensor] = []
+
+
+def test_an_external_that_is_overwritten_on_another_stream(side: Any, core: ModuleType) -> None:
+    """The old content is copied there, before the write: a replay waits for that."""
+    read = torch.ones(64, 64, device=DEVICE)
+
+    def program(x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        y = (x * 2 + read).sin()
+        side.wait_stream(current)
+        with side:
+            read.add_(1)
+        return y.exp() * y
+
+    x = leaf()
+    plain = gradient(lambda: program(x).sum(), x)
+    assert core.races() == []
+    read.fill_(1)
+    torch.accelerator.synchronize()
+    with counted_replays() as replayed:
+        assert torch.equal(gradient(lambda: lowtide.checkpoint(program, x).sum(), x), plain)
+    assert replayed() > 0
+
+
 def drawn(seed: int) -> Program:
     """A program that nobody would write by hand, ordered as torch asks for it."""
     choose = random.Random(seed)

@@ -23,7 +23,7 @@ from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.saves import Saves
-from lowtide.tape.streams import homes, protect
+from lowtide.tape.streams import put_on
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
 from lowtide.tape.watch import overwriting
 
@@ -178,9 +178,7 @@ class Recorder(Saves, _compat.Mode):
             if draws and self.drawn is not None:
                 self.drawn()
             if self.accelerated:
-                op.stream = _compat.stream_of((*args, *kwargs.values()))
-                if homes(op):
-                    protect(op, tensors_in(args, kwargs))
+                put_on(op, args, kwargs)
         if facts.chunks:
             self._know_counter(args[0])
         behind = self._behind(facts, written, args, kwargs, statistics)
