@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import UsageError
 from lowtide._memory_events import MemoryEvents
+from lowtide.names import Names
 
 LIMIT = 0.7
 
@@ -202,3 +204,37 @@ def test_a_measurement_inside_a_backward() -> None:
     in_a_backward(measure)
     measure()
     assert peaks == [1024, 1024, 1024]
+
+
+def test_a_step_ends_while_another_thread_frees_memory() -> None:
+    """Threads of a device let go of a graph when they get to it: the table changes meanwhile."""
+    names, kept = Names(), [torch.zeros(4).untyped_storage() for _ in range(3)]
+
+    class Entry:
+        key, counted = 0, 16
+
+        def __init__(self, storage: Any) -> None:
+            self.storage = storage
+
+        def __call__(self) -> Any:
+            names.table.pop(2, None)  # as a storage does that goes on another thread
+            return self.storage
+
+    names.table = {place: Entry(storage) for place, storage in enumerate(kept)}  # type: ignore[misc]
+    names.forward_ends()
+
+
+def test_an_error_as_the_forward_ends_leaves_no_recording_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next step runs as if nothing had happened (rule 10)."""
+    model, budget = blocks(), lowtide.budget(LIMIT)
+    with monkeypatch.context() as patched:
+
+        def fails(self: Names) -> None:
+            raise RuntimeError("as the forward ends")
+
+        patched.setattr(Names, "forward_ends", fails)
+        with pytest.raises(RuntimeError, match="as the forward ends"):
+            forward(model, budget)
+    forward(model, budget).backward()

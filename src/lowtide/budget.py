@@ -214,9 +214,11 @@ class Budget(Planning):
         recording, self._recording = self._recording, None
         assert recording is not None
         decisions = self._active[-1]  # a step begins only when those before it are over
-        decisions.forward_ends()
         try:
-            recording.__exit__(kind, error, trace)
+            try:
+                decisions.forward_ends()
+            finally:
+                recording.__exit__(kind, error, trace)
         finally:
             decisions.forward_over()
             if decisions.operations:

@@ -64,7 +64,7 @@ class Names:
         """What is in memory now is known by weak references once the table is emptied."""
         self._left = [
             (entry.key, entry.counted, weakref.ref(storage))
-            for entry in self.table.values()
+            for entry in list(self.table.values())  # storages go meanwhile, on other threads too
             if entry.counted
             for storage in (entry(),)
             if storage is not None

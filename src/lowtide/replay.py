@@ -30,7 +30,6 @@ from lowtide.tape.values import (
     Ref,
     Value,
     flatten,
-    tensors_in,
     versions,
 )
 from lowtide.tape.watch import copy_of
@@ -171,6 +170,29 @@ def run(
     now: tuple[object, ...],
 ) -> list[tuple[Value, Tensor]]:
     """Run one operation again; the values it makes that are still in use, with their tensors."""
+    if op.stream is None:
+        return _run(op, live, readers, now)
+    with replaying(op, _read_by(op, live)):
+        return _run(op, live, readers, now)
+
+
+def _read_by(op: Operation, live: dict[Value, Tensor]) -> list[tuple[Value, Tensor]]:
+    found = []
+    for value in op.values():
+        tensor = live.get(value)
+        if tensor is None:
+            tensor = in_memory(value)
+        if tensor is not None:
+            found.append((value, tensor))
+    return found
+
+
+def _run(
+    op: Operation,
+    live: dict[Value, Tensor],
+    readers: dict[Value, int],
+    now: tuple[object, ...],
+) -> list[tuple[Value, Tensor]]:
     bases: dict[Value | Ref, Tensor] = {}
     for ref, _ in op.writes:
         bases[ref.value or ref] = _private(ref, live, readers)
@@ -192,7 +214,6 @@ def run(
     if (
         op.draws
         or op.casting is not None
-        or op.stream is not None
         or op.default_dtype is not torch.get_default_dtype()
         or op.threads != torch.get_num_threads()
         or op.flushes is not switches.flushes_denormals()
@@ -259,11 +280,8 @@ def _under_recorded_state(
             stack.callback(torch.set_flush_denormal, flushes)
         if op.casting is not None:
             stack.enter_context(_compat.cast_as(op.casting))
-        if op.stream is not None:
-            stack.enter_context(replaying(op, tensors_in((*args,), kwargs)))
         if op.draws:
-            before = generators.swap(op.draws)
-            stack.callback(generators.swap, before)
+            stack.enter_context(generators.drawing(op.draws))
         return op.facts.func(*args, **kwargs)
 
 

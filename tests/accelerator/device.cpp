@@ -94,10 +94,12 @@ void release(void* data) {
   Block* block = blocks.at(data);
   block->used = false;
   total(statistics[block->home.first].allocated_bytes).decrease(block->size);
-  // The allocator waits for the streams that were recorded before it hands the block on.
+  // The allocator waits for the streams that were recorded before it hands the block on: for all that
+  // they have done up to here, and for what that came after.
   for (const Lane& lane : block->recorded) {
-    block->read.erase(lane);
-    if (block->written.first == lane) block->written = {{-1, 0}, 0};
+    const Clock& done = clocks[lane];
+    std::erase_if(block->read, [&](const auto& read) { return before(done, read.first, read.second); });
+    if (before(done, block->written.first, block->written.second)) block->written = {{-1, 0}, 0};
   }
   block->recorded.clear();
   pool[{block->home, block->size}].push_back(block);
@@ -210,11 +212,34 @@ void fail_if_asked(const std::string& kernel) {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory on the emulated accelerator, in ", kernel);
 }
 
+// A copy to the CPU that nobody has waited for: until then there is something else in its memory.
+struct Pending {
+  Lane lane;
+  int64_t tick;
+  at::Tensor to;
+  std::vector<char> bytes;
+};
+std::vector<Pending> pending;
+
+// What comes after such copies sees what they have copied.
+void arrive(const Clock& clock) {
+  std::erase_if(pending, [&](const Pending& copy) {
+    if (!before(clock, copy.lane, copy.tick)) return false;
+    std::memcpy(copy.to.data_ptr(), copy.bytes.data(), copy.bytes.size());
+    return true;
+  });
+}
+
+void wait_for(const Clock& clock) {
+  merge(host, clock);
+  arrive(host);
+  host_waits += 1;
+}
+
 // The host reads what a device has made: it waits for the current stream.
 void wait_for_current(int device) {
   Locked held(lock);
-  merge(host, clocks[{device, stream_now[device]}]);
-  host_waits += 1;
+  wait_for(clocks[{device, stream_now[device]}]);
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -271,10 +296,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     Locked held(lock);
+    Clock all;
     for (const auto& [lane, clock] : clocks) {
-      if (lane.first == device) merge(host, clock);
+      if (lane.first == device) merge(all, clock);
     }
-    host_waits += 1;
+    wait_for(all);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
     allocator.recordStream(data, on);
@@ -287,8 +313,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   static void wait_for_clock(const Clock& clock) {
     Locked held(lock);
-    merge(host, clock);
-    host_waits += 1;
+    wait_for(clock);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -358,6 +383,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return at::make_generator<Generator>(static_cast<c10::DeviceIndex>(device < 0 ? device_now : device));
   }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  bool isPinnedPtr(const void*) const override { return false; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
     c10::DataPtr data = allocator.allocate(size);
     size_t kept = std::min(size, storage.nbytes());
@@ -490,10 +517,14 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   if (self.numel() == 0) return to;
-  on_cpu(to).copy_(on_cpu(self));
-  if (inside) return to;
   bool leaves = to.device().is_cpu();
   int device = (leaves ? self : to).device().index();
+  if (!inside && self.device().is_cpu()) {
+    Locked held(lock);
+    arrive(clocks[{device, stream_now[device]}]);
+  }
+  on_cpu(to).copy_(on_cpu(self));
+  if (inside) return to;
   std::vector<Block*> reads, writes;
   add(reads, self);
   add(writes, to);
@@ -503,6 +534,13 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     Locked held(lock);
     Lane from{self.device().index(), stream_now[self.device().index()]};
     merge(clocks[from], clocks[{device, stream_now[device]}]);
+  }
+  if (non_blocking && leaves && to.is_contiguous()) {
+    Locked held(lock);
+    Lane here{device, stream_now[device]};
+    auto* data = static_cast<char*>(to.data_ptr());
+    pending.push_back({here, clocks[here][here], to.detach(), std::vector<char>(data, data + to.nbytes())});
+    std::memset(data, 0x5A, to.nbytes());
   }
   if (!non_blocking && (leaves || self.device().is_cpu())) wait_for_current(device);
   return to;

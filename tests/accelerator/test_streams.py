@@ -135,6 +135,42 @@ def test_what_is_made_again_on_another_stream(side: Any, core: ModuleType) -> No
     assert check(program, core)
 
 
+@torch.library.custom_op("lowtide_streams::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("kind", ["custom", "list", "in place"])
+def test_what_nobody_records_reads_elsewhere(kind: str, side: Any, core: ModuleType) -> None:
+    """A kernel of the program's own is a reader like any other."""
+
+    def program(x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        y = x.sin()
+        w = y.cos()  # autograd has saved it, so that in a plain step it stays
+        side.wait_stream(current)
+        with side, torch.no_grad():
+            if kind == "custom":
+                z = doubled(y)
+            elif kind == "list":
+                z = doubled(torch.stack([y, y]))[0]
+            else:
+                z = torch.empty_like(y).set_(torch.zeros_like(y)).copy_(y)
+        del y
+        w = w * w.exp()
+        w = w * w.exp()
+        current.wait_stream(side)
+        z.record_stream(current)
+        return (z * w).exp()
+
+    assert check(program, core)
+
+
 def test_record_stream_is_no_write(side: Any) -> None:
     """What is only told to the allocator is made again like anything else."""
 
@@ -147,6 +183,128 @@ def test_record_stream_is_no_write(side: Any) -> None:
     with counted_replays() as replayed:
         lowtide.checkpoint(program, x).sum().backward()
     assert replayed() >= 2
+
+
+def test_lists_of_tensors_have_a_stream(side: Any, core: ModuleType) -> None:
+    """`cat` and `stack` read no tensor but those in a list."""
+
+    def program(x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        side.wait_stream(current)
+        with side:
+            y = torch.cat([x, x]).sin()
+            z = torch.stack([y, y]).sigmoid()
+            z = z[0] * z[1]
+        current.wait_stream(side)
+        y.record_stream(current)
+        z.record_stream(current)
+        w = y.cos() * z
+        del y, z
+        return w.exp() * w
+
+    x = leaf()
+    streams_of: list[Any] = []
+
+    def note(operations: list[Any]) -> None:
+        streams_of.extend(op.stream for op in operations if op.facts.name in ("aten::cat",))
+
+    lowtide.replay.listeners.append(note)
+    try:
+        assert check(program, core)
+        lowtide.checkpoint(program, x).sum().backward()
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert streams_of
+    assert all(stream == side for stream in streams_of)
+
+
+def test_a_factory_has_a_stream(side: Any) -> None:
+    """Memory that is made again belongs to the stream that it was made on."""
+
+    def program(x: Tensor) -> Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            noise = torch.rand(64, 64, device=DEVICE)
+            y = (x * noise).sin().exp()
+        torch.accelerator.current_stream().wait_stream(side)
+        y.record_stream(torch.accelerator.current_stream())
+        return y.cos()
+
+    found: list[Any] = []
+
+    def note(operations: list[Any]) -> None:
+        found.extend(op.stream for op in operations if op.facts.name == "aten::rand")
+
+    lowtide.replay.listeners.append(note)
+    try:
+        lowtide.checkpoint(program, leaf()).sum().backward()
+    finally:
+        lowtide.replay.listeners.remove(note)
+    assert found
+    assert all(stream == side for stream in found)
+
+
+def test_what_was_made_outside_goes_after_a_replay_has_read_it(side: Any, core: ModuleType) -> None:
+    """The program lets go of it as soon as its forward has read it, and orders that; a replay reads
+    it later."""
+
+    def in_the_region(x: Tensor, made: list[Tensor]) -> Tensor:
+        y = (x * 2 + made.pop()).sin()
+        side.wait_stream(torch.accelerator.current_stream())
+        return y.exp() * y
+
+    class Next(torch.autograd.Function):
+        """The next batch is loaded while backward runs."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            with side:
+                LOADED[:] = [torch.full((64, 64), 3.0, device=DEVICE)]
+            return grad.clone()
+
+    def run(call: Callable[..., Tensor]) -> Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            made = [torch.arange(64.0 * 64, device=DEVICE).view(64, 64)]
+        torch.accelerator.current_stream().wait_stream(side)
+        return call(in_the_region, Next.apply(x), made).sum()
+
+    x = leaf()
+    plain = gradient(lambda: run(lambda f, *a: f(*a)), x)
+    assert core.races() == []
+    with counted_replays() as replayed:
+        assert torch.equal(gradient(lambda: run(lowtide.checkpoint), x), plain)
+    assert replayed() > 0
+    LOADED.clear()
+
+
+LOADED: list[Tensor] = []
+
+
+def test_an_external_that_is_overwritten_on_another_stream(side: Any, core: ModuleType) -> None:
+    """The old content is copied there, before the write: a replay waits for that."""
+    read = torch.ones(64, 64, device=DEVICE)
+
+    def program(x: Tensor) -> Tensor:
+        current = torch.accelerator.current_stream()
+        y = (x * 2 + read).sin()
+        side.wait_stream(current)
+        with side:
+            read.add_(1)
+        return y.exp() * y
+
+    x = leaf()
+    plain = gradient(lambda: program(x).sum(), x)
+    assert core.races() == []
+    read.fill_(1)
+    torch.accelerator.synchronize()
+    with counted_replays() as replayed:
+        assert torch.equal(gradient(lambda: lowtide.checkpoint(program, x).sum(), x), plain)
+    assert replayed() > 0
 
 
 def drawn(seed: int) -> Program:

@@ -119,16 +119,27 @@ def synchronize(device: torch.device | None = None) -> None:
     torch.accelerator.synchronize(device)
 
 
+def device_of(args: Any) -> torch.device | None:
+    """The device that an operation on these arguments runs on: that of the first tensor which is
+    on none of the CPU's, or the one that is named to it. None: the CPU."""
+    named = None
+    for argument in args:
+        device = None
+        if isinstance(argument, torch.Tensor):
+            device = argument.device
+        elif isinstance(argument, list | tuple) and argument:
+            device = device_of(argument)
+        elif isinstance(argument, torch.device):
+            named = argument
+        if device is not None and device.type not in _WITHOUT:
+            return device
+    return None if named is None or named.type in _WITHOUT else named
+
+
 def stream_of(args: Any) -> torch.Stream | None:
     """The stream that an operation on these arguments is about to run on; None on the CPU."""
-    for argument in args:
-        if isinstance(argument, torch.Tensor) and argument.device.type not in _WITHOUT:
-            return current_stream(argument.device)
-        if isinstance(argument, list | tuple) and argument and argument is not args:
-            stream = stream_of(argument)
-            if stream is not None:
-                return stream
-    return None
+    device = device_of(args)
+    return None if device is None or not is_accelerator(device) else current_stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
@@ -136,12 +147,27 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+_told: dict[str, bool] = {}  # kinds of device whose allocators can be told of streams
+
+
+def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Tell the allocator that a tensor is read on a stream. MPS, which has one, has no way to."""
+    kind = tensor.device.type
+    if not _told.get(kind, True):
+        return
+    try:
+        tensor.record_stream(stream)
+    except NotImplementedError:
+        _told[kind] = False
+
+
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Run on a recorded stream, ordered after and before the current one."""
+    """Run on a recorded stream and at its device, ordered after and before the current one."""
     current = current_stream(stream.device)
     if current == stream:
-        yield
+        with torch.accelerator.device_index(stream.device_index):
+            yield
         return
     stream.wait_stream(current)
     with stream:

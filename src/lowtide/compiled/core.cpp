@@ -318,6 +318,7 @@ PyObject* make_module() {
   out_of_memory_error = forever("torch", "OutOfMemoryError");
   python_unpack = forever("lowtide.replay", "unpack");
   python_run = forever("lowtide.replay", "run");
+  draws_lock = forever("lowtide.tape.generators", "lock");
   python_lost = forever("lowtide.replay", "_lost");
   listeners = forever("lowtide.replay", "listeners");
   Owned module(checked(PyModule_Create(&definition)));

@@ -22,6 +22,7 @@ struct Fact {
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
+  int non_blocking = -1, target = -1;           // of a copy: the place of that flag, and of where to
   std::vector<int> writes, fills;               // places of arguments
 };
 
@@ -68,6 +69,10 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   };
   for (py::handle where : facts.attr("writes")) fact.writes.push_back(place(where));
   for (py::handle where : facts.attr("fills")) fact.fills.push_back(place(where));
+  if (name == "aten::copy_" || name == "aten::_to_copy") {
+    fact.non_blocking = place(py::str("non_blocking"));
+    fact.target = name == "aten::copy_" ? 0 : place(py::str("device"));
+  }
   facts.release();
   if (made == nullptr) made = std::make_unique<Fact>(std::move(fact));  // no other thread was faster
   return known_facts()[&op.schema()] = made.get();

@@ -7,7 +7,6 @@
 
 #include "replay.h"
 
-#include <c10/core/Event.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <chrono>
@@ -82,21 +81,6 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
 
 // ---------------------------------------------------------------------- unpack
 
-struct Locked {
-  PyObject* lock;
-  explicit Locked(PyObject* l) : lock(l) {
-    static PyObject* name = interned("acquire");
-    Owned done(checked(PyObject_CallMethodNoArgs(lock, name)));
-  }
-  ~Locked() {
-    static PyObject* name = interned("release");
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    Owned done(PyObject_CallMethodNoArgs(lock, name));
-    PyErr_Restore(type, error, trace);
-  }
-};
-
 inline void tell(PyObject* decisions, PyObject* name, PyObject* what) {
   PyObject* arguments[] = {decisions, what};
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
@@ -170,20 +154,6 @@ inline at::Tensor replayed(
     Owned done(checked(PyObject_CallOneArg(PyList_GET_ITEM(listeners, i), operations.get())));
   }
   return base;
-}
-
-// As `hand_over` of `lowtide/tape/streams.py`.
-inline void order_after_its_stream(const Value* value, const at::Tensor& tensor) {
-  if (tensor.device().is_cpu()) return;
-  auto stream = made_on(value);
-  if (!stream || stream->device() != tensor.device()) return;
-  c10::impl::VirtualGuardImpl guard(stream->device_type());
-  c10::Stream current = guard.getStream(stream->device());
-  if (current == *stream) return;
-  c10::Event made(stream->device_type());
-  made.record(*stream);
-  made.block(current);
-  protect(tensor, current);
 }
 
 inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {

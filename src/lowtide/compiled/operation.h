@@ -292,17 +292,14 @@ inline PyObject* operation_threads(PyObject* self, void*) {
 }
 
 inline PyObject* operation_stream(PyObject* self, void*) {
-  auto* op = as<Operation>(self);
-  const auto& stream = op->rare().stream;
-  if (!stream) Py_RETURN_NONE;
-  return leave_error([&] {
-    return py::object(py::module_::import("torch").attr("Stream")(
-                          py::arg("stream_id") = stream->id(),
-                          py::arg("device_index") = stream->device_index(),
-                          py::arg("device_type") = static_cast<int64_t>(stream->device_type())))
-        .release()
-        .ptr();
-  });
+  return python_stream(as<Operation>(self)->rare().stream);
+}
+
+inline std::optional<c10::Stream> stream_it_ran_on(PyObject* op) {
+  if (is_compiled_operation(op)) return as<Operation>(op)->rare().stream;
+  static PyObject* name = interned("stream");
+  Owned stream(checked(PyObject_GetAttr(op, name)));
+  return stream_from(stream.get());
 }
 
 inline PyObject* operation_casting(PyObject* self, void*) {

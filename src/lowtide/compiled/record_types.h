@@ -7,6 +7,8 @@
 
 #include "records.h"
 
+#include <torch/csrc/utils/pybind.h>
+
 namespace lowtide {
 
 inline PyObject* value_new(PyTypeObject*, PyObject* args, PyObject*) {
@@ -35,6 +37,29 @@ inline int value_set_held(PyObject* self, PyObject* to, void*) {
   at::Tensor old = is_none(to) ? at::Tensor() : THPVariable_Unpack(to);
   std::swap(old, as<Value>(self)->held);
   return 0;
+}
+
+inline PyObject* python_stream(const std::optional<c10::Stream>& stream) {
+  if (!stream) Py_RETURN_NONE;
+  return leave_error([&] {
+    return py::object(py::module_::import("torch").attr("Stream")(
+                          py::arg("stream_id") = stream->id(),
+                          py::arg("device_index") = stream->device_index(),
+                          py::arg("device_type") = static_cast<int64_t>(stream->device_type())))
+        .release()
+        .ptr();
+  });
+}
+
+inline std::optional<c10::Stream> stream_from(PyObject* stream) {
+  if (is_none(stream)) return {};
+  return py::cast<c10::Stream>(py::handle(stream));
+}
+
+inline PyObject* value_home(PyObject* self, void*) { return python_stream(as<Value>(self)->home); }
+
+inline int value_set_home(PyObject* self, PyObject* to, void*) {
+  return leave_error_to([&] { as<Value>(self)->home = stream_from(to); });
 }
 
 inline PyObject* value_settle(PyObject* self, PyObject*) {
@@ -84,6 +109,7 @@ inline PyGetSetDef value_getset[] = {
     {"region", get_object<Value, &Value::region>, set_object<Value, &Value::region>},
     {"scope", get_object<Value, &Value::scope>, set_object<Value, &Value::scope>},
     {"held", value_held, value_set_held},
+    {"home", value_home, value_set_home},
     {"nbytes", get_number<Value, &Value::nbytes>, set_number<Value, &Value::nbytes>},
     {"number", get_number<Value, &Value::number>, set_number<Value, &Value::number>},
     {"retain_from", get_number<Value, &Value::retain_from>, set_number<Value, &Value::retain_from>},

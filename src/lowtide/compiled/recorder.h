@@ -8,6 +8,7 @@
 // written and tested twice.
 #pragma once
 
+#include "streams.h"
 #include "writes.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -15,49 +16,6 @@
 #include <c10/core/InferenceMode.h>
 
 namespace lowtide {
-
-inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
-  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
-    c10::Device device = stack[i].toTensor().device();
-    if (device.is_cpu() || device.is_meta()) return {};
-    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  }
-  return {};
-}
-
-// The stream that a value was made on, of a device that has streams.
-inline std::optional<c10::Stream> made_on(const Value* value) {
-  if (value->op == nullptr) return {};
-  if (is_compiled_operation(value->op)) return as<Operation>(value->op)->rare().stream;
-  static PyObject* name = interned("stream");
-  Owned stream(checked(PyObject_GetAttr(value->op, name)));
-  if (stream.get() == Py_None) return {};
-  return py::cast<c10::Stream>(py::handle(stream.get()));
-}
-
-// Nobody gets the memory of a tensor before what runs on a stream is done with it.
-inline void protect(const at::Tensor& tensor, c10::Stream stream) {
-  if (!tensor.defined() || tensor.device() != stream.device() || !tensor.has_storage()) return;
-  c10::impl::VirtualGuardImpl(stream.device_type())
-      .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-}
-
-// As `homes` and `protect` of `lowtide/tape/streams.py`.
-inline void put_on(Operation* op, c10::Stream stream, const Stack& stack, size_t count) {
-  Rare& rare = op->own_rare();
-  rare.stream = stream;
-  for (const Input& input : op->inputs) {
-    auto other = input.value == nullptr ? std::nullopt : made_on(input.value);
-    rare.crosses = rare.crosses || (other && *other != stream);
-  }
-  if (!rare.crosses) return;
-  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) protect(stack[i].toTensor(), stream);
-    if (!stack[i].isTensorList()) continue;
-    for (const at::Tensor& tensor : stack[i].toTensorVector()) protect(tensor, stream);
-  }
-}
 
 // A copy of the CPU generator as it is: the last one, while nothing has been drawn since. Most of what
 // may draw does not, such as attention without dropout, and a copy is larger than all other records.
@@ -82,7 +40,7 @@ inline at::Generator generator_now() {
 // The CPU generator as it is; false if the call draws from another one.
 inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (stack[i].isGenerator()) return false;
+    if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
     if (stack[i].isTensor() && stack[i].toTensor().defined() &&
         !stack[i].toTensor().device().is_cpu()) {
       return false;
@@ -91,6 +49,26 @@ inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
   if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory: its device may be another
   into = generator_now();
   return true;
+}
+
+// As `read_unrecorded` of `lowtide/tape/streams.py`.
+inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
+  auto read = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !has_streams(tensor.device()) || !is_ordinary(tensor)) return;
+    Owned key = key_of(tensor);
+    Entry* entry = find_entry(state->table, key.get());
+    Value* value = entry == nullptr ? nullptr : value_in(entry);
+    auto stream = value == nullptr ? std::nullopt : made_on(value);
+    c10::Stream current = current_stream(tensor.device());
+    if (stream && *stream != current) protect(tensor, current);
+  };
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) read(stack[i].toTensor());
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) {
+      if (item.isTensor()) read(item.toTensor());
+    }
+  }
 }
 
 // The device has no memory for a call: whether something was let go of, so that it may be tried again.
@@ -155,7 +133,9 @@ inline bool run_recorded(
     made->flushes = flushes_denormals();
     made->casting = casting_now();
     if (fact.ambient) made->ambient = Py_NewRef(ambient_now());
-    if (auto stream = stream_of(*stack, count)) put_on(made, *stream, *stack, count);
+    if (auto stream = stream_of(*stack, count)) put_on(made, fact, *stream, *stack, count);
+  } else if (stream_of(*stack, count)) {
+    read_unrecorded(state, *stack, count);
   }
   for (const Written& each : written) {
     int64_t key = each.entry()->key;

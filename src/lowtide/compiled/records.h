@@ -9,7 +9,10 @@
 
 #include "geometry.h"
 
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
 
 namespace lowtide {
 
@@ -101,6 +104,7 @@ struct Value : Record {
   at::Tensor held;
   Geometry whole;  // of the tensor that was there when it was recorded: most refs are that one
   Handle* handles = nullptr;  // that autograd still has: a list through them
+  std::optional<c10::Stream> home;  // where the operation does not tell: the stream that `held` was made on
   int64_t nbytes = 0, number = -1, retain_from = 0, version = 0;
   bool keep = false, read = false, saved = false;
 };
@@ -123,8 +127,11 @@ inline Value* new_value(PyObject* op, int64_t nbytes, PyObject* region, int64_t 
   return value;
 }
 
+inline std::optional<c10::Stream> stream_it_ran_on(PyObject* op);  // in `operation.h`
+
 // As `Value.settle`.
 inline void settle(Value* value) {
+  if (value->op != nullptr) value->home = stream_it_ran_on(value->op);
   value->read = true;
   give_up(std::exchange(value->op, nullptr));
 }

@@ -7,11 +7,9 @@
 #pragma once
 
 #include "recorder.h"
+#include "restored.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ScalarOps.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -20,88 +18,6 @@
 namespace lowtide {
 
 inline PyObject *python_run, *python_lost;
-
-// As `_compat.below_autograd`.
-struct BelowAutograd {
-  at::AutoDispatchBelowADInplaceOrView autograd;
-  c10::impl::ExcludeDispatchKeyGuard above;
-  at::impl::TorchFunctionDisabledState before;
-
-  static c10::DispatchKeySet keys() {
-    return c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python,
-        c10::DispatchKey::PythonDispatcher, c10::DispatchKey::PythonTLSSnapshot, KEY});
-  }
-  BelowAutograd() : above(keys()), before(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(
-        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-  }
-  ~BelowAutograd() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
-};
-
-struct RestoredGradMode {
-  bool before = c10::GradMode::is_enabled();
-  ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
-};
-
-// The default dtype of an operation, and back (rule 5).
-class RestoredDtype {
- public:
-  explicit RestoredDtype(c10::ScalarType recorded) {
-    if (recorded == c10::get_default_dtype_as_scalartype()) return;
-    before_ = c10::get_default_dtype();
-    c10::set_default_dtype(c10::scalarTypeToTypeMeta(recorded));
-  }
-  ~RestoredDtype() {
-    if (before_) c10::set_default_dtype(*before_);
-  }
-
- private:
-  std::optional<caffe2::TypeMeta> before_;
-};
-
-// The number of threads of an operation, and back: it says where vectors end, and so some bits.
-class RestoredThreads {
- public:
-  explicit RestoredThreads(int recorded) : before_(at::get_num_threads()) {
-    changed_ = recorded != before_;
-    if (changed_) at::set_num_threads(recorded);
-  }
-  ~RestoredThreads() {
-    if (changed_) at::set_num_threads(before_);
-  }
-
- private:
-  int before_;
-  bool changed_;
-};
-
-// The CPU generator in a recorded state, and back (rule 3).
-class RestoredGenerator {
- public:
-  explicit RestoredGenerator(const at::Generator& drawn) {
-    if (!drawn.defined()) return;
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    before_ = generator.clone();
-    copy(drawn, generator);
-  }
-  ~RestoredGenerator() {
-    if (!before_.defined()) return;
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    copy(before_, generator);
-  }
-
- private:
-  static void copy(const at::Generator& from, const at::Generator& to) {
-    auto* source = from.get<at::CPUGeneratorImpl>();
-    auto* target = to.get<at::CPUGeneratorImpl>();
-    target->set_engine(source->engine());
-    target->set_next_float_normal_sample(source->next_float_normal_sample());
-    target->set_next_double_normal_sample(source->next_double_normal_sample());
-  }
-  at::Generator before_;
-};
 
 inline int64_t sequence_of(PyObject* op) {
   if (is_compiled_operation(op)) return as<Operation>(op)->sequence;
@@ -224,10 +140,7 @@ class Replay {
         PyObject_RichCompareBool(op->ambient, switches, Py_EQ) != 1) {
       return false;
     }
-    if (op->rare().crosses) return false;
-    const auto& stream = op->rare().stream;
-    return !stream ||
-        c10::impl::VirtualGuardImpl(stream->device_type()).getStream(stream->device()) == *stream;
+    return runs_where_it_ran(op);
   }
 
   void run_compiled(Operation* op, PyObject* switches) {

@@ -8,7 +8,9 @@ re-run Python do: it misses explicit generators and the draws between two operat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ import torch
 from lowtide import _compat
 
 Draw = tuple[torch.Generator, torch.Tensor]
+
+lock = threading.Lock()
+"""Held while a generator is in a state of a replay: autograd has a thread for each device, and two
+of them may replay draws from one generator, such as the CPU's."""
 
 
 def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | None:
@@ -43,18 +49,29 @@ def _state_of(generator: torch.Generator) -> torch.Tensor:
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
-    for argument in args:
-        if isinstance(argument, torch.Tensor):
-            return argument.device
-        if isinstance(argument, list | tuple) and argument:
-            first = argument[0]
-            if isinstance(first, torch.Tensor):
-                return first.device
-    device = kwargs.get("device")
-    return torch.device(device) if device is not None else torch.get_default_device()
+    """Where it draws: with `torch.rand_like(x, device=...)` that is not where its argument is."""
+    named = kwargs.get("device")
+    if named is not None:
+        return torch.device(named)
+    found = _compat.device_of(args)
+    if found is not None:
+        return found
+    given = any(isinstance(a, torch.Tensor | list | tuple) for a in args)
+    return torch.device("cpu") if given else torch.get_default_device()
 
 
-def swap(draws: list[Draw]) -> list[Draw]:
+@contextlib.contextmanager
+def drawing(draws: list[Draw]) -> Iterator[None]:
+    """Draw from the recorded states, and leave the generators as they were."""
+    with lock:
+        before = _swap(draws)
+        try:
+            yield
+        finally:
+            _swap(before)
+
+
+def _swap(draws: list[Draw]) -> list[Draw]:
     """Put generators into the recorded states; returns the states they were in."""
     before = [(generator, generator.get_state()) for generator, _ in draws]
     for generator, state in draws:

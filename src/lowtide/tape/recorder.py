@@ -24,7 +24,7 @@ from lowtide.tape.known import Entry, needs_care, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
-from lowtide.tape.streams import homes, protect
+from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
 from lowtide.tape.watch import overwriting
 
@@ -179,9 +179,9 @@ class Recorder(Saves, _compat.Mode):
             if draws and self.drawn is not None:
                 self.drawn()
             if self.accelerated:
-                op.stream = _compat.stream_of((*args, *kwargs.values()))
-                if homes(op):
-                    protect(op, tensors_in(args, kwargs))
+                put_on(op, args, kwargs)
+        elif self.accelerated:
+            read_unrecorded(self, args, kwargs)
         if facts.chunks:
             self._know_counter(args[0])
         behind = self._behind(facts, written, args, kwargs, statistics)
@@ -261,6 +261,8 @@ class Recorder(Saves, _compat.Mode):
             self._read = {}
         for entry, _ in written:
             overwriting(entry.key)
+        if self.accelerated:
+            read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
             args, kwargs = bodies.watched(facts.name, args, kwargs)
         try:

@@ -3,7 +3,7 @@
 Problem: a device may be full before a limit is reached, and a step that was to fit would end there.
 Invariant: only what has left nothing behind is run again: an operation that writes to none of its
 arguments, random states and running statistics being put back as they were. What then fails arrives
-as itself. Imports generators. Rejected: to begin the step anew, which would run user
+as itself. Imports torch. Rejected: to begin the step anew, which would run user
 code twice (rule 2).
 """
 
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
-from lowtide.tape import generators
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -75,8 +74,8 @@ def called_with_room(
     moved = [(args[place], args[place].detach().clone()) for place in statistics]
 
     def undo() -> None:
-        if op.draws:
-            generators.swap(list(op.draws))
+        for generator, state in op.draws:
+            generator.set_state(state)
         with _compat.below_autograd():  # no version moves with them (rule 4)
             for tensor, before in moved:
                 tensor.copy_(before)

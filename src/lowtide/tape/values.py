@@ -69,6 +69,7 @@ class Value:
         read: an external that a recorded operation reads, so that a replay may need it.
         saved: whether autograd has saved it.
         region: where it was made; scope: the outermost region that needs it.
+        home: where `op` does not tell: the stream of an accelerator on which `held` was made.
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
         wholes: of what a wrapper subclass consists of: the storage, and the wrappers with their
@@ -81,6 +82,7 @@ class Value:
         "__weakref__",
         "_handles",
         "held",
+        "home",
         "keep",
         "nbytes",
         "number",
@@ -97,6 +99,7 @@ class Value:
         self.op = op
         self.nbytes = nbytes
         self.held: torch.Tensor | None = None
+        self.home: torch.Stream | None = None
         self.keep = False
         self.read = False
         self._handles: list[weakref.ref[Handle]] | None = None
@@ -108,6 +111,8 @@ class Value:
 
     def settle(self) -> None:
         """It stays held for good: what it was made from is not kept on its behalf."""
+        if self.op is not None:
+            self.home = self.op.stream
         self.op = None
         self.read = True  # copied, not lost, should a recorded write reach it
 

@@ -111,6 +111,7 @@ def overwriting(key: int, hidden: bool = False) -> None:
         elif value.read and value.intact():
             value.held = copy_of(value.held)
             value.version = _compat.version_of(value.held)
+            value.home = _compat.stream_of((value.held,))
 
 
 def _leave_to_autograd(value: Value) -> None:

@@ -1,0 +1,124 @@
+// The state of a thread and of the process as an operation found it, and back again.
+//
+// Problem: a replay runs wherever and whenever autograd asks, and a kernel looks at the state around it.
+// Invariant: what is put in place for one operation is gone after it, whatever it throws. Rejected: one
+// object for all of it, which would ask for what most operations do not depend on.
+#pragma once
+
+#include "state.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
+
+#include <optional>
+
+namespace lowtide {
+
+// As `_compat.below_autograd`.
+struct BelowAutograd {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard above;
+  at::impl::TorchFunctionDisabledState before;
+
+  static c10::DispatchKeySet keys() {
+    return c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python,
+        c10::DispatchKey::PythonDispatcher, c10::DispatchKey::PythonTLSSnapshot, KEY});
+  }
+  BelowAutograd() : above(keys()), before(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~BelowAutograd() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before); }
+};
+
+struct RestoredGradMode {
+  bool before = c10::GradMode::is_enabled();
+  ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
+};
+
+// The default dtype of an operation, and back (rule 5).
+class RestoredDtype {
+ public:
+  explicit RestoredDtype(c10::ScalarType recorded) {
+    if (recorded == c10::get_default_dtype_as_scalartype()) return;
+    before_ = c10::get_default_dtype();
+    c10::set_default_dtype(c10::scalarTypeToTypeMeta(recorded));
+  }
+  ~RestoredDtype() {
+    if (before_) c10::set_default_dtype(*before_);
+  }
+
+ private:
+  std::optional<caffe2::TypeMeta> before_;
+};
+
+// The number of threads of an operation, and back: it says where vectors end, and so some bits.
+class RestoredThreads {
+ public:
+  explicit RestoredThreads(int recorded) : before_(at::get_num_threads()) {
+    changed_ = recorded != before_;
+    if (changed_) at::set_num_threads(recorded);
+  }
+  ~RestoredThreads() {
+    if (changed_) at::set_num_threads(before_);
+  }
+
+ private:
+  int before_;
+  bool changed_;
+};
+
+// A lock of Python's, for which others let go of the GIL.
+struct Locked {
+  PyObject* lock;
+  explicit Locked(PyObject* l) : lock(l) {
+    static PyObject* name = interned("acquire");
+    Owned done(checked(PyObject_CallMethodNoArgs(lock, name)));
+  }
+  ~Locked() {
+    static PyObject* name = interned("release");
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Owned done(PyObject_CallMethodNoArgs(lock, name));
+    PyErr_Restore(type, error, trace);
+  }
+};
+
+inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
+
+// The CPU generator in a recorded state, and back (rule 3). Meanwhile no other replay draws.
+class RestoredGenerator {
+ public:
+  explicit RestoredGenerator(const at::Generator& drawn) {
+    if (!drawn.defined()) return;
+    locked_.emplace(draws_lock);
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    before_ = generator.clone();
+    copy(drawn, generator);
+  }
+  ~RestoredGenerator() {
+    if (!before_.defined()) return;
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    copy(before_, generator);
+  }
+
+ private:
+  static void copy(const at::Generator& from, const at::Generator& to) {
+    auto* source = from.get<at::CPUGeneratorImpl>();
+    auto* target = to.get<at::CPUGeneratorImpl>();
+    target->set_engine(source->engine());
+    target->set_next_float_normal_sample(source->next_float_normal_sample());
+    target->set_next_double_normal_sample(source->next_double_normal_sample());
+  }
+  std::optional<Locked> locked_;  // the last to go
+  at::Generator before_;
+};
+
+}  // namespace lowtide

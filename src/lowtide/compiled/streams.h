@@ -1,0 +1,117 @@
+// Memory that is read on another stream of an accelerator than the one it was made on:
+// `lowtide/tape/streams.py`, where the rule is, without Python.
+//
+// Problem: every operation of a step on an accelerator has a stream, and asking Python for it costs more
+// than recording the operation. Invariant: the streams, the waits and what allocators are told are those of
+// the Python file. Rejected: the streams of the step's begin, which a program changes where it likes.
+#pragma once
+
+#include "operation.h"
+
+#include <c10/core/Event.h>
+
+namespace lowtide {
+
+inline bool has_streams(c10::Device device) {
+  return !device.is_cpu() && !device.is_meta() && c10::impl::hasDeviceGuardImpl(device.type());
+}
+
+inline c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// The device that a call runs on: that of the first tensor that is on none of the CPU's, or the one named.
+inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
+  std::optional<c10::Device> named;
+  auto device_of = [](const at::Tensor& tensor) -> std::optional<c10::Device> {
+    if (!tensor.defined() || tensor.device().is_cpu() || tensor.device().is_meta()) return {};
+    return tensor.device();
+  };
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    const c10::IValue& value = stack[i];
+    std::optional<c10::Device> found;
+    if (value.isTensor()) {
+      found = device_of(value.toTensor());
+    } else if (value.isDevice()) {
+      named = value.toDevice();
+    } else if (value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) {
+        if (!found && item.isTensor()) found = device_of(item.toTensor());
+      }
+    }
+    if (found) return current_stream(*found);
+  }
+  if (!named || !has_streams(*named)) return {};
+  return current_stream(*named);
+}
+
+// The stream that a value was made on, of a device that has streams.
+inline std::optional<c10::Stream> made_on(const Value* value) {
+  return value->op == nullptr ? value->home : stream_it_ran_on(value->op);
+}
+
+// Nobody gets the memory of a tensor before what runs on a stream is done with it.
+inline void protect(const at::Tensor& tensor, c10::Stream stream) {
+  if (!tensor.defined() || !tensor.has_storage() || !has_streams(tensor.device())) return;
+  // A copy between devices is ordered with the current stream of the other one.
+  if (tensor.device() != stream.device()) stream = current_stream(tensor.device());
+  c10::impl::VirtualGuardImpl(stream.device_type())
+      .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+// As `put_on` of `lowtide/tape/streams.py`.
+inline void put_on(
+    Operation* op, const Fact& fact, c10::Stream stream, const Stack& stack, size_t count) {
+  Rare& rare = op->own_rare();
+  rare.stream = stream;
+  for (const Input& input : op->inputs) {
+    auto other = input.value == nullptr ? std::nullopt : made_on(input.value);
+    rare.crosses = rare.crosses || (other && *other != stream);
+  }
+  size_t first = stack.size() - count;
+  if (fact.non_blocking >= 0 && stack[first + fact.non_blocking].isBool()) {
+    // The program waits before it reads the CPU's memory, a replay does not.
+    const c10::IValue& to = stack[first + fact.target];
+    bool to_cpu = to.isTensor() ? to.toTensor().device().is_cpu() : to.isDevice() && to.toDevice().is_cpu();
+    if (to_cpu) op->arguments[fact.non_blocking] = false;
+  }
+  if (!rare.crosses) return;
+  for (size_t i = first; i < stack.size(); ++i) {
+    if (stack[i].isTensor()) protect(stack[i].toTensor(), stream);
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) {
+      if (item.isTensor()) protect(item.toTensor(), stream);
+    }
+  }
+}
+
+// Whether a replay may run where it is now, by itself: on the stream and the device that the operation
+// ran on, which nothing of what it reads has left. As `replaying`, where that is so.
+inline bool runs_where_it_ran(const Operation* op) {
+  const auto& stream = op->rare().stream;
+  if (!stream) return true;
+  if (op->rare().crosses) return false;
+  c10::impl::VirtualGuardImpl guard(stream->device_type());
+  if (guard.getDevice() != stream->device() || guard.getStream(stream->device()) != *stream) return false;
+  for (const Input& input : op->inputs) {
+    if (input.value == nullptr || input.value->op != nullptr || input.value->home == stream) continue;
+    if (input.value->home) return false;  // a copy that was made elsewhere
+    protect(input.value->held, *stream);
+  }
+  return true;
+}
+
+// As `hand_over`.
+inline void order_after_its_stream(const Value* value, const at::Tensor& tensor) {
+  if (!has_streams(tensor.device())) return;
+  auto stream = made_on(value);
+  if (!stream) return;
+  c10::Stream current = current_stream(tensor.device());
+  if (current == *stream) return;
+  c10::Event made(stream->device_type());
+  made.record(*stream);
+  made.block(current);
+  protect(tensor, current);
+}
+
+}  // namespace lowtide
