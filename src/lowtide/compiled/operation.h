@@ -58,8 +58,6 @@ struct Rare {
   std::vector<Write> writes;
   std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
   at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
-  std::optional<c10::Stream> stream;  // of a device that has streams
-  bool crosses = false;  // it reads what was made on another one
 };
 
 struct Operation : Record {
@@ -68,9 +66,11 @@ struct Operation : Record {
   const Fact* fact;
   PyObject* ambient = nullptr;  // null: does not matter
   const Casting* casting = nullptr;  // what autocast did inside of it
+  const c10::Stream* stream = nullptr;  // of a device that has streams
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
   int64_t wanted = 0;  // bytes of the gradients of its arguments, see `wanted_bytes`
+  bool crosses = false;  // it reads what was made on another stream
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
   int threads = 0;  // within operations
@@ -292,11 +292,11 @@ inline PyObject* operation_threads(PyObject* self, void*) {
 }
 
 inline PyObject* operation_stream(PyObject* self, void*) {
-  return python_stream(as<Operation>(self)->rare().stream);
+  return python_stream(as<Operation>(self)->stream);
 }
 
-inline std::optional<c10::Stream> stream_it_ran_on(PyObject* op) {
-  if (is_compiled_operation(op)) return as<Operation>(op)->rare().stream;
+inline const c10::Stream* stream_it_ran_on(PyObject* op) {
+  if (is_compiled_operation(op)) return as<Operation>(op)->stream;
   static PyObject* name = interned("stream");
   Owned stream(checked(PyObject_GetAttr(op, name)));
   return stream_from(stream.get());

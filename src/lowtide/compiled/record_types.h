@@ -39,8 +39,8 @@ inline int value_set_held(PyObject* self, PyObject* to, void*) {
   return 0;
 }
 
-inline PyObject* python_stream(const std::optional<c10::Stream>& stream) {
-  if (!stream) Py_RETURN_NONE;
+inline PyObject* python_stream(const c10::Stream* stream) {
+  if (stream == nullptr) Py_RETURN_NONE;
   return leave_error([&] {
     return py::object(py::module_::import("torch").attr("Stream")(
                           py::arg("stream_id") = stream->id(),
@@ -51,9 +51,9 @@ inline PyObject* python_stream(const std::optional<c10::Stream>& stream) {
   });
 }
 
-inline std::optional<c10::Stream> stream_from(PyObject* stream) {
-  if (is_none(stream)) return {};
-  return py::cast<c10::Stream>(py::handle(stream));
+inline const c10::Stream* stream_from(PyObject* stream) {
+  if (is_none(stream)) return nullptr;
+  return the_stream(py::cast<c10::Stream>(py::handle(stream)));
 }
 
 inline PyObject* value_home(PyObject* self, void*) { return python_stream(as<Value>(self)->home); }

@@ -58,7 +58,7 @@ inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
     Owned key = key_of(tensor);
     Entry* entry = find_entry(state->table, key.get());
     Value* value = entry == nullptr ? nullptr : value_in(entry);
-    auto stream = value == nullptr ? std::nullopt : made_on(value);
+    const c10::Stream* stream = value == nullptr ? nullptr : made_on(value);
     c10::Stream current = current_stream(tensor.device());
     if (stream && *stream != current) protect(tensor, current);
   };
@@ -148,7 +148,7 @@ inline bool run_recorded(
   Stack before;  // for a decision that looks at the arguments, should the plan not hold
   if (state->asks && again) before.assign(stack->end() - static_cast<long>(count), stack->end());
   // Of one that fails nothing is left but what it has written or drawn: `lowtide/tape/retry.py`.
-  bool retried = state->asks && again && written.empty() && !fact.random && made->rare().stream;
+  bool retried = state->asks && again && written.empty() && !fact.random && made->stream != nullptr;
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
     try {

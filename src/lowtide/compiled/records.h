@@ -12,9 +12,21 @@
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <optional>
+#include <memory>
+#include <vector>
 
 namespace lowtide {
+
+// Equal streams are one object, which lives for good: a step has few, and all of its records name one.
+// With the GIL.
+inline const c10::Stream* the_stream(const c10::Stream& stream) {
+  static auto* known = new std::vector<std::unique_ptr<const c10::Stream>>();
+  for (const auto& each : *known) {
+    if (*each == stream) return each.get();
+  }
+  known->push_back(std::make_unique<const c10::Stream>(stream));
+  return known->back().get();
+}
 
 // ---------------------------------------------------------------------- weak links
 
@@ -104,7 +116,7 @@ struct Value : Record {
   at::Tensor held;
   Geometry whole;  // of the tensor that was there when it was recorded: most refs are that one
   Handle* handles = nullptr;  // that autograd still has: a list through them
-  std::optional<c10::Stream> home;  // where the operation does not tell: the stream that `held` was made on
+  const c10::Stream* home = nullptr;  // where the operation does not tell: the stream of `held`
   int64_t nbytes = 0, number = -1, retain_from = 0, version = 0;
   bool keep = false, read = false, saved = false;
 };
@@ -127,7 +139,7 @@ inline Value* new_value(PyObject* op, int64_t nbytes, PyObject* region, int64_t 
   return value;
 }
 
-inline std::optional<c10::Stream> stream_it_ran_on(PyObject* op);  // in `operation.h`
+inline const c10::Stream* stream_it_ran_on(PyObject* op);  // in `operation.h`
 
 // As `Value.settle`.
 inline void settle(Value* value) {

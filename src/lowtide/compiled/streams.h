@@ -46,7 +46,7 @@ inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
 }
 
 // The stream that a value was made on, of a device that has streams.
-inline std::optional<c10::Stream> made_on(const Value* value) {
+inline const c10::Stream* made_on(const Value* value) {
   return value->op == nullptr ? value->home : stream_it_ran_on(value->op);
 }
 
@@ -62,11 +62,10 @@ inline void protect(const at::Tensor& tensor, c10::Stream stream) {
 // As `put_on` of `lowtide/tape/streams.py`.
 inline void put_on(
     Operation* op, const Fact& fact, c10::Stream stream, const Stack& stack, size_t count) {
-  Rare& rare = op->own_rare();
-  rare.stream = stream;
+  op->stream = the_stream(stream);
   for (const Input& input : op->inputs) {
-    auto other = input.value == nullptr ? std::nullopt : made_on(input.value);
-    rare.crosses = rare.crosses || (other && *other != stream);
+    const c10::Stream* other = input.value == nullptr ? nullptr : made_on(input.value);
+    op->crosses = op->crosses || (other != nullptr && other != op->stream);
   }
   size_t first = stack.size() - count;
   if (fact.non_blocking >= 0 && stack[first + fact.non_blocking].isBool()) {
@@ -75,7 +74,7 @@ inline void put_on(
     bool to_cpu = to.isTensor() ? to.toTensor().device().is_cpu() : to.isDevice() && to.toDevice().is_cpu();
     if (to_cpu) op->arguments[fact.non_blocking] = false;
   }
-  if (!rare.crosses) return;
+  if (!op->crosses) return;
   for (size_t i = first; i < stack.size(); ++i) {
     if (stack[i].isTensor()) protect(stack[i].toTensor(), stream);
     if (!stack[i].isList()) continue;
@@ -88,9 +87,9 @@ inline void put_on(
 // Whether a replay may run where it is now, by itself: on the stream and the device that the operation
 // ran on, which nothing of what it reads has left. As `replaying`, where that is so.
 inline bool runs_where_it_ran(const Operation* op) {
-  const auto& stream = op->rare().stream;
-  if (!stream) return true;
-  if (op->rare().crosses) return false;
+  const c10::Stream* stream = op->stream;
+  if (stream == nullptr) return true;
+  if (op->crosses) return false;
   c10::impl::VirtualGuardImpl guard(stream->device_type());
   if (guard.getDevice() != stream->device() || guard.getStream(stream->device()) != *stream) return false;
   for (const Input& input : op->inputs) {
@@ -104,8 +103,8 @@ inline bool runs_where_it_ran(const Operation* op) {
 // As `hand_over`.
 inline void order_after_its_stream(const Value* value, const at::Tensor& tensor) {
   if (!has_streams(tensor.device())) return;
-  auto stream = made_on(value);
-  if (!stream) return;
+  const c10::Stream* stream = made_on(value);
+  if (stream == nullptr) return;
   c10::Stream current = current_stream(tensor.device());
   if (current == *stream) return;
   c10::Event made(stream->device_type());
