@@ -26,12 +26,16 @@ using Stack = torch::jit::Stack;
 struct Input {
   Value* value;  // owned; null: memory that the operation overwrites entirely
   Geometry geometry;
-  int32_t argument;
-  int32_t item;       // place in a list of tensors, or -1
-  int64_t blank = 0;  // bytes of the fresh memory in place of a value
+  int32_t item;  // place in a list of tensors, or -1
+  int16_t argument;
   c10::Device device = c10::Device(c10::kCPU);
-  bool scratch = false;  // stands in for running statistics, which a replay must not move
+  int64_t fresh = 0;  // bytes of that memory; those of scratch memory with all bits turned
+
+  int64_t blank() const { return scratch() ? ~fresh : fresh; }
+  // Stands in for running statistics, which a replay must not move.
+  bool scratch() const { return fresh < 0; }
 };
+static_assert(sizeof(Input) == 32, "most of what a record takes");
 
 // A value that the operation makes: its place in the flattened result.
 struct Output {
@@ -76,7 +80,7 @@ struct Operation : Record {
   int threads = 0;  // within operations
   bool flushes = false;  // denormal numbers to zero
   c10::OperatorHandle op;
-  c10::SmallVector<c10::IValue, 4> arguments;
+  c10::SmallVector<c10::IValue, 0> arguments;  // exactly as many as there are
   c10::SmallVector<Input, 3> inputs;
   c10::SmallVector<Output, 1> outputs;
   std::unique_ptr<Rare> more;
@@ -152,7 +156,7 @@ inline PyObject* refs_of(Operation* op) {
   for (const Input& input : op->inputs) {
     Owned ref(new_ref(object_of(input.value), input.geometry));
     if (input.value == nullptr) {
-      put_new(ref.get(), layout.ref_blank, py::make_tuple(input.blank, input.device).ptr());
+      put_new(ref.get(), layout.ref_blank, py::make_tuple(input.blank(), input.device).ptr());
     }
     if (PyList_Append(list.get(), ref.get()) < 0) throw py::error_already_set();
   }
@@ -164,7 +168,7 @@ inline PyObject* operation_refs(PyObject* self, void*) {
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
     for (size_t i = 0; i < op->inputs.size(); ++i) {
-      if (op->inputs[i].scratch) continue;
+      if (op->inputs[i].scratch()) continue;
       PyObject* ref = PyList_GET_ITEM(refs_of(op), static_cast<Py_ssize_t>(i));
       if (PyList_Append(list.get(), ref) < 0) throw py::error_already_set();
     }

@@ -216,7 +216,7 @@ class Replay {
   }
 
   static at::Tensor fresh(const Input& input) {
-    at::Tensor bytes = at::empty({input.blank}, at::TensorOptions(at::kByte).device(input.device));
+    at::Tensor bytes = at::empty({input.blank()}, at::TensorOptions(at::kByte).device(input.device));
     return input.geometry.of(bytes);
   }
 

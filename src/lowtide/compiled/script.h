@@ -87,7 +87,7 @@ inline bool follow(State* state, const Fact& fact, const Operation* op, const Ma
   if (made.size() != sizes.size()) return false;
   size_t read = 0;
   for (const Input& input : op->inputs) {
-    if (input.scratch) continue;
+    if (input.scratch()) continue;
     int64_t number = input.value == nullptr ? -1 : input.value->number;
     if (read >= reads.size() || reads[read++] != number) return false;
   }

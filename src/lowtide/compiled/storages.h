@@ -120,8 +120,8 @@ inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, siz
     value = Owned(Py_NewRef(object_of(value_of(slot(ref.get(), layout.ref_value)))));
   }
   auto* read = as<Value>(value.release());
-  op->inputs.push_back(Input{read, geometry_in(read, tensor), static_cast<int32_t>(place),
-                             static_cast<int32_t>(item)});
+  op->inputs.push_back(Input{read, geometry_in(read, tensor), static_cast<int32_t>(item),
+                             static_cast<int16_t>(place)});
   return true;
 }
 
@@ -161,9 +161,9 @@ inline bool encode(
       op->wanted += wanted_bytes(tensor);
       if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
         if (!is_ordinary(tensor) || enter_written(state, tensor) == nullptr) return false;
-        op->inputs.push_back(Input{nullptr, Geometry(tensor), static_cast<int32_t>(place), -1,
-                                   static_cast<int64_t>(tensor.storage().nbytes()),
-                                   tensor.device(), true});
+        op->inputs.push_back(Input{nullptr, Geometry(tensor), -1, static_cast<int16_t>(place),
+                                   tensor.device(),
+                                   ~static_cast<int64_t>(tensor.storage().nbytes())});
       } else if (tensor.defined() && !add_input(state, op, tensor, place, -1)) {
         return false;
       }

@@ -88,7 +88,7 @@ inline bool covers(const Geometry& geometry, int64_t nbytes) {
 
 inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
   give_up(object_of(std::exchange(input.value, nullptr)));
-  input.blank = nbytes;
+  input.fresh = nbytes;
   input.device = device;
 }
 
