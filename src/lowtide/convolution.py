@@ -60,13 +60,15 @@ def convolution_workspace(
     oneself = source.element_size() == 2 or unfolded(source, weight, "cpu", options)
     if instructions == "AVX512" or oneself:
         return _wide_workspace(source, weight, out, options, given, passes, biased)
+    call = (source, weight, out, options, given, passes, biased)
     last = _channels_last(source)
-    narrow = narrow_workspace(source, weight, out, options, given, passes, biased, last)
-    narrow += _copied(source, last) + (0 if given is None else _copied(given, last))
+    copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+    narrow = copies + narrow_workspace(*call, last)
     if instructions == "AVX2":
         return narrow
-    # Other CPUs have kernels that were not measured: the larger of the two is taken.
-    return max(narrow, _wide_workspace(source, weight, out, options, given, passes, biased))
+    # Other CPUs have kernels that were not measured, and lack some of these, in whose place images
+    # are unfolded: the largest of what is known.
+    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), _wide_workspace(*call))
 
 
 def _wide_workspace(

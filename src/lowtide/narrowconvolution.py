@@ -14,7 +14,15 @@ import math
 import torch
 
 from lowtide import _compat
-from lowtide.narrowkernels import Kernel, backward, forward, of_parameter
+from lowtide.narrowkernels import (
+    Kernel,
+    backward,
+    forward,
+    of_parameter,
+    unfolding_backward,
+    unfolding_forward,
+    unfolding_parameter,
+)
 from lowtide.narrowscratch import WIDTH, Geometry, up
 from lowtide.unfolding import Options
 
@@ -28,13 +36,19 @@ def narrow_workspace(
     passes: bool,
     biased: bool,
     last: bool,
+    unfolds: bool = False,
 ) -> int:
     """As `convolution.convolution_workspace`, without copies of tensors that lie as no kernel
-    reads them; `last`: the channels of the input are last in memory."""
+    reads them.
+
+    Args:
+        last: whether the channels of the input are last in memory.
+        unfolds: whether to take it that no kernel but the one that has no limits is there.
+    """
     turned = _turned(weight) if last else 0
     if given is None:
         g = _geometry(source, weight, options, out // source.element_size())
-        kernel = backward(g, last, True) if options.transposed else forward(g, last)
+        kernel = _maker(g, options.transposed, last, unfolds, True)
         read = _bytes(source)
         sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
         made = _channels_made(weight, options)
@@ -47,16 +61,23 @@ def narrow_workspace(
     one, other = (into, source.shape[1]), (_bytes(given), given.shape[1])
     first = 0
     if passes:
-        kernel = forward(g, last) if options.transposed else backward(g, last)
+        kernel = _maker(g, not options.transposed, last, unfolds)
         sides = (kernel.read, kernel.given) if options.transposed else (kernel.given, kernel.read)
         first = _call(kernel, sides, other, one, last)
-    kernel = of_parameter(g, last, biased)
+    kernel = unfolding_parameter(g, last) if unfolds else of_parameter(g, last, biased)
     sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
     second = kernel.scratch + sum(
         _copy(side, *tensor, last) for side, tensor in zip(sides, (one, other), strict=True)
     )
     second = kernel.parameter + max(second, (2 if last else 1) * parameter)
     return turned + max(first, second + (into if passes else 0)) - returned
+
+
+def _maker(g: Geometry, back: bool, last: bool, unfolds: bool, transposed: bool = False) -> Kernel:
+    """Of a tensor: the larger one, going `back`, or the other."""
+    if unfolds:
+        return unfolding_backward(g, last) if back else unfolding_forward(g, last)
+    return backward(g, last, transposed) if back else forward(g, last)
 
 
 def _adds_bias(kernel: Kernel, g: Geometry) -> bool:

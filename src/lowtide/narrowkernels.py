@@ -78,8 +78,7 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
     if fits and g.pads_little() and g.padding[2] <= min(_UNROLLED, g.given[2]) and not wide:
         parameter = _in_blocks(g, flat)
         return Kernel("direct", "plain" if flat and not last else free, free, parameter)
-    plain = "last" if last else "plain"
-    return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_forward(g, last))
+    return unfolding_forward(g, last)
 
 
 def backward(g: Geometry, last: bool = False, transposed: bool = False) -> Kernel:
@@ -105,8 +104,7 @@ def backward(g: Geometry, last: bool = False, transposed: bool = False) -> Kerne
     fits = fits and g.stride[0] == 1 and g.stride[1] == g.stride[2] and g.pads_little()
     if fits and _row_fits(g):
         return Kernel("direct", free, free, _in_blocks(g))
-    plain = "last" if last else "plain"
-    return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_backward(g, last))
+    return unfolding_backward(g, last)
 
 
 def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kernel:
@@ -140,9 +138,7 @@ def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kerne
         scratch = summed(parts, 1) + (summed(numbers, 1) if biased else 0)
         read = "plain" if flat and not last else free
         return Kernel("direct", read, free, _in_blocks(g, flat), scratch)
-    plain = "last" if last else "plain"
-    parameter = g.elements * FLOAT
-    return Kernel("unfolding", plain, plain, parameter, unfolded_parameter(g, last))
+    return unfolding_parameter(g, last)
 
 
 def _depthwise_parameter(g: Geometry) -> bool:
@@ -178,6 +174,27 @@ def _row_fits(g: Geometry) -> bool:
     left = max(0, (g.reach[2] - 1 - end - rest) // stride)
     uneven = size > part and (part % stride > 0 or end + rest < 0)
     return most > 0 and left * stride <= part and not uneven
+
+
+# ---------------------------------------------------------------------------- where there is none
+
+
+def unfolding_forward(g: Geometry, last: bool) -> Kernel:
+    """Instead of any `forward`: a product of the image unfolded, of any shape, on any CPU."""
+    plain = "last" if last else "plain"
+    return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_forward(g, last))
+
+
+def unfolding_backward(g: Geometry, last: bool) -> Kernel:
+    """Instead of any `backward`."""
+    plain = "last" if last else "plain"
+    return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_backward(g, last))
+
+
+def unfolding_parameter(g: Geometry, last: bool) -> Kernel:
+    """Instead of any `of_parameter`."""
+    plain = "last" if last else "plain"
+    return Kernel("unfolding", plain, plain, g.elements * FLOAT, unfolded_parameter(g, last))
 
 
 # ---------------------------------------------------------------------------- parameters
