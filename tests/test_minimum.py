@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from instructions import exact_workspaces
 from lowtide.limits import format_bytes
 from lowtide.observe import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
@@ -187,6 +188,7 @@ def measured_step(model: nn.Module, x: Tensor, budget: lowtide.Budget) -> int:
     return lowtide.measure(step, device="cpu").peak_bytes
 
 
+@exact_workspaces
 @pytest.mark.parametrize("name", STEPS)
 def test_the_minimum_that_is_named_is_kept(name: str) -> None:
     model, x = made(name)
@@ -235,6 +237,7 @@ def test_what_is_let_go_before_an_operation_is_not_its_workspace(
     assert Simulator(graphs[0]).run(plan.retention.retain).peak == first
 
 
+@exact_workspaces
 def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a search in the measured step comes to."""
     model, x = made("dense")
@@ -254,6 +257,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
     assert peaks[1] == peaks[2]
 
 
+@exact_workspaces
 def test_a_refusal_after_a_dry_run_says_what_had_been_predicted() -> None:
     model, x = made("dense")
     plan = lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak)
@@ -381,6 +385,7 @@ def options(shape: Shape) -> tuple[Any, ...]:
     )
 
 
+@exact_workspaces
 @pytest.mark.parametrize("turned", [False, True], ids=["", "transposed gradient"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_a_convolution_takes(name: str, turned: bool) -> None:

@@ -13,12 +13,14 @@ import math
 
 import torch
 
+from lowtide import _compat
 from lowtide.halfconvolution import (
     half_backward,
     half_channels_last,
     half_forward,
     half_transposed,
 )
+from lowtide.narrowconvolution import narrow_workspace
 from lowtide.unfolding import Options, unfolded, unfolded_workspace
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
@@ -54,6 +56,31 @@ def convolution_workspace(
         passes: whether that backward gives a gradient to the input.
         biased: whether its forward adds a bias.
     """
+    instructions = _compat.onednn_instructions()
+    oneself = source.element_size() == 2 or unfolded(source, weight, "cpu", options)
+    if instructions == "AVX512" or oneself:
+        return _wide_workspace(source, weight, out, options, given, passes, biased)
+    call = (source, weight, out, options, given, passes, biased)
+    last = _channels_last(source)
+    copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+    narrow = copies + narrow_workspace(*call, last)
+    if instructions == "AVX2":
+        return narrow
+    # Other CPUs have kernels that were not measured, and lack some of these, in whose place images
+    # are unfolded: the largest of what is known.
+    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), _wide_workspace(*call))
+
+
+def _wide_workspace(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    options: Options,
+    given: torch.Tensor | None,
+    passes: bool,
+    biased: bool,
+) -> int:
+    """With AVX-512, in half types, and of what torch runs itself."""
     back, stride = given is not None, max(options.stride)
     half, flat = source.element_size() == 2, source.dim() < 5
     itself = unfolded(source, weight, "cpu", options)

@@ -78,7 +78,12 @@ from lowtide._compat.dynamo import (
     never_compiled,
     run_compiled_eagerly,
 )
-from lowtide._compat.kernels import onednn_is_on, onednn_takes
+from lowtide._compat.kernels import (
+    onednn_instructions,
+    onednn_is_on,
+    onednn_takes,
+    second_cache,
+)
 from lowtide._compat.modules import (
     CHECKPOINT_WRAPPER_HOME,
     COMPOSABLE_CHECKPOINT_HOME,
@@ -158,6 +163,7 @@ __all__ = [
     "newest_node",
     "node_in_backward",
     "on_stream",
+    "onednn_instructions",
     "onednn_is_on",
     "onednn_takes",
     "parameters_and_buffers",
@@ -170,6 +176,7 @@ __all__ = [
     "reset_peak",
     "run_compiled_eagerly",
     "schema_of",
+    "second_cache",
     "selective_policy",
     "set_grad_mode",
     "shares_counter",

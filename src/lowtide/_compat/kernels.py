@@ -2,12 +2,16 @@
 
 Problem: what an operator allocates depends on the library that runs it. Invariant: as in
 `lowtide._compat`, of which this is a part; what torch cannot say is taken for no. Imports torch.
-Rejected: reading the CPU's flags, of which torch asks for several, other ones in other versions.
+Rejected: reading the CPU's flags for types, of which torch asks for several, other ones in other
+versions.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -20,6 +24,46 @@ def onednn_is_on() -> bool:
 def onednn_takes(dtype: torch.dtype) -> bool:
     """Whether oneDNN has convolutions for this type."""
     return dtype in _types() and onednn_is_on()
+
+
+# What `ONEDNN_MAX_CPU_ISA` may ask for below AVX-512, and whether it leaves AVX2.
+_LESS = {"SSE41": False, "AVX": False, "AVX2": True, "AVX2_VNNI": True, "AVX2_VNNI_2": True}
+# The parts of AVX-512 that oneDNN's kernels need, all of them.
+_WIDE_PARTS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+_SECOND_CACHE = 2 << 20  # bytes, the most that cores with AVX2 alone have
+
+
+@functools.cache
+def onednn_instructions() -> str:
+    """The widest instructions that oneDNN's kernels use: "AVX512", "AVX2", or "" for any others.
+
+    `torch.backends.cpu.get_cpu_capability()` speaks of torch's own kernels: `ATEN_CPU_CAPABILITY`
+    restricts those, and oneDNN's are restricted by a variable of their own. It is asked where torch
+    does not list what the CPU has.
+    """
+    asked = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    known = _capabilities()
+    wide = all(known.get(part) for part in _WIDE_PARTS)
+    narrow = bool(known.get("avx2"))
+    if "avx2" not in known:
+        said = torch.backends.cpu.get_cpu_capability()
+        wide, narrow = said.startswith("AVX512"), said == "AVX2"
+    least = _LESS.get(asked.upper())
+    if wide and least is None:
+        return "AVX512"
+    return "AVX2" if (wide or narrow) and least is not False else ""
+
+
+def second_cache() -> int:
+    """Bytes of a core's second cache, which sizes what oneDNN unfolds at a time."""
+    return int(_capabilities().get("l2_cache_size") or _SECOND_CACHE)
+
+
+@functools.cache
+def _capabilities() -> Mapping[str, Any]:
+    """What the CPU has, by torch's names; older versions of torch do not say."""
+    asked = getattr(torch.cpu, "get_capabilities", None)
+    return {} if asked is None else asked()
 
 
 @functools.cache

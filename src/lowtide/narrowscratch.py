@@ -1,0 +1,251 @@
+"""What oneDNN's convolutions keep for themselves on CPUs with AVX2 and no AVX-512, in float32.
+
+Problem: beside the copies of its tensors a kernel takes parts of images, sums of each thread, lists
+of products. Invariant: as oneDNN books them, which is what was seen to be allocated (of 3.12), in
+bytes; where that follows from a search for the best blocks, the most that it may be. Imports
+nothing of lowtide's. Rejected: a share of the tensors, which is many times too much or too little
+where images are unfolded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+WIDTH = 8  # channels in a block
+_PAGE = 4096
+FLOAT = 4
+_BATCHED = 40  # bytes that a batch of small products has for each of them
+_MANY_ROWS, _FEW_POINTS = 512, 256  # points of an image: fewer than that, threads share a batch
+_LARGE_PRODUCT = 64 << 10  # or fewer products in all than this
+_MANY_POINTS = 64  # of a kernel, from which on threads share images
+_MOST = 1 << 30  # bytes, or these times its tensors, that a kernel takes to unfold images
+_MOST_TIMES = 15
+
+
+class Geometry(NamedTuple):
+    """A convolution, in three dimensions; those that it lacks are one."""
+
+    batch: int
+    groups: int
+    channels: int
+    """In a group, of what is gone over: its input, or a transposed one's result."""
+    results: int
+    read: tuple[int, ...]
+    given: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    volume: bool
+    threads: int
+    cache: int
+    """Bytes of each core's second one."""
+
+    @property
+    def reach(self) -> list[int]:
+        """Of a kernel, in each dimension, from its first point to its last."""
+        return [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
+
+    @property
+    def ends(self) -> list[int]:
+        """The padding after, in each dimension; negative where the last points are not read."""
+        rows = zip(self.given, self.stride, self.reach, self.read, self.padding, strict=True)
+        return [(out - 1) * s + reach - size - pad for out, s, reach, size, pad in rows]
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 == self.channels == self.results
+
+    @property
+    def points(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def elements(self) -> int:
+        """Of the parameter."""
+        return self.groups * self.channels * self.results * self.points
+
+    def pads_little(self) -> bool:
+        """Whether each place of a kernel reads one point at least that is no padding."""
+        rows = zip(self.reach, self.padding, self.ends, strict=True)
+        return all(reach > max(pad, end) for reach, pad, end in rows)
+
+    def whole(self) -> bool:
+        """Whether channels may be in blocks: padded, unless other groups follow."""
+        return self.groups == 1 or not (self.channels % WIDTH or self.results % WIDTH)
+
+    def pointwise(self) -> bool:
+        if self.groups > 1 or self.points > 1 or max(self.padding) > 0:
+            return False
+        if max(self.stride) == 1:
+            return self.read == self.given
+        rows = zip(self.given, self.stride, self.read, strict=True)
+        return not self.volume and all(out * s == size for out, s, size in rows)
+
+    def even(self) -> bool:
+        """Whether the strides divide what is gone over."""
+        return not any(size % s for size, s in zip(self.read, self.stride, strict=True))
+
+    def gathers(self) -> bool:
+        """Whether the points that a pointwise kernel reads are brought together first."""
+        return max(self.stride) > 1
+
+
+def up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# ---------------------------------------------------------------------------- what is kept besides
+
+
+def _paged(g: Geometry, nbytes: int) -> int:
+    return g.threads * nbytes + _PAGE
+
+
+def list_of_products(g: Geometry) -> int:
+    """A list of products on each thread."""
+    listed = up(up(g.points * _BATCHED, _PAGE), _BATCHED)
+    return _paged(g, listed)
+
+
+def strided_scratch(g: Geometry) -> int:
+    """On each thread an image of the gradient given, with edges as wide as the kernel reaches, a
+    mark for each of its rows, and a row of the result that the stride does not divide."""
+    image = g.groups * g.results
+    edges = zip(g.given, g.reach, g.padding, g.ends, g.stride, strict=True)
+    for size, reach, pad, end, stride in edges:
+        image *= size + max(0, reach - 1 - pad) // stride + max(0, reach - 1 - end) // stride
+    scratch = list_of_products(g) + _paged(g, up(image, _PAGE) * FLOAT)
+    scratch += _paged(g, up(g.read[0] * g.read[1] * g.groups, _PAGE))
+    if g.read[2] % g.stride[2]:
+        row = up(g.read[2], g.stride[2]) * g.stride[2] * g.channels * g.groups
+        scratch += _paged(g, up(row, _PAGE) * FLOAT)
+    return scratch
+
+
+def gathered(g: Geometry, channels: int) -> int:
+    """The points that a strided kernel of one point reads, of an image for each thread."""
+    return g.threads * channels * math.prod(g.given) * FLOAT if g.gathers() else 0
+
+
+def pointwise_sums(g: Geometry, last: bool) -> int:
+    one, other = -(-g.channels // WIDTH), -(-g.results // WIDTH)
+    small = math.prod(g.read) <= 1024 and g.channels % WIDTH == 0
+    into = _halved(one, 17 if last else 9) if small or not last else one
+    out = _halved(other, 32) if not last or g.results % WIDTH == 0 else other
+    job = into * out * WIDTH * WIDTH
+    jobs = -(-one // into) * -(-other // out)
+    points = g.batch * math.prod(g.given)
+    parts = shared(g.threads, job, jobs, points, g.threads * job * 8)
+    points_read = gathered(g, g.channels if last else into * WIDTH)
+    return points_read + summed(parts, 0)
+
+
+def _halved(blocks: int, most: int) -> int:
+    while blocks > most:
+        if blocks % 2 and blocks % 3:
+            break
+        blocks //= 3 if blocks % 2 else 2
+    return blocks
+
+
+def summed(parts: tuple[int, int, int], own: int) -> int:
+    """Parts of a gradient that threads make of the same numbers; `own`: one into the result."""
+    groups, threads, size = parts
+    return groups * (threads - own) * size * FLOAT + 3 * _PAGE if threads > 1 else 0
+
+
+def shared(threads: int, job: int, jobs: int, sums: int, most: int) -> tuple[int, int, int]:
+    """How many groups of how many threads have how many numbers each (`reduce_balancer_t`)."""
+    least, limit = max(1, jobs // threads), max(1, most // (threads * job))
+    groups = min(jobs // least, threads)
+    best = (groups, min(threads // groups, sums), -(-jobs // groups))
+    cost = jobs * job * sums
+    for groups in range(threads, 0, -1):
+        fewest = least if groups == threads else max(least, jobs // (groups + 1) + 1)
+        if fewest >= jobs or min(jobs // fewest, threads) != groups:
+            continue
+        together, share = min(threads // groups, sums), -(-jobs // groups)
+        if together > 1 and share > limit:
+            continue
+        work = job * share * (-(-sums // together) + (together > 1))
+        if work < cost:
+            best, cost = (groups, together, share), work
+    groups, together, share = best
+    return groups, together, share * job
+
+
+# ---------------------------------------------------------------------------- unfolded images
+
+
+def _columns(g: Geometry) -> int:
+    """Bytes of an image unfolded, one slice of it at a time."""
+    if g.points == max(g.stride) == 1 and g.read == g.given:
+        return 0
+    return g.channels * g.points * g.given[1] * g.given[2] * FLOAT
+
+
+def unfolded_forward(g: Geometry, last: bool) -> int:
+    """At most: large ones are unfolded in parts that fit a cache, found by a search that is not
+    repeated here."""
+    image = math.prod(g.read) * g.channels * FLOAT if last else 0
+    columns = _columns(g)
+    many = g.batch * g.groups * math.prod(g.given) >= WIDTH * g.threads
+    if many and not last and not g.volume:
+        columns = min(columns, g.cache * 33 // 32)
+    return g.threads * (columns + image)
+
+
+def unfolded_backward(g: Geometry, last: bool) -> int:
+    columns, made = _columns(g), 0
+    if last:
+        columns *= g.given[0]
+        made = math.prod(g.read) * g.channels * FLOAT if g.groups > 1 else 0
+    image, work = g.read[1] * g.read[2], g.groups * g.batch
+    inner = -(-image // WIDTH) * -(-g.channels // WIDTH)
+    spread = _spread(work, g.threads) >= _spread(inner, g.threads)
+    if last:
+        fits = not g.volume and (g.depthwise or (image // g.threads < 64 and g.batch > 1))
+    else:
+        rows = g.given[1] * g.given[2] // g.threads < _MANY_ROWS
+        fits = (rows or g.points < _MANY_POINTS) and (g.batch > 1 or g.groups > 2)
+    small = image * g.channels * g.results // g.threads < _LARGE_PRODUCT
+    threads = g.threads if fits and (spread or small) else 1
+    return _within(g, threads * made, threads, columns, 10)
+
+
+def unfolded_parameter(g: Geometry, last: bool) -> int:
+    """Copies of the gradient: oneDNN counts its bytes as numbers, so four on each thread."""
+    columns, image = _columns(g), math.prod(g.read) * g.channels * FLOAT if last else 0
+    copies = g.elements * FLOAT * FLOAT
+    each = g.elements * FLOAT * FLOAT + (columns + image if last else 0)
+    if not last:
+        each += g.channels * g.points * WIDTH * FLOAT
+    few = g.given[1] * g.given[2] // g.threads < _FEW_POINTS
+    fits = few and (g.batch > 1 or g.groups > 2) and each * g.threads < _limit(g)
+    threads = g.threads if fits else 1
+    if last:  # or there is a kernel without any copies
+        taken = threads * (copies + columns + image)
+        return taken if taken <= _limit(g) else 0
+    return _within(g, threads * copies, threads, columns, 20)
+
+
+def _spread(work: int, threads: int) -> float:
+    return work / up(work, threads)
+
+
+def _limit(g: Geometry) -> int:
+    read, given = g.channels * math.prod(g.read), g.results * math.prod(g.given)
+    tensors = FLOAT * (g.batch * g.groups * (read + given) + g.elements)
+    return min(_MOST, _MOST_TIMES * g.threads * tensors)
+
+
+def _within(g: Geometry, taken: int, threads: int, columns: int, part: int) -> int:
+    """Columns that exceed the limit are made a part of what is left at a time."""
+    left = _limit(g) - taken
+    if left < threads * columns:
+        each = FLOAT * g.channels * g.points
+        points = max(WIDTH, left // (each * threads) // part)
+        columns = min(columns, points * each)
+    return taken + threads * columns
