@@ -21,6 +21,7 @@ else:
 def core() -> Iterator[ModuleType]:
     """The device; no test may leave a race behind that it has not asked for."""
     assert CORE is not None
+    CORE.settle()  # what the test before has left running
     CORE.races()
     yield CORE
     assert sorted(set(CORE.races())) == []
