@@ -62,7 +62,9 @@ def unpack(packed: Any) -> Any:
             began = time.perf_counter()
             with _all_stays_held(tape.recorder):
                 base, operations = with_room(
-                    lambda: rematerialize(value, packed), tape.decisions.replay_out_of_memory
+                    lambda: rematerialize(value, packed),
+                    tape.decisions.replay_out_of_memory,
+                    limited=tape.decisions.where is not None,
                 )
             seconds = time.perf_counter() - began
             tape.decisions.replayed(operations, seconds)

@@ -247,6 +247,15 @@ def test_nothing_that_could_go(core: ModuleType) -> None:
     assert_same(left_by(model, x, [lowtide.budget(PLENTY)]), plain)
 
 
+def test_without_a_limit_it_is_the_allocators_error_alone(core: ModuleType) -> None:
+    model, x = of(Attending), Attending.example()
+    room(core, model, x, 0.05)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        lowtide.checkpoint(model, x).square().mean().backward()
+    assert not getattr(caught.value, "__notes__", [])
+    del caught
+
+
 def test_a_backward_that_ran_out_is_planned_for_less(core: ModuleType) -> None:
     """A loop that leaves out such a batch."""
     model, x = of(Attending), Attending.example()

@@ -31,9 +31,16 @@ MakeRoom = Callable[[int], bool]
 
 
 def with_room(
-    run: Callable[[], Any], make_room: MakeRoom, undo: Callable[[], None] | None = None
+    run: Callable[[], Any],
+    make_room: MakeRoom,
+    undo: Callable[[], None] | None = None,
+    *,
+    limited: bool,
 ) -> Any:
     """Run something, as often as it runs out of memory and something can go.
+
+    Args:
+        limited: there is a limit, of which the error says that it was not reached.
 
     Raises:
         torch.OutOfMemoryError: nothing is left that could go.
@@ -45,7 +52,8 @@ def with_room(
         except torch.OutOfMemoryError as error:
             failed = error.with_traceback(None)  # whose frames hold tensors
         if not make_room(attempt):
-            failed.add_note(NOTE)
+            if limited:
+                failed.add_note(NOTE)
             try:
                 raise failed
             finally:
@@ -84,4 +92,5 @@ def called_with_room(
         lambda: recorder.call(op, func, args, kwargs),
         lambda attempt: recorder.decisions.out_of_memory(op.facts, func, args, kwargs, attempt),
         undo,
+        limited=recorder.decisions.where is not None,
     )
