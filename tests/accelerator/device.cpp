@@ -641,6 +641,33 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return made;
 }
 
+// It moves running statistics without saying so, which a copy to the CPU and back would lose.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  c10::DeviceGuard on(input.device());
+  fail_if_asked("aten::native_batch_norm");
+  std::vector<Block*> reads, writes;
+  auto seen = [](const std::optional<at::Tensor>& tensor, std::vector<Block*>& by) -> std::optional<at::Tensor> {
+    if (!tensor || !tensor->defined()) return {};
+    add(by, *tensor);
+    return on_cpu(*tensor);
+  };
+  add(reads, input);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> made;
+  {
+    Inside kernel;
+    auto scale = seen(weight, reads), shift = seen(bias, reads);
+    auto average = seen(mean, training ? writes : reads), spread = seen(variance, training ? writes : reads);
+    auto [a, b, c] = at::native_batch_norm(on_cpu(input), scale, shift, average, spread, training, momentum, eps);
+    fail_if_asked("aten::native_batch_norm, late");
+    made = {from_cpu(a, input.device(), writes), from_cpu(b, input.device(), writes), from_cpu(c, input.device(), writes)};
+  }
+  launch("aten::native_batch_norm", input.device().index(), reads, writes);
+  return made;
+}
+
 at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
   int64_t items = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
   return at::native::set_storage_cpu_(self, std::move(source), 0, {items}, {1});
@@ -665,6 +692,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
 }

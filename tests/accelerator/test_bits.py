@@ -237,6 +237,14 @@ def test_the_bits_of_the_plain_step(kind: Any, way: str) -> None:
     assert replayed() > 0
 
 
+def test_running_statistics_move_on_the_device() -> None:
+    """The test tests something: those above compare them."""
+    model = of(ConvNet)
+    before = [b.cpu().clone() for b in model.buffers()]
+    by_region()(model, model.example())
+    assert all(not torch.equal(a, b.cpu()) for a, b in zip(before, model.buffers(), strict=True))
+
+
 def test_autocast_of_the_device() -> None:
     for kind in (ConvNet, Transformer):
         model = of(kind)
