@@ -122,7 +122,8 @@ def test_limits_are_kept_from_the_first_step_on(kind: type[ConvNet]) -> None:
         report = limit.report()
         assert report.planned
         assert report.planned_peak is not None
-        assert abs(took - report.planned_peak) <= 0.02 * plain
+        # What went before an allocation is not told from what went after: it errs to the high side.
+        assert -0.05 * plain <= took - report.planned_peak <= 0.005 * plain
 
 
 def test_what_cannot_be_kept_is_refused() -> None:

@@ -39,7 +39,9 @@ from device.place import MIB, Place, Skipped, capacity, peak, peak_by_torch, set
 from lowtide.errors import UnsupportedError
 
 LEARN = 6  # steps after which a budget measures no more, but for every fiftieth
-PREDICTED = 0.02  # of the plain peak: how far a plan's may be from what is measured
+# Of the plain peak, how far a plan's may be from what is measured. An allocator's counters do not
+# tell what went before an allocation from what went after it, so a plan errs to the high side.
+TOO_LOW, TOO_HIGH = 0.005, 0.05
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.7, 0.73)  # of the plain peak, that there is room for
 SHARE = 0.75  # of the plain peak, in the checks that are not about limits
 Check = Callable[[Place], str]
@@ -125,7 +127,7 @@ def limits(place: Place, kind: str, share: float) -> str:
     if report.planned_peak is None or not report.planned:
         raise AssertionError(f"after {LEARN + 1} steps there is no plan")
     off = (report.planned_peak - took) / plain
-    if abs(off) > PREDICTED:
+    if not -TOO_LOW <= off <= TOO_HIGH:
         raise AssertionError(
             f"planned {report.planned_peak / MIB:.2f}, measured {took / MIB:.2f} MiB of a plain "
             f"peak of {plain / MIB:.2f}"
