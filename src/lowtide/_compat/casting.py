@@ -22,6 +22,7 @@ Casting = tuple[tuple[str, torch.dtype], ...]
 # its own operators. Goes when they do.
 _excluded = _C._dispatch_tls_is_dispatch_key_excluded
 _exclude = _C._dispatch_tls_set_dispatch_key_excluded
+_any_enabled = _C._is_any_autocast_enabled  # asked at each operation: the public ways name a device
 
 
 @functools.cache
@@ -40,6 +41,8 @@ def _keys() -> tuple[tuple[str, _C.DispatchKey], ...]:
 def casting_now() -> Casting | None:
     """The kinds of device for which operators that are called from here are cast, and to what."""
     found = None
+    if not _any_enabled():
+        return None
     for kind, key in _keys():
         if not _excluded(key) and torch.is_autocast_enabled(kind):
             found = (*(found or ()), (kind, torch.get_autocast_dtype(kind)))
