@@ -43,7 +43,7 @@ class ConvNet(nn.Sequential):
 class Transformer(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
-            *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3))
+            *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(4))
         )
 
     @staticmethod

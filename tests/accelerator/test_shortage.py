@@ -16,39 +16,12 @@ from torch import Tensor, nn
 
 import lowtide
 from accelerator.test_bits import assert_same
+from accelerator.test_limits import ConvNet as Normalized
+from accelerator.test_limits import Transformer as Attending
 from by_hand import counted_replays
 
 ZERO = torch.device("emulated", 0)
 PLENTY = 1 << 30
-
-
-class Normalized(nn.Sequential):
-    """BatchNorm counts once, whatever fails in between, and dropout draws once."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            *(
-                nn.Sequential(
-                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3)
-                )
-                for _ in range(4)
-            )
-        )
-
-    @staticmethod
-    def example() -> Tensor:
-        return torch.randn(8, 16, 16, 16, device=ZERO)
-
-
-class Attending(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(
-            *(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(4))
-        )
-
-    @staticmethod
-    def example() -> Tensor:
-        return torch.randn(16, 64, 32, device=ZERO)
 
 
 class Chained(nn.Module):

@@ -50,6 +50,8 @@ def current_device() -> torch.device:
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether it is one of the process's accelerator."""
+    if device.type in _WITHOUT:  # asked at each operation, and torch makes a device to answer
+        return False
     kind = torch.accelerator.current_accelerator()
     return kind is not None and kind.type == device.type
 
