@@ -24,6 +24,7 @@ from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
 from lowtide.decide import StepDecisions
 from lowtide.step import Recording
+from lowtide.tape.operators import facts_of
 from lowtide.tape.values import Operation, Region, Value
 
 BUILDABLE = build.target().exists() or build.possible() is None
@@ -362,6 +363,48 @@ def test_a_step_begun_on_one_engine_ends_on_the_other() -> None:
 
 
 @needs_compiler
+@needs_compiler
+def test_what_passes_the_compiled_recorder_by_are_views() -> None:
+    """They go from autograd to their kernels directly: none may need to be written down."""
+    with engine.use("compiled"):
+        assert engine.core() is not None
+    passed = set()
+    for name in torch._C._dispatch_get_all_op_names():
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Fake"):
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            passed.add(getattr(getattr(torch.ops.aten, base), overload or "default"))
+    assert len(passed) >= 20
+    for func in passed:
+        facts = facts_of(func)
+        assert facts.view, func
+        assert not facts.lazy_bits, func
+        assert not facts.writes, func
+
+
+@needs_compiler
+@pytest.mark.parametrize("way", ["python", "compiled"])
+def test_views_that_nobody_sees_leave_all_as_it_was(way: str) -> None:
+    """What they show is told by the storage, whoever made the view."""
+
+    def through(x: Tensor) -> Tensor:
+        y = x.sin().view(4, 6).t()[1:].unsqueeze(0).expand(2, 5, 4).permute(1, 0, 2)
+        a, b = y.reshape(5, 8).split(4, 1)
+        c, d = b.unbind(1)[:2]
+        e = a.as_strided((2, 2), (1, 4), 3).diagonal().unfold(0, 1, 1).squeeze(1).detach()
+        return (a.exp().sum(1) * c.cos() + d.sin()).sum() * e.sum()
+
+    x = torch.randn(24, requires_grad=True)
+    plain = through(x)
+    (wanted,) = torch.autograd.grad(plain, x)
+    with engine.use(way), counted() as replayed:
+        loss = lowtide.checkpoint(through, x)
+        (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(loss, plain)
+    assert torch.equal(found, wanted)
+    assert {"aten::sin", "aten::exp", "aten::cos"} & set(replayed.names())
+    assert not {"aten::view", "aten::t", "aten::expand", "aten::split"} & set(replayed.names())
+
+
 @pytest.mark.parametrize("way", ["python", "compiled"])
 def test_a_higher_order_operator_runs_once_and_is_kept(way: str) -> None:
     """Such operators exist in Python only, and look for a kernel under every key that is on."""

@@ -274,12 +274,31 @@ PyObject* forever(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
+// Views that the dispatcher takes past our key, so that nothing is boxed for them: a transformer has
+// three for each operation that is recorded. Those whose kernels call none but other views; the
+// fallback leaves all others alone itself.
+constexpr std::array<std::pair<const char*, const char*>, 22> PASSED_BY = {{
+    {"aten::view", ""},           {"aten::_unsafe_view", ""},   {"aten::_reshape_alias", ""},
+    {"aten::as_strided", ""},     {"aten::transpose", "int"},   {"aten::t", ""},
+    {"aten::permute", ""},        {"aten::expand", ""},         {"aten::squeeze", ""},
+    {"aten::squeeze", "dim"},     {"aten::squeeze", "dims"},    {"aten::unsqueeze", ""},
+    {"aten::slice", "Tensor"},    {"aten::select", "int"},      {"aten::split", "Tensor"},
+    {"aten::split_with_sizes", ""}, {"aten::unbind", "int"},    {"aten::diagonal", ""},
+    {"aten::unfold", ""},         {"aten::alias", ""},          {"aten::detach", ""},
+    {"aten::view", "dtype"},
+}};
+
 // For the life of the process. Raises where somebody else has taken the key.
 void take_key() {
-  static auto* registration = new c10::RegistrationHandleRAII(
-      c10::Dispatcher::singleton().registerFallback(
-          KEY, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lowtide"));
-  (void)registration;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
+  registrations->push_back(dispatcher.registerFallback(
+      KEY, c10::KernelFunction::makeFromBoxedFunction<&fallback>(), "lowtide"));
+  for (auto [name, overload] : PASSED_BY) {
+    if (!dispatcher.findSchema({name, overload})) continue;
+    registrations->push_back(dispatcher.registerImpl(
+        {name, overload}, KEY, c10::KernelFunction::makeFallthrough(), std::nullopt, nullptr, "lowtide"));
+  }
 }
 
 PyTypeObject* type_of(PyType_Spec& spec, PyObject* bases = nullptr) {

@@ -8,9 +8,8 @@
 
 #include "records.h"
 
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Storage.h>
-
-#include <unordered_map>
 
 namespace lowtide {
 
@@ -95,7 +94,7 @@ struct Watched {
     Weak record;
     PyObject* reference;  // owned; null: `record`
   };
-  std::unordered_map<int64_t, c10::SmallVector<Holder, 1>> storages;
+  ska::flat_hash_map<int64_t, c10::SmallVector<Holder, 1>> storages;
   size_t swept;
 };
 

@@ -8,6 +8,7 @@
 #include "objects.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/PyInterpreter.h>
 
 #include <memory>
@@ -29,8 +30,8 @@ struct Fact {
 inline PyObject* facts_of_function;  // `facts_of` of Python's
 
 // One a thread, so that looking needs no lock.
-inline std::unordered_map<const c10::FunctionSchema*, const Fact*>& known_facts() {
-  static thread_local std::unordered_map<const c10::FunctionSchema*, const Fact*> found;
+inline ska::flat_hash_map<const c10::FunctionSchema*, const Fact*>& known_facts() {
+  static thread_local ska::flat_hash_map<const c10::FunctionSchema*, const Fact*> found;
   return found;
 }
 

@@ -18,7 +18,7 @@
 
 namespace lowtide {
 
-// No kernel is registered to this key on any operator, no tensor has it; it stands below autograd
+// No kernel of torch's is registered to this key on any operator, no tensor has it; it stands below autograd
 // and Python modes and above the kernels. It is on while a thread records.
 constexpr auto KEY = c10::DispatchKey::Fake;
 
