@@ -63,8 +63,9 @@ void dealloc(PyObject* self) {
 }
 
 PyObject* open(PyObject* self, PyObject*) {
-  if (!Py_IS_TYPE(or_none(as<State>(self)->live), box_type)) {
-    PyErr_SetString(PyExc_TypeError, "lowtide: a recorder needs a Box of live bytes");
+  if (!Py_IS_TYPE(or_none(as<State>(self)->live), box_type) ||
+      !Py_IS_TYPE(or_none(as<State>(self)->table), table_type)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a recorder needs a Table and a Box of live bytes");
     return nullptr;
   }
   auto* state = reinterpret_cast<State*>(self);
@@ -316,12 +317,13 @@ void add_types(PyObject* module) {
   entry_type = type_of(entry_spec, object_of(&_PyWeakref_RefType));
   box_type = type_of(box_spec);
   forget_type = type_of(forget_spec);
+  table_type = type_of(table_spec);
   weak_list_type = type_of(weak_list_spec);
   watched_type = type_of(watched_spec);
   std::pair<const char*, PyTypeObject*> named[] = {
       {"State", state_type}, {"Script", script_type}, {"Operation", operation_type},
       {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
-      {"Forget", forget_type}, {"WeakList", weak_list_type}};
+      {"Forget", forget_type}, {"Table", table_type}, {"WeakList", weak_list_type}};
   for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));
 }
 

@@ -19,7 +19,7 @@ struct Box {
   int64_t number;
 };
 
-inline PyTypeObject *box_type, *entry_type, *forget_type, *weak_list_type, *watched_type;
+inline PyTypeObject *box_type, *entry_type, *forget_type, *table_type, *weak_list_type, *watched_type;
 
 struct Entry {
   PyWeakReference base;  // to the storage
@@ -44,12 +44,6 @@ inline Entry* entry_of(PyObject* object) {
   return as<Entry>(object);
 }
 
-// A tensor's entry as a borrowed reference, or null.
-inline Entry* find_entry(PyObject* table, PyObject* key) {
-  PyObject* found = PyDict_GetItemWithError(table, key);
-  return found == nullptr ? nullptr : entry_of(found);
-}
-
 // The value in a storage, borrowed; null where the old record has gone.
 inline Value* value_in(const Entry* entry) {
   return entry->value != nullptr ? entry->value : as<Value>(entry->weak.get());
@@ -66,8 +60,16 @@ inline Owned new_entry(const at::Tensor& tensor, PyObject* forget) {
   // Made for us: hundreds a step that live through a collection or two would have Python go through
   // all objects of the process now and then.
   if (Py_REFCNT(storage.get()) <= 2) PyObject_GC_UnTrack(storage.get());
-  Owned arguments(checked(PyTuple_Pack(2, storage.get(), forget)));
-  Owned made(checked(entry_type->tp_new(entry_type, arguments.get(), nullptr)));
+  static PyObject* pair = nullptr;  // which nobody keeps: one for all
+  Owned arguments(pair == nullptr ? checked(PyTuple_New(2)) : std::exchange(pair, nullptr));
+  PyObject_GC_UnTrack(arguments.get());  // what is in it is lent
+  PyTuple_SET_ITEM(arguments.get(), 0, storage.get());
+  PyTuple_SET_ITEM(arguments.get(), 1, forget);
+  Owned made(entry_type->tp_new(entry_type, arguments.get(), nullptr));
+  PyTuple_SET_ITEM(arguments.get(), 0, nullptr);
+  PyTuple_SET_ITEM(arguments.get(), 1, nullptr);
+  if (pair == nullptr) pair = arguments.release();
+  checked(made.get());
   PyObject_GC_UnTrack(made.get());  // it leads to numbers and to records, which are not collected
   return made;
 }

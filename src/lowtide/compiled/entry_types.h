@@ -3,7 +3,7 @@
 // Problem and invariant: as in `record_types.h`.
 #pragma once
 
-#include "entries.h"
+#include "table.h"
 
 namespace lowtide {
 
@@ -110,7 +110,7 @@ inline PyType_Spec entry_spec = {
 // Forget(table, live)
 inline PyObject* forget_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *table, *live;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyDict_Type, &table, box_type, &live)) return nullptr;
+  if (!PyArg_ParseTuple(args, "O!O!", table_type, &table, box_type, &live)) return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   as<Forget>(made)->table = Py_NewRef(table);
@@ -121,12 +121,9 @@ inline PyObject* forget_new(PyTypeObject* type, PyObject* args, PyObject*) {
 inline PyObject* forget_call(PyObject* self, PyObject* args, PyObject*) {
   return leave_error([&]() -> PyObject* {
     auto* forget = as<Forget>(self);
-    Owned entry(Py_NewRef(PyTuple_GET_ITEM(args, 0)));
-    Owned key(PyLong_FromLongLong(entry_of(entry.get())->key));
-    if (PyDict_GetItemWithError(forget->table, key.get()) == entry.get()) {
-      forget->live->number -= as<Entry>(entry.get())->counted;
-      if (PyDict_DelItem(forget->table, key.get()) < 0) return nullptr;
-    }
+    Owned owner(Py_NewRef(PyTuple_GET_ITEM(args, 0)));
+    Entry* entry = entry_of(owner.get());
+    if (remove_entry(forget->table, entry)) forget->live->number -= entry->counted;
     return Py_NewRef(Py_None);
   });
 }

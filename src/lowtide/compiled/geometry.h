@@ -13,8 +13,6 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
-#include <cstdlib>
-#include <new>
 #include <typeinfo>
 
 namespace lowtide {
@@ -25,8 +23,7 @@ class Geometry {
   explicit Geometry(const at::Tensor& tensor)
       : Geometry(tensor.sizes(), tensor.strides(), tensor.storage_offset(), tensor.dtype()) {}
   Geometry(c10::IntArrayRef size, c10::IntArrayRef stride, int64_t offset, caffe2::TypeMeta dtype) {
-    void* room = std::malloc(sizeof(Shared) + 2 * size.size() * sizeof(int64_t));
-    if (room == nullptr) throw std::bad_alloc();
+    void* room = PythonMemory<char>().allocate(sizeof(Shared) + 2 * size.size() * sizeof(int64_t));
     shared_ = new (room) Shared{1, static_cast<uint32_t>(size.size()), dtype, offset};
     std::copy(size.begin(), size.end(), shared_->numbers());
     std::copy(stride.begin(), stride.end(), shared_->numbers() + size.size());
@@ -40,7 +37,7 @@ class Geometry {
     return *this;
   }
   ~Geometry() {
-    if (shared_ != nullptr && --shared_->users == 0) std::free(shared_);
+    if (shared_ != nullptr && --shared_->users == 0) PyObject_Free(shared_);
   }
 
   bool defined() const { return shared_ != nullptr; }

@@ -30,11 +30,12 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0 || !is_none(state->next_step)) {
     return call_python_pack(state, tensor);
   }
-  Owned key = key_of(tensor), owner;
-  Entry* entry = find_entry(state->table, key.get());
+  int64_t key = key_number(tensor);
+  Owned owner;
+  Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) {
     owner = external(state, tensor, key, false);
-    entry = find_entry(state->table, key.get());
+    entry = find_entry(state->table, key);
   } else if (entry->version != tensor._version()) {
     return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {

@@ -74,13 +74,13 @@ struct Operation : Record {
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
   int64_t wanted = 0;  // bytes of the gradients of its arguments, see `wanted_bytes`
+  int threads = 0;  // within operations
   bool crosses = false;  // it reads what was made on another stream
+  bool flushes = false;  // denormal numbers to zero
   bool grad_mode = false;
   c10::ScalarType default_dtype = c10::ScalarType::Undefined;
-  int threads = 0;  // within operations
-  bool flushes = false;  // denormal numbers to zero
   c10::OperatorHandle op;
-  c10::SmallVector<c10::IValue, 0> arguments;  // exactly as many as there are
+  std::vector<c10::IValue, PythonMemory<c10::IValue>> arguments;  // exactly as many as there are
   c10::SmallVector<Input, 3> inputs;
   c10::SmallVector<Output, 1> outputs;
   std::unique_ptr<Rare> more;
@@ -94,6 +94,9 @@ struct Operation : Record {
     return *more;
   }
 };
+
+template <>
+inline constexpr bool is_linked<Operation> = false;
 
 inline PyTypeObject* operation_type;
 
@@ -347,7 +350,7 @@ inline PyObject* operation_made(PyObject* self, PyObject*) {
 }
 
 inline void operation_delete(PyObject* self) {
-  leave(self);
+  leave<Operation>(self);
   auto* op = as<Operation>(self);
   PyObject *ambient = op->ambient, *refs = op->refs;
   c10::SmallVector<Value*, 4> read;
@@ -391,7 +394,7 @@ inline PyType_Slot operation_slots[] = {
 
 inline PyType_Spec operation_spec = {
     "lowtide.compiled.Operation",
-    sizeof(Operation),
+    record_size<Operation>,
     0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     operation_slots};

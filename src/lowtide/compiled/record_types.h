@@ -19,7 +19,7 @@ inline PyObject* value_new(PyTypeObject*, PyObject* args, PyObject*) {
 }
 
 inline void value_delete(PyObject* self) {
-  leave(self);
+  leave<Value>(self);
   auto* value = as<Value>(self);
   PyObject *op = value->op, *region = value->region, *scope = value->scope;
   free_record<Value>(self);
@@ -141,7 +141,7 @@ inline PyType_Slot value_slots[] = {
     {0, nullptr}};
 
 inline PyType_Spec value_spec = {
-    "lowtide.compiled.Value", sizeof(Value), 0, Py_TPFLAGS_DEFAULT, value_slots};
+    "lowtide.compiled.Value", record_size<Value>, 0, Py_TPFLAGS_DEFAULT, value_slots};
 
 // ---------------------------------------------------------------------- handles
 
@@ -186,7 +186,7 @@ inline bool is_forgotten(const Handle* handle) {
 
 inline void handle_delete(PyObject* self) {
   if (is_forgotten(as<Handle>(self)) && PyObject_CallFinalizerFromDealloc(self) < 0) return;
-  leave(self);
+  leave<Handle>(self);
   auto* handle = as<Handle>(self);
   Value* value = unlink(handle);
   PyObject *region = handle->region, *tape = handle->tape;
@@ -222,6 +222,6 @@ inline PyType_Slot handle_slots[] = {
     {0, nullptr}};
 
 inline PyType_Spec handle_spec = {
-    "lowtide.compiled.Handle", sizeof(Handle), 0, Py_TPFLAGS_DEFAULT, handle_slots};
+    "lowtide.compiled.Handle", record_size<Handle>, 0, Py_TPFLAGS_DEFAULT, handle_slots};
 
 }  // namespace lowtide

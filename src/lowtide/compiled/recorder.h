@@ -55,8 +55,7 @@ inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
 inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
   auto read = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || !has_streams(tensor.device()) || !is_ordinary(tensor)) return;
-    Owned key = key_of(tensor);
-    Entry* entry = find_entry(state->table, key.get());
+    Entry* entry = find_entry(state->table, key_number(tensor));
     Value* value = entry == nullptr ? nullptr : value_in(entry);
     const c10::Stream* stream = value == nullptr ? nullptr : made_on(value);
     c10::Stream current = current_stream(tensor.device());
@@ -73,9 +72,10 @@ inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
 
 // The device has no memory for a call: whether something was let go of, so that it may be tried again.
 inline bool make_room(
-    State* state, const Fact& fact, const c10::OperatorHandle& op, const Stack& values, int attempt) {
+    State* state, const Fact& fact, const c10::OperatorHandle& op, const c10::IValue* values,
+    int attempt) {
   static PyObject* name = interned("out_of_memory");
-  auto [args, kwargs] = python_arguments(op.schema(), values.data());
+  auto [args, kwargs] = python_arguments(op.schema(), values);
   py::tuple positional(args);
   Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
   Owned number(checked(PyLong_FromLong(attempt)));
@@ -145,8 +145,9 @@ inline bool run_recorded(
     Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
   }
   size_t below = stack->size() - count;
-  Stack before;  // for a decision that looks at the arguments, should the plan not hold
-  if (state->asks && again) before.assign(stack->end() - static_cast<long>(count), stack->end());
+  // For a decision that looks at the arguments, should the plan not hold.
+  c10::SmallVector<c10::IValue, 8> before;
+  if (state->asks && again) before.append(stack->end() - static_cast<long>(count), stack->end());
   // Of one that fails nothing is left but what it has written or drawn: `lowtide/tape/retry.py`.
   bool retried = state->asks && again && written.empty() && !fact.random && made->stream != nullptr;
   for (int attempt = 0;; ++attempt) {
@@ -162,7 +163,7 @@ inline bool run_recorded(
       for (Written& each : written) rewritten(state, nullptr, each, none);
       throw;
     }
-    if (retried && make_room(state, fact, op, before, attempt)) {
+    if (retried && make_room(state, fact, op, before.data(), attempt)) {
       stack->resize(below);
       stack->insert(stack->end(), before.begin(), before.end());
       continue;

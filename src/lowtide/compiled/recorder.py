@@ -28,8 +28,10 @@ def recorder_class(core: Any) -> type[Recorder]:
         takes_apart = False  # the parts come by themselves, and nothing tells whose they are
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 
+        new_table = core.Table
+
         @staticmethod
-        def new_count(table: dict[int, Any]) -> tuple[Any, Any]:
+        def new_count(table: Any) -> tuple[Any, Any]:
             live = core.Box(0)
             return live, core.Forget(table, live)
 

@@ -30,10 +30,19 @@ inline const c10::Stream* the_stream(const c10::Stream& stream) {
 
 // ---------------------------------------------------------------------- weak links
 
-// A link to a record that may be gone: one cell a record, which outlives it while somebody may ask.
+// Who asks for a record that may be gone: the last bytes of its memory, which stay for as long as they ask.
+struct Cell {
+  PyObject* target;  // null: the record is gone
+  uint32_t users, size;
+
+  void* memory() { return reinterpret_cast<char*>(this + 1) - size; }
+};
+
+// A link to such a record. Made and given up with the GIL.
 class Weak {
  public:
   Weak() = default;
+  explicit Weak(Cell* cell) : cell_(cell) { ++cell_->users; }
   Weak(const Weak& other) : cell_(other.cell_) {
     if (cell_ != nullptr) ++cell_->users;
   }
@@ -43,24 +52,13 @@ class Weak {
     return *this;
   }
   ~Weak() {
-    if (cell_ != nullptr && --cell_->users == 0) delete cell_;
+    if (cell_ != nullptr && --cell_->users == 0 && cell_->target == nullptr) {
+      PyObject_Free(cell_->memory());
+    }
   }
-  static Weak to(PyObject* target) {
-    Weak made;
-    made.cell_ = new Cell{target, 1};
-    return made;
-  }
-  bool defined() const { return cell_ != nullptr; }
   PyObject* get() const { return cell_ == nullptr ? nullptr : cell_->target; }  // borrowed
-  void cut() {
-    if (cell_ != nullptr) cell_->target = nullptr;
-  }
 
  private:
-  struct Cell {
-    PyObject* target;
-    int64_t users;
-  };
   Cell* cell_ = nullptr;
 };
 
@@ -68,14 +66,20 @@ class Weak {
 struct Record {
   PyObject_HEAD
   PyObject* weak_list = nullptr;  // of Python's weak references
-  Weak self;
 };
 
-inline const Weak& weak_to(PyObject* object) {
-  Weak& self = as<Record>(object)->self;
-  if (!self.defined()) self = Weak::to(object);
-  return self;
+// Whether links of ours lead to such records.
+template <class T>
+inline constexpr bool is_linked = true;
+
+template <class T>
+inline constexpr int record_size = sizeof(T) + (is_linked<T> ? sizeof(Cell) : 0);
+
+inline Cell* cell_of(PyObject* object) {
+  return reinterpret_cast<Cell*>(reinterpret_cast<char*>(object) + Py_TYPE(object)->tp_basicsize) - 1;
 }
+
+inline Weak weak_to(PyObject* object) { return Weak(cell_of(object)); }
 
 inline int64_t records_alive = 0;  // which the collector does not know of
 
@@ -86,22 +90,26 @@ T* new_record(PyTypeObject* type, Arguments&&... arguments) {
   PyObject head = made->ob_base;
   new (made) T(std::forward<Arguments>(arguments)...);
   made->ob_base = head;
+  if constexpr (is_linked<T>) new (cell_of(object_of(made))) Cell{object_of(made), 0, record_size<T>};
   ++records_alive;
   return made;
 }
 
 // The first thing that happens to a record that goes.
-inline void leave(PyObject* object) {
-  as<Record>(object)->self.cut();
+template <class T>
+void leave(PyObject* object) {
+  if constexpr (is_linked<T>) cell_of(object)->target = nullptr;
   if (as<Record>(object)->weak_list != nullptr) PyObject_ClearWeakRefs(object);
 }
 
 template <class T>
 void free_record(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
+  bool asked_for = false;
+  if constexpr (is_linked<T>) asked_for = cell_of(object)->users != 0;
   as<T>(object)->~T();
   --records_alive;
-  PyObject_Free(object);
+  if (!asked_for) PyObject_Free(object);
   Py_DECREF(type);
 }
 

@@ -6,7 +6,7 @@
 // become Python's tuple only when they change. Rejected: a second copy of any of it.
 #pragma once
 
-#include "entries.h"
+#include "table.h"
 #include "operation.h"
 
 #include <ATen/Context.h>
@@ -26,7 +26,7 @@ constexpr auto KEY = c10::DispatchKey::Fake;
 struct State {
   PyObject_HEAD
   PyObject* region;
-  PyObject* table;
+  PyObject* table;  // a `Table`
   PyObject* live;  // a `Box`
   PyObject* forget;
   PyObject* read;
@@ -97,7 +97,7 @@ class RestoredFlushing {
 
 struct Switches {
   bool mkldnn, nnpack, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
-  std::array<at::Float32Precision, 7> precisions;
+  std::array<at::Float32Precision, 7> precisions;  // those of CUDA only where it is in use
   bool operator==(const Switches&) const = default;
 };
 
@@ -107,17 +107,21 @@ inline Switches switches_now() {
   using Backend = at::Float32Backend;
   using Op = at::Float32Op;
   auto& context = at::globalContext();
+  bool accelerated = PyDict_GetItemWithError(devices_names, seen_name) == Py_True;
+  auto of_cuda = [&](Op op) {
+    return accelerated ? context.float32Precision(Backend::CUDA, op) : at::Float32Precision{};
+  };
   return {context.userEnabledMkldnn(),
           context.userEnabledNNPACK(),
           context.deterministicAlgorithms(),
-          PyDict_GetItemWithError(devices_names, seen_name) == Py_True,
+          accelerated,
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
           {context.float32Precision(Backend::GENERIC, Op::ALL),
-           context.float32Precision(Backend::CUDA, Op::MATMUL),
-           context.float32Precision(Backend::CUDA, Op::CONV),
-           context.float32Precision(Backend::CUDA, Op::RNN),
+           of_cuda(Op::MATMUL),
+           of_cuda(Op::CONV),
+           of_cuda(Op::RNN),
            context.float32Precision(Backend::MKLDNN, Op::MATMUL),
            context.float32Precision(Backend::MKLDNN, Op::CONV),
            context.float32Precision(Backend::MKLDNN, Op::RNN)}};

@@ -2,8 +2,7 @@
 //
 // Problem: every argument is looked up, every result entered. Invariant: table, entries and values are
 // those that the Python recorder's rare paths work on; what cannot be told at a glance (another region,
-// a write that nobody saw) is asked of it. Rejected: a table of our own, which the rare paths would not
-// know.
+// a write that nobody saw) is asked of it. Rejected: a second table that the rare paths do not know.
 #pragma once
 
 #include "counter.h"
@@ -17,10 +16,6 @@ using Made = c10::SmallVector<Value*, 2>;  // what a call has made; the table ho
 
 inline int64_t key_number(const at::Tensor& tensor) {
   return reinterpret_cast<int64_t>(tensor.storage().unsafeGetStorageImpl());
-}
-
-inline Owned key_of(const at::Tensor& tensor) {
-  return Owned(checked(PyLong_FromLongLong(key_number(tensor))));
 }
 
 inline bool is_ordinary(const at::Tensor& tensor) {
@@ -76,7 +71,7 @@ inline bool is_here(State* state, c10::Device device, bool made) {
 
 // As `Known._enter`: an entry for a storage that is not in the table, and its value; both borrowed.
 inline std::pair<Entry*, Value*> enter(
-    State* state, Operation* op, const at::Tensor& tensor, const Owned& key, bool counted) {
+    State* state, Operation* op, const at::Tensor& tensor, int64_t key, bool counted) {
   Owned owned = new_entry(tensor, state->forget);
   auto* entry = as<Entry>(owned.get());
   auto bytes = static_cast<int64_t>(tensor.storage().nbytes());
@@ -84,18 +79,18 @@ inline std::pair<Entry*, Value*> enter(
   Value* value = new_value(object_of(op), here || op == nullptr ? bytes : 0, state->region,
                            op == nullptr ? -1 : state->numbers);
   entry->value = value;
-  entry->key = key_number(tensor);
+  entry->key = key;
   entry->version = tensor._version();
   entry->nbytes = bytes;
   entry->counted = counted && here ? bytes : 0;
-  if (PyDict_SetItem(state->table, key.get(), owned.get()) < 0) throw py::error_already_set();
+  put_entry(state->table, key, std::move(owned));
   if (op != nullptr) ++state->numbers;
   as<Box>(state->live)->number += entry->counted;
   return {entry, value};
 }
 
 // Something that this recording has not made and meets for the first time; its value, owned.
-inline Owned external(State* state, const at::Tensor& tensor, const Owned& key, bool read) {
+inline Owned external(State* state, const at::Tensor& tensor, int64_t key, bool read) {
   auto [entry, value] = enter(state, nullptr, tensor, key, false);
   Owned kept(Py_NewRef(object_of(value)));
   value->read = value->read || read;
@@ -106,8 +101,9 @@ inline Owned external(State* state, const at::Tensor& tensor, const Owned& key, 
 // Add an input; false if it cannot be named, so that the operation cannot be replayed.
 inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, size_t place, int item) {
   if (!is_ordinary(tensor)) return false;
-  Owned key = key_of(tensor), value;
-  Entry* entry = find_entry(state->table, key.get());
+  int64_t key = key_number(tensor);
+  Owned value;
+  Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) {
     value = external(state, tensor, key, true);
   } else if (Value* found = readable(state, entry, tensor); found != nullptr) {
@@ -127,8 +123,8 @@ inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, siz
 
 // An entry for a storage that is only written, borrowed; null where it was written unseen.
 inline Entry* enter_written(State* state, const at::Tensor& tensor) {
-  Owned key = key_of(tensor);
-  Entry* entry = find_entry(state->table, key.get());
+  int64_t key = key_number(tensor);
+  Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) return enter(state, nullptr, tensor, key, false).first;
   return entry->version == tensor._version() ? entry : nullptr;
 }
@@ -199,8 +195,8 @@ inline void add_output(
       tensor.layout() != c10::kStrided || tensor.is_nested()) {
     return;
   }
-  Owned key = key_of(tensor);
-  if (PyDict_GetItemWithError(state->table, key.get()) != nullptr) return;  // an alias
+  int64_t key = key_number(tensor);
+  if (find_entry(state->table, key) != nullptr) return;  // an alias
   auto [entry, value] = enter(state, op, tensor, key, true);
   if (op == nullptr) return;
   value->whole = Geometry(tensor);

@@ -58,6 +58,7 @@ class Known:
     # The compiled recorder has its own.
     new_value: Callable[..., Value] = Value
     new_entry: Callable[..., Entry] = Entry
+    new_table: Callable[[], dict[int, Entry]] = dict
 
     def __init__(self, tape: Tape) -> None:
         self.region = tape.root
@@ -69,7 +70,7 @@ class Known:
         self._lazy_bits = False  # some tensor is lazily conjugated or negated
         self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
         self._group = 0  # the operation at which it did
-        self.table: dict[int, Entry] = {}
+        self.table: dict[int, Entry] = self.new_table()
         self.live, self._forget = self.new_count(self.table)
 
     @staticmethod

@@ -1,0 +1,131 @@
+// The entries of a recording by their storages: what a dict is to the recorder in Python.
+//
+// Problem: every argument and result is looked up, and a number of Python's for each look costs more than
+// the look. Invariant: a mapping as Python's rare paths use one, in the order in which storages came.
+// Rejected: a dict, whose keys are made, hashed and compared as objects.
+#pragma once
+
+#include "entries.h"
+
+#include <c10/util/order_preserving_flat_hash_map.h>
+
+namespace lowtide {
+
+struct Table {
+  PyObject_HEAD
+  ska_ordered::order_preserving_flat_hash_map<int64_t, Entry*> entries;  // owned
+};
+
+// The entry of a storage, borrowed, or null.
+inline Entry* find_entry(PyObject* table, int64_t key) {
+  const auto& entries = as<Table>(table)->entries;
+  auto found = entries.find(key);
+  return found == entries.end() ? nullptr : found->second;
+}
+
+inline void put_entry(PyObject* table, int64_t key, Owned entry) {
+  auto [place, fresh] = as<Table>(table)->entries.emplace(key, nullptr);
+  Entry* before = std::exchange(place->second, as<Entry>(entry.release()));
+  if (!fresh) Py_DECREF(object_of(before));  // which may run anything
+}
+
+// Take an entry out, if it is the one that is there.
+inline bool remove_entry(PyObject* table, Entry* entry) {
+  auto& entries = as<Table>(table)->entries;
+  auto found = entries.find(entry->key);
+  if (found == entries.end() || found->second != entry) return false;
+  entries.erase(found);
+  Py_DECREF(object_of(entry));
+  return true;
+}
+
+// ---------------------------------------------------------------------- as Python sees it
+
+inline PyObject* table_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  if (!PyArg_ParseTuple(args, "")) return nullptr;
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made != nullptr) new (&as<Table>(made)->entries) decltype(Table::entries)();
+  return made;
+}
+
+inline PyObject* table_clear(PyObject* self, PyObject*) {
+  auto entries = std::exchange(as<Table>(self)->entries, {});
+  for (const auto& [key, entry] : entries) Py_DECREF(object_of(entry));
+  Py_RETURN_NONE;
+}
+
+inline void table_delete(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  Owned done(table_clear(self, nullptr));
+  using Entries = decltype(Table::entries);
+  as<Table>(self)->entries.~Entries();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline Py_ssize_t table_length(PyObject* self) {
+  return static_cast<Py_ssize_t>(as<Table>(self)->entries.size());
+}
+
+inline int table_contains(PyObject* self, PyObject* key) {
+  int found = 0;
+  int failed = leave_error_to([&] { found = find_entry(self, integer(key)) != nullptr; });
+  return failed < 0 ? -1 : found;
+}
+
+inline PyObject* table_get(PyObject* self, PyObject* key) {
+  return leave_error([&] { return Py_NewRef(or_none(object_of(find_entry(self, integer(key))))); });
+}
+
+inline int table_set(PyObject* self, PyObject* key, PyObject* to) {
+  return leave_error_to([&] {
+    if (to == nullptr) throw py::type_error("lowtide: entries leave a table with their storages");
+    put_entry(self, integer(key), Owned(Py_NewRef(object_of(entry_of(to)))));
+  });
+}
+
+template <bool values>
+PyObject* table_list(PyObject* self) {
+  Owned list(PyList_New(0));
+  for (const auto& [key, entry] : as<Table>(self)->entries) {
+    Owned item(values ? Py_NewRef(object_of(entry)) : PyLong_FromLongLong(key));
+    if (list.get() == nullptr || item.get() == nullptr) return nullptr;
+    if (PyList_Append(list.get(), item.get()) < 0) return nullptr;
+  }
+  return list.release();
+}
+
+inline PyObject* table_values(PyObject* self, PyObject*) { return table_list<true>(self); }
+
+inline PyObject* table_iterate(PyObject* self) {
+  Owned keys(table_list<false>(self));
+  return keys.get() == nullptr ? nullptr : PyObject_GetIter(keys.get());
+}
+
+inline PyObject* table_reversed(PyObject* self, PyObject*) {
+  Owned keys(table_list<false>(self));
+  if (keys.get() == nullptr || PyList_Reverse(keys.get()) < 0) return nullptr;
+  return PyObject_GetIter(keys.get());
+}
+
+inline PyMethodDef table_methods[] = {
+    {"get", table_get, METH_O, nullptr},
+    {"values", table_values, METH_NOARGS, nullptr},
+    {"clear", table_clear, METH_NOARGS, nullptr},
+    {"__reversed__", table_reversed, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+inline PyType_Slot table_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(table_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(table_delete)},
+    {Py_tp_methods, table_methods},
+    {Py_tp_iter, reinterpret_cast<void*>(table_iterate)},
+    {Py_mp_length, reinterpret_cast<void*>(table_length)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(table_set)},
+    {Py_sq_contains, reinterpret_cast<void*>(table_contains)},
+    {0, nullptr}};
+
+inline PyType_Spec table_spec = {
+    "lowtide.compiled.Table", sizeof(Table), 0, Py_TPFLAGS_DEFAULT, table_slots};
+
+}  // namespace lowtide
