@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.workspace import kernel_workspace
+from lowtide.kernels.workspace import kernel_workspace
 
 KIB = 1024
 

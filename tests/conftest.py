@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from by_hand import counted_replays
-from lowtide.beside import Beside, Search
+from lowtide.learning.beside import Beside, Search
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
-from lowtide.beside import Beside
-from lowtide.effort import LESSONS
-from lowtide.learned import Learned
-from lowtide.prepared import Prepared
+from lowtide.learning.beside import Beside
+from lowtide.learning.effort import LESSONS
+from lowtide.learning.learned import Learned
+from lowtide.running.prepared import Prepared
 
 pytestmark = [pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
 
@@ -144,7 +144,7 @@ def test_searches_run_one_after_the_other() -> None:
 
 OUTLIVES = """
 import threading, time
-from lowtide.beside import Beside
+from lowtide.learning.beside import Beside
 
 def train():
     threading.main_thread().join()
@@ -157,8 +157,8 @@ threading.Thread(target=train).start()
 
 ENDS = """
 import time
-from lowtide.beside import Beside
-from lowtide.effort import LESSONS
+from lowtide.learning.beside import Beside
+from lowtide.learning.effort import LESSONS
 
 beside = Beside()
 beside.ask(lambda: time.sleep(0.5))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.prepared import ANCHOR
+from lowtide.running.prepared import ANCHOR
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

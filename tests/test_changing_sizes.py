@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide import _compat
-from lowtide.effort import LESSONS
-from lowtide.known_plans import _KEPT, KnownPlans
-from lowtide.learned import Learned
-from lowtide.prepared import Prepared, covers, outgrown_by, signatures_of
-from lowtide.unfolding import runs_itself
+from lowtide.kernels.unfolding import runs_itself
+from lowtide.learning.effort import LESSONS
+from lowtide.learning.known_plans import _KEPT, KnownPlans
+from lowtide.learning.learned import Learned
+from lowtide.running.prepared import Prepared, covers, outgrown_by, signatures_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -442,8 +442,8 @@ def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:
     peak_of(model, rows(590), limit)
     decisions = limit._active[-1]
     assert decisions.covered
-    observer = lowtide.observe.Observer(None)
-    observer.timeline = lowtide._memory_events.Timeline([0], [limit.limit + 1], [0])
+    observer = lowtide.observing.observer.Observer(None)
+    observer.timeline = lowtide.memory.events.Timeline([0], [limit.limit + 1], [0])
     assert limit._outdone(larger, decisions, observer)
     assert not list(limit._plans)
 

@@ -20,7 +20,7 @@ from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
 from lowtide.errors import UsageError
-from lowtide.trials import fits, free_memory, try_steps
+from lowtide.export.trials import fits, free_memory, try_steps
 from once import on_one_recorder
 from test_packaging import PACKAGE, ROOT
 

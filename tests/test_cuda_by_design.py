@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide import _compat, marks
+from lowtide import _compat
+from lowtide.memory import marks
 
 
 def test_random_state_of_cuda_is_read_without_a_device() -> None:

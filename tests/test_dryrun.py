@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.dryrun import Dry, dry_run, loss_of
+from lowtide.dryrun.run import Dry, dry_run, loss_of
+from lowtide.dryrun.standins import Found
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.planner import Simulator, keep_all
-from lowtide.standins import Found
 
 
 def plain_peak(step: Dry) -> int:

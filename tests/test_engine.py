@@ -22,7 +22,7 @@ from lowtide import engine
 from lowtide._compat import devices
 from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
-from lowtide.decide import StepDecisions
+from lowtide.running.decide import StepDecisions
 from lowtide.step import Recording
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import Operation, Region, Value

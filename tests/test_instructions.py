@@ -18,7 +18,7 @@ from torch import Tensor
 import lowtide
 from instructions import avx2_workspaces
 from lowtide import _compat
-from lowtide.workspace import kernel_workspace
+from lowtide.kernels.workspace import kernel_workspace
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide.kernels.workspace import kernel_workspace, made_by
 from lowtide.tape.values import flatten
-from lowtide.workspace import kernel_workspace, made_by
 from once import on_one_recorder
 
 pytestmark = on_one_recorder

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide import engine, leafstates
+from lowtide import engine
 from lowtide.compiled import build
-from lowtide.leafstates import GONE, HAS_GRADIENT, HERE, REQUIRES
-from lowtide.seen import Seen
+from lowtide.observing.seen import Seen
+from lowtide.tape import leafstates
+from lowtide.tape.leafstates import GONE, HAS_GRADIENT, HERE, REQUIRES
 
 
 def compiled() -> Callable[[leafstates.LeafRefs], bytes]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.learning.ranks import merged
 from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
-from lowtide.ranks import merged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lowtide import _compat
-from lowtide._memory_events import MemoryEvents, Timeline, read_timeline
 from lowtide.errors import LowtideError, UsageError
 from lowtide.measure import Measurement, measure
+from lowtide.memory.events import MemoryEvents, Timeline, read_timeline
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import lowtide
 from lowtide import UsageError, _compat
-from lowtide._memory_events import MemoryEvents
+from lowtide.memory.events import MemoryEvents
 
 takes_over = pytest.mark.skipif(
     not _compat.torch_has((2, 12)), reason="torch's profiler does not start twice on this torch"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import lowtide
 from instructions import exact_workspaces
+from lowtide.kernels.workspace import kernel_workspace, room_for
 from lowtide.limits import format_bytes
-from lowtide.observe import Observer
+from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
-from lowtide.workspace import kernel_workspace, room_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,7 +248,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
         peak = Simulator(graph).run(everything.retain).peak
         return Solution("infeasible", everything, peak, 0.0, peak, None, 0, 0.0)
 
-    for module in (sys.modules["lowtide.planning"], sys.modules["lowtide.learned"]):
+    for module in (sys.modules[f"lowtide.learning.{name}"] for name in ("planning", "learned")):
         for search in ("solve", "minimum"):
             monkeypatch.setattr(module, search, blind)
     budget = lowtide.budget(plan)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import lowtide
 from instructions import exact_workspaces
-from lowtide.backward import Cost, costs, describe
-from lowtide.observe import Observer
+from lowtide.backward.operation import Cost, costs, describe
+from lowtide.kernels.workspace import kernel_workspace, made_by
+from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 from lowtide.tape.operators import facts_of
-from lowtide.workspace import kernel_workspace, made_by
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import graphlib
 import importlib
 import os
 import re
@@ -164,32 +165,95 @@ def test_docstrings_name_what_is_imported() -> None:
     assert checked > 60
 
 
-def test_the_map_of_the_code_has_every_module() -> None:
+def top(name: str) -> str:
+    """The package, or the module beside the packages, that a module is of."""
+    return name.split(".")[1] if "." in name else "lowtide"
+
+
+def top_imports() -> dict[str, set[str]]:
+    """What each package, and each module beside them, imports of the others."""
+    found: dict[str, set[str]] = {top(name): set() for name in MODULES}
+    for name, others in IMPORTS.items():
+        found[top(name)] |= {top(other) for other in others} - {top(name)}
+    return found
+
+
+def test_packages_import_one_way() -> None:
+    graphlib.TopologicalSorter(top_imports()).prepare()  # or a CycleError that names them
+
+
+def map_of_the_code() -> tuple[dict[str, int], dict[str, set[str]]]:
+    """The line on which each package or module stands, and the files that are listed below it."""
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"[a-z_]+", page.partition("## Reading the code")[2].split("```")[1]))
-    for name in MODULES:
-        top = name.split(".")[1] if "." in name else "lowtide"
-        assert top in shown | {"lowtide", "__main__"}, name
+    lines, files = {}, {}
+    names: list[str] = []
+    shown = page.partition("## Reading the code")[2].split("```")[1]
+    for number, line in enumerate(shown.splitlines()):
+        if line.startswith(" " * 16):
+            files[names[-1]] = set(line.split())
+        elif line and not line.startswith(" "):
+            names = re.split(r" {2,}", line)[0].replace("/", "").split()
+            lines.update(dict.fromkeys(names, number))
+    return lines, files
+
+
+def test_the_map_of_the_code_has_every_module() -> None:
+    lines, files = map_of_the_code()
+    assert set(lines) == set(top_imports()) - {"lowtide", "__main__"}
+    for package, listed in files.items():
+        inside = {name.split(".")[2] for name in MODULES if name.startswith(f"lowtide.{package}.")}
+        assert listed <= inside, package
+        if package in FLOORS:
+            assert listed == inside, package
+
+
+def test_the_map_of_the_code_has_what_is_imported_below() -> None:
+    lines, _ = map_of_the_code()
+    for name in lines:
+        for other in top_imports()[name] & set(lines):
+            assert lines[name] <= lines[other], (name, other)
 
 
 def under(prefix: str) -> set[str]:
     return {name for name in MODULES if name == prefix or name.startswith(prefix + ".")}
 
 
+# What the packages between the tape and what is called may import.
+FLOORS = {
+    "models": "_compat errors",
+    "kernels": "_compat errors tape",
+    "memory": "_compat kernels tape",
+    # What a backward takes that did not run is told from the forward, not from a plan.
+    "backward": "_compat kernels memory planner tape",
+    # Whoever watches a step does not know what is decided in it.
+    "observing": "_compat backward kernels memory planner tape",
+    # What follows a plan does not look for one.
+    "running": "_compat engine kernels limits measure observing planner tape",
+    # A dry run is recorded and watched as a real step is, and knows no budget.
+    "dryrun": "_compat engine errors kernels memory models observing planner running step tape",
+    # What plans the steps of a budget knows nothing of recordings.
+    "learning": "_compat engine errors memory observing planner report running",
+    # Whatever draws stands above whatever plans.
+    "analysis": "dryrun errors frontier levels planner plans policies saved tape",
+    "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved",
+}
+
+
 @pytest.mark.parametrize(
     ("floor", "may_import"),
     [
-        ("lowtide.errors", set()),
-        ("lowtide._compat", set()),
+        ("errors", ""),
+        ("_compat", ""),
         # A plan is a value: it never sees the tape and holds no tensor.
-        ("lowtide.planner", {"lowtide.errors"}),
+        ("planner", "errors"),
         # The tape records; it knows neither plans nor budgets.
-        ("lowtide.tape", {*under("lowtide._compat"), "lowtide.errors", "lowtide.policies"}),
+        ("tape", "_compat errors policies"),
+        *FLOORS.items(),
     ],
 )
-def test_lower_floors_import_nothing_from_above(floor: str, may_import: set[str]) -> None:
-    for name in under(floor):
-        assert IMPORTS[name] <= under(floor) | may_import, name
+def test_lower_floors_import_nothing_from_above(floor: str, may_import: str) -> None:
+    for name in under(f"lowtide.{floor}"):
+        assert {top(other) for other in IMPORTS[name]} <= {floor, *may_import.split()}, name
 
 
 def test_the_planner_does_not_import_torch() -> None:

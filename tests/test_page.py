@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import browser
-from lowtide.document import Trial, document
+from lowtide.analysis.study import study
 from lowtide.explain import explain_study
+from lowtide.export.document import Trial, document
 from lowtide.limits import format_bytes
 from lowtide.page import page
-from lowtide.study import study
 from once import on_one_recorder
 
 pytestmark = on_one_recorder

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import BudgetError, Plan, UsageError, engine
-from lowtide.dryrun import Dry
+from lowtide.dryrun.run import Dry
 from lowtide.frontier import curve_of
-from lowtide.observe import Observer
+from lowtide.observing.observer import Observer
+from lowtide.observing.seen import Seen
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
 from lowtide.plans import plan_step
-from lowtide.seen import Seen
 
 Step = Callable[[], Tensor]
 

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import BudgetError, UsageError
+from lowtide.learning.ranks import merged
+from lowtide.observing.observer import Observer
 from lowtide.planner import Event, Graph, OpNode, ValueNode
-from lowtide.ranks import merged
 from test_distributed import Net, Outcome, against, compare, ddp, train
 
 WORLD = 4
@@ -180,21 +181,19 @@ def plans_alike() -> Outcome:
 @contextlib.contextmanager
 def slowed() -> Iterator[None]:
     """On each rank another operator seems to be slow, so that each would plan another way."""
-    from lowtide import observe
-
     rank = dist.get_rank()
     slow = ["aten::gelu", "aten::addmm", "aten::native_layer_norm", "aten::sin"][rank]
-    plain = observe.Observer.operation
+    plain = Observer.operation
 
     def operation(self: Any, op: Any, *rest: Any) -> None:
         op.seconds = 1e-3 if op.facts.name == slow else 1e-5
         plain(self, op, *rest)
 
-    observe.Observer.operation = operation  # type: ignore[method-assign]
+    Observer.operation = operation  # type: ignore[method-assign]
     try:
         yield
     finally:
-        observe.Observer.operation = plain  # type: ignore[method-assign]
+        Observer.operation = plain  # type: ignore[method-assign]
 
 
 def plans_apart() -> Outcome:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import lowtide
 from against_plain import counted
-from lowtide.observe import Observer
+from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 
 

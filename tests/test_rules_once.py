@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf
-from lowtide import backward
+from lowtide.backward.operation import costs, describe
 from lowtide.tape.operators import facts_of
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -260,7 +260,7 @@ def test_the_room_for_a_draw_is_found_out_without_drawing() -> None:
 def test_the_cost_of_the_backward_of_a_draw_is_found_out_without_drawing() -> None:
     state = torch.get_rng_state()
     rand = torch.ops.aten.rand.default
-    call = backward.describe(facts_of(rand), ([8],), {}, "cpu")
+    call = describe(facts_of(rand), ([8],), {}, "cpu")
     assert call is not None
-    assert backward.costs([call])[call] is not None
+    assert costs([call])[call] is not None
     assert torch.equal(torch.get_rng_state(), state)

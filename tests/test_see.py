@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.advice import holders
-from lowtide.document import document
+from lowtide.analysis.advice import holders
+from lowtide.analysis.options import retention
+from lowtide.analysis.study import Study, study
+from lowtide.analysis.timeline import KINDS
+from lowtide.dryrun.standins import Found
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.explain import explain_study
-from lowtide.options import retention
+from lowtide.export.document import document
 from lowtide.planner import Simulator, minimum, solve
-from lowtide.standins import Found
-from lowtide.study import Study, study
-from lowtide.timeline import KINDS
 from lowtide.tracing import memory_snapshot, trace_events
 from test_dryrun import STEPS
 

@@ -18,11 +18,11 @@ from torch.cuda import _memory_viz
 
 import lowtide
 from lowtide import cli
+from lowtide.analysis.study import Study, study
+from lowtide.analysis.timeline import Reader
 from lowtide.errors import DryRunWarning, UsageError
+from lowtide.export.snapshot import PICKLE_PROTOCOL, _changes, snapshot
 from lowtide.plans import Plan
-from lowtide.snapshot import PICKLE_PROTOCOL, _changes, snapshot
-from lowtide.study import Study, study
-from lowtide.timeline import Reader
 from lowtide.tracing import memory_snapshot
 from test_dryrun import STEPS
 from test_see import wide

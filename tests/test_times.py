@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import observe
+from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,8 +38,8 @@ class Tower(nn.Module):
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Times], None]]:
     """Has steps that are watched take the times that a function says."""
-    plain = observe.Observer.operation
-    begun: list[observe.Observer] = []
+    plain = Observer.operation
+    begun: list[Observer] = []
 
     def take(times: Times) -> None:
         def operation(self, op, *rest):  # type: ignore[no-untyped-def]
@@ -48,7 +48,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Times], None]]:
             op.seconds = times(len(begun), op.sequence, op.facts.name)
             plain(self, op, *rest)
 
-        monkeypatch.setattr(observe.Observer, "operation", operation)
+        monkeypatch.setattr(Observer, "operation", operation)
 
     yield take
     begun.clear()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import UsageError
-from lowtide._memory_events import MemoryEvents
-from lowtide.names import Names
+from lowtide.memory.events import MemoryEvents
+from lowtide.observing.names import Names
 
 LIMIT = 0.7
 

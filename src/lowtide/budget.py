@@ -5,8 +5,8 @@ Invariant: the limit is a promise (rule 13): the first step is kept inside it by
 while it runs, every later one by a plan made from what the first one showed; what cannot fit is
 refused with the smallest limit known to do. A backward ends a step, also inside the context:
 what is saved after it belongs to the next one, which has what is left of the limit. Imports step,
-planning, decide, observe. Rejected: plans from the model's code, which does not say what autograd
-saves.
+planning, decide, observer. Rejected: plans from the model's code, which does not say what
+autograd saves.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide import _compat, margins
-from lowtide.decide import StepDecisions
-from lowtide.earlier import Earlier
+from lowtide import _compat
 from lowtide.errors import UsageError
-from lowtide.forward import Tally
-from lowtide.known_plans import PLACES
+from lowtide.learning.known_plans import PLACES
+from lowtide.learning.planning import Planning
+from lowtide.learning.ranks import Ranks
 from lowtide.limits import format_bytes, parse_limit
-from lowtide.marks import start_marks
 from lowtide.measure import counted_device
-from lowtide.observe import Observer
+from lowtide.memory import margins
+from lowtide.memory.marks import start_marks
+from lowtide.observing.observer import Observer
 from lowtide.planner import plain_peak
 from lowtide.planner.resume import forward_over, with_margin
-from lowtide.planning import Planning
 from lowtide.plans import Plan
-from lowtide.prepared import Prepared
-from lowtide.ranks import Ranks
 from lowtide.report import BudgetReport
-from lowtide.shortage import Shortage
+from lowtide.running.decide import StepDecisions
+from lowtide.running.earlier import Earlier
+from lowtide.running.forward import Tally
+from lowtide.running.prepared import Prepared
+from lowtide.running.shortage import Shortage
+from lowtide.running.where import Where
 from lowtide.step import Recording, current_recorder, recordable
-from lowtide.where import Where
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape

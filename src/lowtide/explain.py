@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from lowtide.advice import Change, Holder, Kept, changes, holders, reasons
+from lowtide.analysis.advice import Change, Holder, Kept, changes, holders, reasons
+from lowtide.analysis.study import Study, study
+from lowtide.analysis.timeline import Timeline
+from lowtide.dryrun.ledger import Output
 from lowtide.errors import BudgetError
-from lowtide.ledger import Output
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.plans import Plan
 from lowtide.saved import OUTSIDE, standing_text
-from lowtide.study import Study, study
 from lowtide.texttable import count_of
-from lowtide.timeline import Timeline
 
 _MOST = 5
 _MUCH = 0.3  # of a peak: what is to be said of

@@ -20,10 +20,10 @@ import torch
 from lowtide import _compat
 from lowtide.budget import Budget
 from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
-from lowtide.foreign import refuse_active_checkpointing
+from lowtide.models.foreign import refuse_active_checkpointing
+from lowtide.models.override import Restore, has_override, override_forward
 from lowtide.modules import check_model
-from lowtide.observe import Observer
-from lowtide.override import Restore, has_override, override_forward
+from lowtide.observing.observer import Observer
 from lowtide.plans import Plan, plan
 from lowtide.step import current_recorder, recordable
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from lowtide import engine
-from lowtide.dryrun import Dry, dry_run
+from lowtide.dryrun.run import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
-from lowtide.margins import limit_for
+from lowtide.memory.margins import limit_for
 from lowtide.planner import minimum, solve
 from lowtide.plans import Plan, from_solution, plan_step
 

@@ -3,8 +3,8 @@
 Problem: few users know the module names of the net they train, and most know whether they want
 single layers or whole stages recomputed. Invariant: what is chosen can be read before and after
 (`find_levels`, `handle.describe()`), and a higher level never keeps more activations than a lower
-one. Imports modules, levels_find, errors. Rejected: only the modules of exactly one level, where a
-whole stage or encoder comes to life again at once in backward and the peak is hardly lower.
+one. Imports modules, `models.levels`, errors. Rejected: only the modules of exactly one level,
+where a whole stage or encoder comes to life again at once in backward and the peak is hardly lower.
 
 What level L switches on: all modules found at levels 2 to L, one inside the other, and those of
 level 1 that no larger region holds. While an outer region is replayed its inner regions free their
@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from lowtide.errors import UsageError
-from lowtide.levels_find import Unit, find_units
+from lowtide.models.levels import Unit, find_units
 from lowtide.modules import LEVELS, Handle, check_level, check_model, switch_on
 
 _TITLES = {
@@ -86,7 +86,7 @@ def find_levels(model: nn.Module) -> Levels:
     """Which modules of `model` stand at which checkpointing level; the model is not run.
 
     1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages, 5 whole
-    encoders and decoders. See `lowtide.levels_find` for how a level is found. `print` the result.
+    encoders and decoders. See `lowtide.models.levels` for how a level is found. `print` the result.
     """
     check_model(model, "find_levels")
     choices: list[Choice] = []

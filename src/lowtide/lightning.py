@@ -18,9 +18,9 @@ from torch import nn
 
 from lowtide.budget import Budget
 from lowtide.errors import UsageError
-from lowtide.foreign import refuse_active_checkpointing
 from lowtide.limits import parse_limit
-from lowtide.override import InstanceEntry
+from lowtide.models.foreign import refuse_active_checkpointing
+from lowtide.models.override import InstanceEntry
 from lowtide.report import LOGGED, logged
 
 try:

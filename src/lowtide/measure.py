@@ -3,7 +3,7 @@
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
 where torch has no peak counter, as on an accelerator, whose allocator has one. Invariant: what is
 returned was counted allocation by allocation; where that is not possible there is an error, not an
-estimate. Imports `_memory_events`, marks, limits, errors. Rejected: the resident size of the
+estimate. Imports memory events, marks, limits, errors. Rejected: the resident size of the
 process, which moves in pages, keeps freed memory and includes everything else that the process
 does.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from lowtide import _compat
-from lowtide._memory_events import MemoryEvents
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
-from lowtide.marks import DevicePeak
+from lowtide.memory.events import MemoryEvents
+from lowtide.memory.marks import DevicePeak
 
 
 @dataclass(frozen=True, slots=True)

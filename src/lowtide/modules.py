@@ -21,8 +21,8 @@ from torch import nn
 from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
-from lowtide.foreign import find_active_checkpointing, refuse_active_checkpointing
-from lowtide.override import (
+from lowtide.models.foreign import find_active_checkpointing, refuse_active_checkpointing
+from lowtide.models.override import (
     Call,
     InstanceEntry,
     Restore,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from lowtide.dryrun import Dry
+from lowtide.backward.modelled import look_closer
+from lowtide.dryrun.run import Dry
 from lowtide.errors import UsageError
-from lowtide.modelled import look_closer
+from lowtide.observing.rebuild import OpLog
+from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention
 from lowtide.planner.fields import read_document
-from lowtide.rebuild import OpLog
-from lowtide.seen import Seen
 
 FORMAT = "lowtide.plan"
 VERSION = 6

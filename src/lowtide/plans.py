@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from lowtide import engine, margins, planfile
-from lowtide.dryrun import Dry, dry_run
+from lowtide import engine, planfile
+from lowtide.dryrun.run import Dry, dry_run
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
-from lowtide.margins import limit_for
+from lowtide.memory import margins
+from lowtide.memory.margins import limit_for
 from lowtide.planner import (
     HOLD,
     Graph,
@@ -37,8 +38,8 @@ from lowtide.planner import (
     plain_peak,
     solve,
 )
-from lowtide.prepared import Prepared
 from lowtide.report import refusal
+from lowtide.running.prepared import Prepared
 
 _ROWS = 12
 

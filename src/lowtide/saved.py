@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.dryrun import dry_run
+from lowtide.dryrun.ledger import Ledger
+from lowtide.dryrun.run import dry_run
+from lowtide.dryrun.witness import Witness
 from lowtide.errors import UsageError
-from lowtide.ledger import Ledger
 from lowtide.limits import format_bytes
 from lowtide.texttable import count_of, table
-from lowtide.witness import Witness
 
 OUTSIDE = "(outside of modules)"
 _WHY = {

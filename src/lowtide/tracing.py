@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from lowtide._compat import profiling
+from lowtide.analysis.study import Study, study
+from lowtide.analysis.timeline import KINDS, Timeline
+from lowtide.dryrun.standins import Found
 from lowtide.errors import UsageError
 from lowtide.explain import Explanation
+from lowtide.export.snapshot import PICKLE_PROTOCOL, snapshot
+from lowtide.export.trials import run_step
 from lowtide.limits import parse_limit
 from lowtide.plans import Plan
-from lowtide.snapshot import PICKLE_PROTOCOL, snapshot
-from lowtide.standins import Found
-from lowtide.study import Study, study
-from lowtide.timeline import KINDS, Timeline
-from lowtide.trials import run_step
 
 _TICK = 1000  # microseconds of the viewer's clock for one moment
 
@@ -112,7 +112,7 @@ def memory_snapshot(
 
     A step on CUDA is run once, and its allocator asked; that has not been tried on a device yet.
     Any other is gone through on fake tensors, and its blocks are those of its timeline: see
-    `lowtide.snapshot`.
+    `lowtide.export.snapshot`.
 
     Args:
         path: the file to write; not overwritten if it is there.

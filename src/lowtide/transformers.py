@@ -20,8 +20,8 @@ from torch import nn
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
-from lowtide.foreign import refuse_active_checkpointing
 from lowtide.limits import parse_limit
+from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.modules import Handle, check_model, checkpoint_modules, every
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import lowtide
 from accelerator.test_bits import of
 from by_hand import counted_replays
-from lowtide._memory_events import Timeline
 from lowtide.errors import BudgetError, DryRunWarning, UsageError
-from lowtide.marks import start_marks
+from lowtide.memory.events import Timeline
+from lowtide.memory.marks import start_marks
 
 ZERO, ONE = torch.device("emulated", 0), torch.device("emulated", 1)
 

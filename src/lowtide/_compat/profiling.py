@@ -2,7 +2,7 @@
 
 Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end gathers
 far more than allocations. Invariant: as in `lowtide._compat`, of which this is the part that
-`lowtide._memory_events` and `lowtide.tracing` use. Imports torch. Rejected: `torch.profiler`, a
+`lowtide.memory.events` and `lowtide.tracing` use. Imports torch. Rejected: `torch.profiler`, a
 hundred times the cost.
 """
 

@@ -11,11 +11,11 @@ import argparse
 import math
 import warnings
 
+from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
 from lowtide.errors import DryRunWarning, UsageError
 from lowtide.limits import parse_limit
-from lowtide.study import Study, study
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

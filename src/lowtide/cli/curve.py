@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 
+from lowtide.analysis.study import Study
 from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
-from lowtide.document import curve_rows, option_rows
+from lowtide.export.document import curve_rows, option_rows
 from lowtide.limits import format_bytes
-from lowtide.study import Study
 from lowtide.texttable import table
 
 _LETTERS = "ABCDEFGHIJ"

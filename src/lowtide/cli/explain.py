@@ -11,8 +11,8 @@ import argparse
 from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
-from lowtide.document import document
 from lowtide.explain import explain_study, format_explanation
+from lowtide.export.document import document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

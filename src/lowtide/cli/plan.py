@@ -21,7 +21,7 @@ from lowtide.cli.output import (
     wrote,
 )
 from lowtide.cli.progress import Progress
-from lowtide.document import plan_dict
+from lowtide.export.document import plan_dict
 from lowtide.limits import format_bytes
 from lowtide.plans import ModuleDecision, Plan
 from lowtide.saved import OUTSIDE

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 
+from lowtide.analysis.study import Study
 from lowtide.cli import arguments as common
 from lowtide.cli.output import add_output, free_place, show_json, write, wrote
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target
-from lowtide.document import document
 from lowtide.explain import Explanation, explain_study
+from lowtide.export.document import document
+from lowtide.export.trials import Tried, fits, try_steps
 from lowtide.page import page
-from lowtide.study import Study
-from lowtide.trials import Tried, fits, try_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,12 +16,12 @@ from dataclasses import asdict
 from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
-from lowtide.document import Trial, plan_dict
 from lowtide.errors import BudgetError, UsageError
+from lowtide.export.document import Trial, plan_dict
+from lowtide.export.trials import Tried, try_steps
 from lowtide.limits import format_bytes
 from lowtide.plans import Plan
 from lowtide.texttable import table
-from lowtide.trials import Tried, try_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

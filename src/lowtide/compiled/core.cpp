@@ -229,7 +229,7 @@ PyObject* current_recorder(PyObject*, PyObject*) {
   return Py_NewRef(current == nullptr ? Py_None : reinterpret_cast<PyObject*>(current));
 }
 
-// `leafstates.states` of a tuple of weak references.
+// `states` of `lowtide/tape/leafstates.py`, of a tuple of weak references.
 PyObject* leaf_states(PyObject*, PyObject* leaves) {
   HANDLE_TH_ERRORS
   if (!PyTuple_Check(leaves)) throw py::type_error("lowtide: a tuple of weak references is looked at");

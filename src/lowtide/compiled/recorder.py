@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat, leafstates
-from lowtide.tape import watch
+from lowtide import _compat
+from lowtide.tape import leafstates, watch
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.values import tensors_in
 

@@ -19,9 +19,9 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import partitioner
-from lowtide.costs import CostModel, DeviceModel
+from lowtide.kernels.costs import CostModel, DeviceModel
+from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
-from lowtide.workspace import kernel_workspace
 
 OUTSIDE = -1
 """The maker of a storage that was there before: a parameter, a buffer, an input."""

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def page(document: dict[str, Any]) -> str:
-    """A document (`lowtide.document`) as one self-contained HTML page."""
+    """A document (`lowtide.export.document`) as one self-contained HTML page."""
     parts = {name: _asset(name) for name in ("page.html", "page.css", "page.js")}
     # In a script element only "</" and "<!--" could end the data early.
     data = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from lowtide.tape.values import Handle, Region, Value
 
 if TYPE_CHECKING:
+    from lowtide.running.where import Where
     from lowtide.tape.operators import Facts
     from lowtide.tape.recorder import Recorder
     from lowtide.tape.values import Operation
-    from lowtide.where import Where
 
 
 class Decisions(Protocol):

@@ -1,0 +1,185 @@
+"""Everything that a picture of a step is made from, found in one dry run.
+
+Problem: the text, the command line, the page and the trace say the same things, and must not say
+them differently. Invariant: they all read one `Study`; it holds numbers and names, no module and no
+tensor, and going through a step once is enough for all of them. Imports dryrun, witness, options.
+Rejected: a dry run for each verb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lowtide.analysis.options import Option, Recipes, recipes, simulate_options
+from lowtide.analysis.timeline import Timeline, timeline
+from lowtide.dryrun.ledger import Ledger
+from lowtide.dryrun.run import Dry, dry_run
+from lowtide.dryrun.standins import Found
+from lowtide.dryrun.witness import Witness
+from lowtide.errors import BudgetError, LowtideError, UsageError
+from lowtide.frontier import Curve, curve_of
+from lowtide.plans import Plan, plan_step
+from lowtide.saved import SavedTensors, from_ledger
+
+SHARES = (0.75, 0.5)
+"""Limits that are tried for everybody, as shares of the plain peak."""
+_ROOM = 1.025
+
+
+@dataclass(frozen=True)
+class Halved:
+    """The same step with half the batch: sizes before and after, and its plain peak in bytes."""
+
+    size: int
+    half: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Study:
+    """A step that was gone through, with where everything comes from."""
+
+    name: str
+    step: Dry
+    ledger: Ledger
+    recipes: Recipes
+    halved: Halved | None
+
+    @cached_property
+    def plain(self) -> Plan:
+        """The step with nothing recomputed."""
+        return plan_step(self.step, None)
+
+    @cached_property
+    def plain_timeline(self) -> Timeline:
+        return self.timeline(self.plain)
+
+    @cached_property
+    def saved(self) -> SavedTensors:
+        return from_ledger(self.ledger, self.step.source)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        return simulate_options(self.step, self.recipes)
+
+    @cached_property
+    def curve(self) -> Curve:
+        """Plans from the plain step to the least peak; none that another one beats in both."""
+        mine = []
+        for share in SHARES:
+            with contextlib.suppress(BudgetError):
+                mine.append(self.plan(share))
+        limits = {plan.limit for plan in mine}
+        found = [plan for plan in curve_of(self.step) if plan.limit not in limits]
+        best: list[Plan] = []
+        for plan in sorted((*found, *mine), key=lambda plan: (-plan.peak, -plan.overhead)):
+            while best and best[-1].overhead >= plan.overhead and best[-1].peak >= plan.peak:
+                best.pop()
+            best.append(plan)
+        return Curve(tuple(best))
+
+    @property
+    def standing(self) -> int:
+        """Bytes that were there before the step: parameters, buffers, gradients, inputs."""
+        return sum(self.ledger.standing.values())
+
+    @cached_property
+    def smallest(self) -> int:
+        """The smallest limit to advise: bytes of the least peak, and a little more, since a real
+        step that takes a little more leaves a plan that has no room for it."""
+        return int(self.plain.minimum_peak * _ROOM)
+
+    def plan(self, limit: int | float | None) -> Plan:
+        """A plan for this step. Raises `BudgetError` where the limit cannot be kept."""
+        if limit not in self._plans:
+            self._plans[limit] = plan_step(self.step, limit)
+        return self._plans[limit]
+
+    @cached_property
+    def _plans(self) -> dict[int | float | None, Plan]:
+        return {}
+
+    def timeline(self, plan: Plan) -> Timeline:
+        return timeline(replace(self.step, graph=plan.graph), self.ledger, plan.retention)
+
+
+def study(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    on: str | None = None,
+    name: str = "",
+    halve: bool = True,
+) -> Study:
+    """Go through a step once, and once more with half the batch where it shows what a batch is.
+
+    Raises:
+        UsageError: `fn` cannot be called; called inside a budget or with grad disabled.
+    """
+    if not callable(fn):
+        raise UsageError(
+            "the step must be a callable (a module, or a function of its arguments); got "
+            f"{type(fn).__name__}."
+        )
+    kwargs = kwargs or {}
+    witness = Witness()
+    step = dry_run(fn, args, kwargs, on, witness)
+    assert witness.ledger is not None
+    found = Found(fn, args, kwargs)
+    by_module = from_ledger(witness.ledger, step.source).by("module")
+    held = {group.keys[0]: group.nbytes for group in by_module}
+    smaller = None
+    if halve and step.source == "fake":
+        smaller = _halved(fn, args, kwargs, on)
+    return Study(
+        name or getattr(fn, "__name__", type(fn).__name__),
+        step,
+        witness.ledger,
+        recipes(found, held),
+        smaller,
+    )
+
+
+def _halved(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: str | None
+) -> Halved | None:
+    """What half the batch takes; None where the arguments do not share a first size above one."""
+    sizes = {t.shape[0] for t in _tensors((args, kwargs)) if t.dim()}
+    if len(sizes) != 1 or min(sizes) < 2:
+        return None
+    size = sizes.pop()
+    half = size // 2
+
+    def cut(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            leaf = item.detach()[:half] if item.dim() else item.detach()
+            return leaf.requires_grad_(item.requires_grad)
+        if type(item) in (list, tuple):
+            return type(item)(map(cut, item))
+        if isinstance(item, dict):
+            return {key: cut(part) for key, part in item.items()}
+        return item
+
+    # A step may well take only the batch that it was written for: then there is no such figure.
+    try:
+        step = dry_run(fn, cut(args), cut(kwargs), on, real=False)
+    except LowtideError:
+        return None
+    return Halved(size, half, plan_step(step, None).peak)
+
+
+def _tensors(item: Any) -> list[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        return [item]
+    if isinstance(item, dict):
+        return [t for part in item.values() for t in _tensors(part)]
+    if isinstance(item, list | tuple):
+        return [t for part in item for t in _tensors(part)]
+    return []

@@ -1,0 +1,145 @@
+"""How the gradients of leaves come to be in a backward that nobody has seen.
+
+Problem: a leaf that is read several times gets a gradient of each read, and they are added up; one
+that is read in parts gets whole gradients made of small ones, when the views that made the parts
+are gone through, which may be long after the reads. Invariant: what waits is counted from the
+backward of its reader to that of its view, the sum from the first gradient on, and what is added to
+it for as long as that takes; torch adds in place where nobody else has the sum. Imports nothing
+that runs. Rejected: a new sum for each read, which refuses limits that can be met for every shared
+table.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from lowtide.observing.leaves import Leaves, Read
+    from lowtide.observing.rebuild import OpLog
+
+
+_OF_ITS_OWN = 1 << 62  # an operation's backward comes before those of views that it may read
+
+
+class Accumulation(NamedTuple):
+    """Bytes of the gradients of leaves, by operation.
+
+    Attributes:
+        made: what is there for good once the backward of the operation is over.
+        change: their running sum at `k` is what waits as the backward of operation `k` begins.
+        extra: what the backward of an operation takes besides, outside of its own.
+    """
+
+    made: list[int]
+    change: list[int]
+    extra: list[int]
+
+
+class _Gift(NamedTuple):
+    """What is added to the gradient of a leaf at once."""
+
+    place: int
+    order: int  # among those of one place, the highest is the first
+    made: int  # bytes that its view makes of parts
+    parts: int  # bytes of those
+    lent: bool  # somebody else refers to its memory, so that nothing is added to it in place
+    by: int | None = None  # the node that passes it on: what comes by the same is added before
+
+
+def accumulation(
+    leaves: Leaves, ops: Sequence[OpLog], dead: Collection[int], *, watched: bool
+) -> Accumulation:
+    """When the gradients of a step's leaves are in memory.
+
+    Args:
+        leaves: what was read.
+        ops: by what.
+        dead: operations without a backward.
+        watched: all of them were; else a leaf has been read before.
+    """
+    count = len(ops)
+    found = Accumulation(*([0] * (count + 2) for _ in range(3)))
+    passing = [0] * (count + 2)
+    for key, reader, nbytes, there in leaves.collecting():
+        reads = leaves.reads.get(key, ())
+        gifts = _gifts([r for r in reads if r.op not in dead], nbytes, leaves.nodes, ops, found)
+        if gifts:
+            _add_up(gifts, nbytes, there, found, passing)
+        elif not there and not (reads and watched):  # of steps that began alike: its last reader
+            found.made[reader] += nbytes
+    for place, nbytes in enumerate(passing):
+        found.extra[place] += nbytes
+    return found
+
+
+def _gifts(
+    reads: Sequence[Read],
+    nbytes: int,
+    nodes: Sequence[int],
+    ops: Sequence[OpLog],
+    found: Accumulation,
+) -> list[_Gift]:
+    """Of each whole read one, of all reads through one view another; the first comes first."""
+    gifts = {}
+    ways: dict[int, list[Read]] = {}
+    for read in reads:
+        if read.way is None:
+            made = nbytes if read.nbytes < nbytes else 0
+            gifts[read.op] = _Gift(read.op, _OF_ITS_OWN, made, 0, ops[read.op].lent)
+        else:
+            ways.setdefault(read.way.node, []).append(read)
+    several = list(gifts.values())
+    for node, group in ways.items():
+        # It runs right after the backward of the first operation that came after it.
+        place = min(bisect.bisect_left(nodes, node), *(read.op for read in group))
+        parts = _waiting(group, place, ops, found)
+        way = group[0].way
+        assert way is not None
+        between = max(read.between for read in group)
+        made = nbytes + between if way.makes else 0
+        if way.joins:
+            made += max(0, nbytes - max(between, sum({r.way: r.nbytes for r in group}.values())))
+        several.append(_Gift(place, node, made, parts, way.by is not None, way.by))
+    return sorted(several, key=lambda gift: (-gift.place, -gift.order))
+
+
+def _waiting(group: Sequence[Read], place: int, ops: Sequence[OpLog], found: Accumulation) -> int:
+    """Bytes of the gradients of views that wait for the node at `place` to run."""
+    parts: dict[object, list[Read]] = {}
+    for read in sorted(group, key=lambda read: -read.op):
+        parts.setdefault(read.way and read.way.part, []).append(read)
+    waiting = 0
+    for readers in parts.values():
+        first, size = readers[0].op, readers[0].nbytes
+        if first > place:
+            found.change[place] += size
+            found.change[first] -= size
+            waiting += size
+        if len(readers) > 1 and ops[first].lent:  # a sum is made of the first two
+            found.extra[readers[1].op] += size
+    return waiting
+
+
+def _add_up(
+    gifts: Sequence[_Gift], nbytes: int, there: bool, found: Accumulation, passing: list[int]
+) -> None:
+    first, last = gifts[0], gifts[-1].place
+    if not there:
+        found.made[first.place] += nbytes
+    elif last < first.place:  # the sum is there until it is added to the gradient that was
+        found.change[last] += nbytes
+        found.change[first.place] -= nbytes
+    # What a view makes is the sum from then on; what it takes to make it is over before the next.
+    found.extra[first.place] += min(first.made, nbytes)
+    lent, gone = first.lent, first.parts
+    takes = {first.place: max(0, first.made - nbytes)}
+    for gift in gifts[1:]:
+        sums = 0
+        if lent and (gift.by is None or gift.by != first.by):
+            sums, lent = nbytes, False
+        besides = max(0, gift.made - gone if gift.place == first.place else gift.made) + sums
+        takes[gift.place] = max(takes.get(gift.place, 0), besides)
+    for place, besides in takes.items():
+        passing[place] = max(passing[place], besides)

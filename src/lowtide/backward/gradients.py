@@ -1,0 +1,119 @@
+"""When the gradients of activations are in memory, for a backward that nobody has seen.
+
+Problem: gradients are much of what stands in backward, and a joined tensor's is one buffer that the
+gradients of its parts look into. Invariant: a gradient is there from the backward of the last
+reader to that of the producer; one that is a view keeps what it sees until it is used or, where
+more is added to it, until the sum is made. Imports nothing but the log of operations. Rejected: a
+buffer for every gradient, which counts each `cat` of a DenseNet twice.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from lowtide.observing.rebuild import OpLog
+
+
+# Parts of the names of operators whose kernels copy a gradient that is not contiguous, as measured
+# on the CPU.
+_COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "convolution",
+            "pixel_shuffle")  # fmt: skip
+
+
+class Lifetimes(NamedTuple):
+    """Bytes of gradients that lie across the operations of a step, gone through backwards.
+
+    Attributes:
+        change: their running sum at `k` is what is there when the backward of operation `k` begins.
+        sums: of each operation, what is made right after its backward, where gradients are added.
+        copies: of each operation, what its backward makes of the gradient that it is given.
+    """
+
+    change: list[int]
+    sums: list[int]
+    copies: list[int]
+
+
+def lifetimes(
+    ops: Sequence[OpLog], sizes: Sequence[int], carries_grad: AbstractSet[int]
+) -> Lifetimes:
+    """When the gradients of a step's values are in memory."""
+    count = len(ops)
+    found = change, sums, copies = Lifetimes(*([0] * (count + 2) for _ in range(3)))
+    readers = _readers(ops, carries_grad)
+    _pieces(ops, sizes, readers, change, sums)
+    until: dict[int, int] = {}  # value -> the operation whose backward is the last to need it
+    for index, log in enumerate(ops):
+        for number in log.outputs:
+            reading = readers.get(number)
+            end = min([index, *_looked_into(log, index, readers, until)])
+            until[number] = end
+            if not reading:
+                continue
+            start = reading[-1]
+            if number in ops[start].viewing:
+                # It sees the gradient of what was made of it, until another one is added.
+                if len(reading) == 1:
+                    part = sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                    if part and any(name in log.name for name in _COPYING):
+                        copies[index] += sizes[number]
+                    continue
+                start = reading[-2]
+                sums[start] += sizes[number]
+            if start > end:
+                change[end] += sizes[number]
+                change[start] -= sizes[number]
+    return found
+
+
+def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:
+    """Of each value, the operations whose backward gives it a gradient, but for pieces of it."""
+    readers: dict[int, list[int]] = {}
+    for index, log in enumerate(ops):
+        for number in log.receivers:
+            if number in carries_grad and number not in log.pieces:
+                known = readers.setdefault(number, [])
+                if known[-1:] != [index]:
+                    known.append(index)
+    return readers
+
+
+def _pieces(
+    ops: Sequence[OpLog],
+    sizes: Sequence[int],
+    readers: dict[int, list[int]],
+    change: list[int],
+    sums: list[int],
+) -> None:
+    """Gradients of pieces lie there until the first reader has given its own; then the whole is
+    made of them, as if that reader had given it."""
+    first: dict[int, int] = {}
+    unused: dict[int, int] = {}
+    for index, log in enumerate(ops):
+        for number, nbytes in zip(log.pieces, log.piece_sizes, strict=True):
+            start = first.setdefault(number, index)
+            change[start] += nbytes
+            change[index] -= nbytes
+            if number in log.split:
+                unused[number] = unused.get(number, sizes[number]) - nbytes
+    for number, start in first.items():
+        sums[start] += sizes[number] + max(0, unused.get(number, 0))
+        known = readers.setdefault(number, [])
+        if start not in known:
+            bisect.insort(known, start)
+
+
+def _looked_into(
+    log: OpLog, index: int, readers: dict[int, list[int]], until: dict[int, int]
+) -> list[int]:
+    """How long the gradient of what an operation made lives on in those of its inputs."""
+    found = []
+    for number in log.viewing:
+        reading = readers.get(number)
+        if reading and reading[-1] == index and number in until:
+            found.append(until[number] if len(reading) == 1 else reading[-2])
+    return found

@@ -1,0 +1,194 @@
+"""The events of a backward that has not been measured, from what the forward showed.
+
+Problem: before a step has been measured, and where it cannot be, its backward must be planned all
+the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
+unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
+and each backward takes what it took on shapes alone. Where that could not be found out, estimates
+from sizes stand in, to the high side. Imports accumulation, operation, deadgraphs, functions,
+gradients, planner. Rejected: spreading every operation's temporaries over its neighbours, which
+refuses limits that can be met.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lowtide.backward import deadgraphs, functions
+from lowtide.backward.accumulation import accumulation
+from lowtide.backward.gradients import lifetimes
+from lowtide.backward.operation import Call, costs
+from lowtide.kernels.workspace import scratchpad
+from lowtide.planner.graph import Event
+
+if TYPE_CHECKING:
+    from lowtide.observing.observer import Observer
+    from lowtide.observing.rebuild import OpLog
+
+
+def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
+    """What the backward of each operation costs, from a run of it on shapes alone.
+
+    Statistics that a normalization returns besides, say, get no gradient if nothing reads them.
+    """
+    asked = [(log, _with_use(log, log.call, carries_grad)) for log in ops if log.call is not None]
+    found = costs(call for _, call in asked)
+    for log, call in asked:
+        log.call, cost = None, found[call]
+        if cost is None:
+            log.lent = True
+            continue
+        log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
+        if len(cost.saved) == len(log.outputs):
+            log.saved = tuple(itertools.compress(log.outputs, cost.saved))
+        if len(cost.given) == len(log.receivers):
+            pairs = list(zip(log.receivers, cost.given, strict=True))
+            log.lent = any(
+                n < 0 and given is not None and not fresh
+                for (n, given), fresh in zip(pairs, cost.fresh, strict=True)
+            )
+            log.receivers = tuple(n for n, given in pairs if given is not None)
+            log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
+
+
+def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
+    used = tuple([number in carries_grad for number in log.outputs])
+    return replace(call, used=used) if any(used) and not all(used) else call
+
+
+def modelled_events(
+    seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
+) -> tuple[Event, ...]:
+    """What a backward asks for, and the memory that is not the tape's meanwhile.
+
+    Args:
+        seen: the forward.
+        sizes: of each value, in bytes.
+        requests: (value, operations recorded when it was saved) as asked for in the backward that
+            ran; None: it is still to come.
+    """
+    look_closer(seen.ops, seen.carries_grad)
+    count = len(seen.ops)
+    ended = functions.ends(seen)
+    places = _places(seen, seen.last_save, ended)
+    dead = deadgraphs.dead_operations(seen, places)
+    ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
+    gradients = lifetimes(ops, sizes, seen.carries_grad)
+    leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
+    crossing = list(itertools.accumulate(map(operator.add, gradients.change, leaves.change)))
+    done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
+    fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
+    begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
+    if requests is None:
+        order = _to_come(seen, places)
+        # A graph that is retained keeps the handles of what it has asked for.
+        asked = () if seen.retains else enumerate(order)
+        released = {value: index for index, (value, *_) in asked}
+    else:
+        order = _as_asked(seen, requests, ended)
+        released = seen.released
+    freed = _freed(order, released)
+    gone = {
+        index: sum(sizes[v] for v in values if v not in seen.pinned)
+        for index, values in freed.items()
+    }
+    over = [0] * count
+    for index, nbytes in gone.items():
+        over[order[index][2]] += nbytes
+    takes = [
+        begins[k]
+        + max(
+            log.temporaries + gradients.copies[k],
+            _leaves(log, gradients.sums[k] + leaves.extra[k]) - over[k],
+        )
+        for k, log in enumerate(ops)
+    ]
+    for k, nbytes in functions.extra(seen, sizes, ended - dead).items():
+        takes[k] = max(takes[k], begins[k] + nbytes)
+    events = []
+    for index, (number, low, high) in enumerate(order):
+        following = order[index + 1][2] if index + 1 < len(order) else -1
+        base = max(begins[low], begins[high])
+        peak = max([base, *takes[low : high + 1 if following < high else high]])
+        if following + 1 < low:  # further on, what it saved is gone
+            peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
+        events.append(Event(number, base, peak, freed.get(index, ())))
+    return tuple(events)
+
+
+def _leaves(log: OpLog, sums: int) -> int:
+    """Bytes of an operation's gradients when they are added up; what it saved is gone by then."""
+    return log.left + log.besides + sums
+
+
+def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
+    """Saves in the order in which backward will ask: (value, lowest operation, highest)."""
+    alive = deadgraphs.alive(seen)
+    keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
+    order = [key[-1] for key in sorted(keys)]
+    return [(seen.last_save[i][0], *places[i][:2]) for i in order]
+
+
+def _as_asked(
+    seen: Observer, requests: list[tuple[int, int]], ended: set[int]
+) -> list[tuple[int, int, int]]:
+    """The same for what has been asked for, last saved first."""
+    places = _places(seen, requests[::-1], ended)[::-1]
+    return [(value, *place[:2]) for (value, _), place in zip(requests, places, strict=True)]
+
+
+def _places(
+    seen: Observer, saves: list[tuple[int, int]], ended: set[int]
+) -> list[tuple[int, int, bool]]:
+    """Of each save in the order of the forward: the operations that may have saved it, lowest and
+    highest, and whether it did so as its result.
+
+    Saved between two operations, a tensor is a result of the one before or an input of the one
+    after; if both save it, in this order.
+    """
+    ops, count = seen.ops, len(seen.ops)
+    producers = {number: index for index, log in enumerate(ops) for number in log.outputs}
+    taken: set[tuple[int, int]] = set()
+    places = []
+    for number, sequence in saves:
+        before, after = sequence - 1, min(sequence, count - 1)
+        if producers[number] != before:
+            its = before in ended and functions.kept_for(ops, number, before)
+            place = before if its else after
+            places.append((place, place, False))
+            continue
+        saved = ops[before].saved
+        if sequence >= count or number not in ops[sequence].inputs:
+            places.append((before, before, True))
+        elif saved is None:
+            places.append((before, after, True))
+        elif number in saved and (number, sequence) not in taken:
+            taken.add((number, sequence))
+            places.append((before, before, True))
+        else:
+            places.append((after, after, False))
+    return places
+
+
+def _freed(
+    order: list[tuple[int, int, int]], released: dict[int, int]
+) -> dict[int, tuple[int, ...]]:
+    """Of each event, the values that nothing asks for after it.
+
+    A node lets go of what it saved when it has run, all at once.
+    """
+    last: dict[int, int] = {}
+    over, node = -1, -1
+    for index in range(len(order) - 1, -1, -1):
+        value, _, high = order[index]
+        if high != node:
+            over, node = index, high
+        last.setdefault(value, over)
+    freed: dict[int, list[int]] = {}
+    for number, index in released.items():
+        if index >= 0 and number in last:
+            freed.setdefault(max(index, last[number]), []).append(number)
+    return {index: tuple(sorted(numbers)) for index, numbers in freed.items()}

@@ -1,0 +1,216 @@
+"""What the backward of one operation allocates, found by running it on tensors without memory.
+
+Problem: a first step must stay inside its limit before any of its backward has been measured, and
+sizes alone say too much: the gradient of a `cat` is seen by views, a ReLU's backward makes one
+tensor and a pooling's three. Invariant: an operation is described by numbers, run once forward and
+backward on the meta device, and what it cost is remembered for all calls of the same shapes; an
+operator that cannot be run so is estimated from sizes by the caller. Imports counting. Rejected:
+factors by operator name, which have to be guessed for every operator there is; running it at once,
+below autograd, where there is no backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.memory.counting import Counting, storage_keys
+from lowtide.tape.operators import Facts, facts_of
+from lowtide.tape.values import tensors_in
+
+_REMEMBERED = 1 << 14  # calls
+_ZEROS = frozenset(("aten::new_zeros", "aten::zeros", "aten::zeros_like"))
+_FILLED = {
+    f"aten::{name}": getattr(torch.ops.aten, f"{name}_")
+    for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor argument as numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation as numbers: equal ones cost the same.
+
+    `used`: of each storage that it makes, in order, whether a gradient comes back for it; () where
+    that is not known: for all.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    device: str
+    used: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one backward.
+
+    Attributes:
+        peak: bytes allocated above those at its start while it runs, the gradients of its inputs
+            included.
+        left: of them, bytes that are there when it is over: the gradients of its inputs.
+        given: for every tensor argument that requires grad, in order: whether its gradient is a
+            view of that of the output (True), memory of its own (False), or None: it gets none.
+        fresh: of the same: whether nobody else refers to its memory, so that another one may be
+            added to it in place.
+        saved: of each storage that the operation made, in order, whether autograd saves it as a
+            result of this operation.
+    """
+
+    peak: int
+    left: int
+    given: tuple[bool | None, ...]
+    fresh: tuple[bool, ...]
+    saved: tuple[bool, ...]
+
+
+def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
+    """A call as numbers; None where it must not be run again or has no backward of its own."""
+    if facts.opaque:
+        return None
+    call = Call(
+        facts.func,
+        tuple([_plain(a) for a in args]),
+        tuple([(name, _plain(a)) for name, a in kwargs.items()]),
+        device,
+    )
+    try:
+        hash(call)
+    except TypeError:
+        return None
+    return call
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return Like(
+            tuple(argument.shape), argument.stride(), argument.dtype, argument.requires_grad
+        )
+    if isinstance(argument, list | tuple):
+        return tuple([_plain(item) for item in argument])
+    return None if isinstance(argument, torch.Generator) else argument
+
+
+_known: dict[Call, Cost | None] = {}
+
+
+def costs(calls: Iterable[Call]) -> dict[Call, Cost | None]:
+    """What the backward of each call costs; None: it could not be found out."""
+    wanted = dict.fromkeys(calls)
+    unknown = [call for call in wanted if call not in _known]
+    if unknown:
+        # A thread of its own has no dispatch modes, hooks, autocast or inference mode, and is not
+        # inside a backward, as the caller may be.
+        thread = threading.Thread(target=_run_all, args=(unknown,), name="lowtide-backward-costs")
+        thread.start()
+        thread.join()
+    found = {call: _known.get(call) for call in wanted}
+    while len(_known) > _REMEMBERED:
+        _known.pop(next(iter(_known)), None)
+    return found
+
+
+def _run_all(calls: list[Call]) -> None:
+    for call in calls:
+        try:
+            _known[call] = _run(call)
+        except Exception:  # an operator may refuse in any way of its own
+            _known[call] = None
+
+
+def _run(call: Call) -> Cost:
+    wanted: list[torch.Tensor] = []
+    build = functools.partial(_build, wanted, bool(facts_of(call.func).writes))
+    args = [build(a) for a in call.args]
+    kwargs = {name: build(a) for name, a in call.kwargs}
+    if facts_of(call.func).places:  # left out, it is a real one: memory, and draws for good
+        kwargs["device"] = torch.device("meta")
+    there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):
+        result = tensors_in((call.func(*args, **kwargs),), {})
+    packed = storage_keys(saved)
+    own = [key for key in storage_keys(result) if key not in there]
+    results = tuple(key in packed for key in own)
+    known = call.used if len(call.used) == len(own) else (True,) * len(own)
+    unused = {key for key, used in zip(own, known, strict=True) if not used}
+    made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
+    if not made:
+        return Cost(0, 0, (None,) * len(wanted), (False,) * len(wanted), ())
+    saved.clear()
+    gradients = [torch.empty_like(t) for t in made]
+    del args, kwargs, result
+    with _AsReal(call.device) as counting:
+        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+    outer = storage_keys(gradients)
+    given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
+    # A view refers to what it was made of, also where that has no other name.
+    fresh = [
+        lent is False and not _compat.is_view(gradient)
+        for gradient, lent in zip(found, given, strict=True)
+    ]
+    return Cost(counting.peak, counting.level, tuple(given), tuple(fresh), results)
+
+
+class _AsReal(Counting):
+    """Writes in place where the backward of real tensors does.
+
+    torch's formulas that fill zeros do so out of place under a mode, and on tensors without memory.
+    """
+
+    _zeros: int | None = None  # the storage that the last operator made of them
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = _compat.schema_of(func).name
+        written = _FILLED.get(name)
+        if written and self._zeros is not None and self._zeros in storage_keys([args[0]]):
+            func = getattr(written, func._overloadname)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        made = isinstance(result, torch.Tensor) and name in _ZEROS
+        self._zeros = next(iter(storage_keys([result])), None) if made else None
+        return result
+
+
+def _noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    return pack
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _build(wanted: list[torch.Tensor], written: bool, argument: Any) -> Any:
+    """The argument on the meta device; tensors that require grad are added to `wanted`."""
+    if isinstance(argument, Like):
+        tensor = torch.empty_strided(
+            argument.shape, argument.stride, dtype=argument.dtype, device="meta"
+        )
+        if not argument.grad:
+            return tensor
+        wanted.append(tensor.requires_grad_())
+        return tensor.clone() if written else tensor  # a leaf cannot be written in place
+    if isinstance(argument, tuple):
+        return [_build(wanted, written, item) for item in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument

@@ -1,0 +1,68 @@
+"""Bytes and seconds of operators on fake tensors.
+
+Problem: a dry run allocates nothing, and its peak has to be known to the byte. Invariant: every
+storage is counted as `Counting` does, forward and backward alike; levels and peaks come out as from
+a real measurement (`Marks`). Imports costs, counting, marks. Rejected: predicting backward's memory
+from the forward, which misses the order in which gradients go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lowtide._compat import fakes
+from lowtide.dryrun.shapes import Shapes
+from lowtide.kernels.costs import CostModel
+from lowtide.memory.counting import Counting
+from lowtide.memory.events import Timeline
+from lowtide.memory.marks import Arrived
+
+
+class FakeMemory(Counting):
+    """Counts the bytes and the seconds of operators on fake tensors; answers as `Marks` do."""
+
+    def __init__(self, costs: CostModel, mode: Any) -> None:
+        super().__init__()
+        self._shapes = Shapes(mode)
+        self.costs = costs
+        self.seconds = 0.0  # of all operators so far
+        self.last = 0.0  # of the last one
+        self._levels = [0]
+        self._rises: list[int] = []
+        self.ask: Callable[[Any, Any, Any], Any] | None = None  # what only data can tell
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if fakes.asks_for_device(func):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._shapes(func, args, kwargs)
+        except fakes.depends_on_data():
+            if self.ask is None:
+                raise
+            return self.ask(func, args, kwargs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.last = self.costs.seconds(func, args, kwargs, result)
+        self.seconds += self.last
+
+    def mark(self) -> int:
+        self._rises.append(max(self.peak, self.level))
+        self._levels.append(self.level)
+        self.peak = 0  # from now on
+        return len(self._levels) - 1
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """Nobody else wants what is only for this step."""
+
+    def over(self) -> None:
+        """Nothing runs after the step."""
+
+    def stop(self, then: Arrived) -> None:
+        self.mark()
+        then(Timeline(self._levels[:-1], self._rises, self.level))

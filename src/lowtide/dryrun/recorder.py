@@ -1,0 +1,163 @@
+"""The recorder of fake tensors: what stands for a tape while no tensor has memory.
+
+Problem: the recorder copies what it holds and counts versions, and a fake tensor has neither bytes
+nor a counter that anybody reads; but some programs ask what is in a tensor. Invariant: the tape is
+the one that a real step would leave; a question about content is answered by the real tensors
+behind the fake ones, or the dry run is given up, never guessed. Imports the tape, standins,
+provenance. Rejected: a recorder with a flag, whose hot path would ask it at every operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from torch.nn import functional
+
+from lowtide import _compat, engine
+from lowtide._compat import fakes
+from lowtide.dryrun.provenance import UnansweredError, evaluate
+from lowtide.dryrun.standins import StandIns
+from lowtide.step import Recording
+from lowtide.tape.known import Entry
+from lowtide.tape.recorder import Recorder
+from lowtide.tape.tape import Tape
+from lowtide.tape.values import Handle, Value
+
+# What they keep for their backward has no size on fake tensors.
+_SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+
+
+# What they add last, a mask to scores and a bias to what is not contiguous, they add in place, but
+# out of place under a dispatch mode and on fake tensors.
+_ADDING = ("scaled_dot_product_attention", "linear")
+
+
+class Adding:
+    """Context manager: knows, on each thread, when one of these runs.
+
+    The compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
+    Not a `TorchFunctionMode`, inside of which torch's own multi-head attention is not seen.
+    """
+
+    _lock = threading.Lock()
+    _usual: ClassVar[dict[str, Any]] = {}
+    _open = 0
+    _inside = threading.local()
+
+    def __enter__(self) -> Adding:
+        with Adding._lock:
+            if not Adding._open:
+                for name in _ADDING:
+                    usual = Adding._usual[name] = getattr(functional, name)
+                    setattr(functional, name, Adding._told(usual))
+            Adding._open += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with Adding._lock:
+            Adding._open -= 1
+            if not Adding._open:
+                for name, usual in Adding._usual.items():
+                    setattr(functional, name, usual)
+
+    @staticmethod
+    def _told(usual: Any) -> Any:
+        @functools.wraps(usual)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            Adding._inside.now = True
+            try:
+                return usual(*args, **kwargs)
+            finally:
+                Adding._inside.now = False
+
+        return call
+
+    @property
+    def in_place(self) -> bool:
+        """Whether an addition that is seen now is one in place, where the step will be recorded."""
+        return getattr(Adding._inside, "now", False) and engine.name() == "compiled"
+
+
+class FakeRecorder(Recorder):
+    """Records fake tensors: held through aliases that the modes have seen, never copied."""
+
+    stand: StandIns
+    adding: Adding
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        self._real: dict[Value, torch.Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if fakes.asks_for_device(func):
+            return args[0].fake_device
+        if _compat.schema_of(func).name in _SHAPELESS:
+            raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
+        if func is torch.ops.aten.add.Tensor and self.adding.in_place:
+            func = torch.ops.aten.add_.Tensor
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator that asks what is in fake tensors with the real ones behind them."""
+        if kwargs:
+            raise UnansweredError(f"{func} asks for what is in a tensor")
+        real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
+        with _compat.below_autograd(), torch.no_grad():
+            result = func(*real)
+        return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
+
+    def real(self, fake: torch.Tensor) -> torch.Tensor:
+        """What a fake tensor would be, see `lowtide.dryrun.provenance`."""
+        ref = self._reference(fake)
+        if ref is None or ref.value is None:
+            raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
+        base = evaluate(ref.value, self._real)
+        with _compat.below_autograd():
+            return ref.of(base)
+
+    def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor  # nothing reads the counters of fake tensors
+
+    def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
+        if value.op is None:
+            real = self.stand.real(tensor)
+            if real is not None:
+                self._real[value] = real
+        with _compat.under_modes():
+            value.held = tensor.detach()
+        value.version = _compat.version_of(value.held)
+        if value.keep:
+            value.settle()
+        entry.weak = weakref.ref(value)
+        entry.value = None
+
+
+def _given(packed: Any) -> Any:
+    """Saved-tensor hook of a dry run, in which everything saved is held."""
+    if not isinstance(packed, Handle):
+        return packed.tensor
+    value, ref = packed.value, packed.ref
+    packed.tape.decisions.requested(packed)
+    base = value.held
+    if base is None:
+        raise RuntimeError("backward needs a tensor that was overwritten in place")
+    packed.tape.decisions.answered(value)
+    if base.dtype != ref.dtype:
+        base = base.view(ref.dtype)
+    if base.shape == ref.size and ref.fits(base):
+        return base
+    return torch.as_strided(base, ref.size, ref.stride, ref.offset)
+
+
+FakeRecorder.unpack = staticmethod(_given)
+
+
+class FakeRecording(Recording):
+    __slots__ = ()
+    new_recorder = FakeRecorder

@@ -1,0 +1,401 @@
+"""A step gone through on fake tensors: the graph of a step that nobody has run.
+
+Problem: a step that does not fit cannot be run to find out what to recompute. Invariant: it is the
+user's own forward and autograd's own backward, seen by the recorder and the observer that see real
+steps; only the tensors have no memory, the bytes are counted from their sizes and the times come
+from a model of the device. Nothing is executed and nothing is left behind. Where a forward asks
+what is in a tensor, one real step is recorded in its place, and the caller is told. Imports
+standins, costs, observer, step. Rejected: torch.export, which needs the whole model to trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+import warnings
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import _compat
+from lowtide._compat import fakes
+from lowtide.dryrun.memory import FakeMemory
+from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
+from lowtide.dryrun.standins import Found, RealState, StandIns
+from lowtide.dryrun.witness import Witness
+from lowtide.errors import DryRunWarning, LowtideError, UsageError, users_frame
+from lowtide.kernels.costs import CostModel
+from lowtide.memory.marks import Marks, start_marks
+from lowtide.models import foreign
+from lowtide.observing.observer import Observer
+from lowtide.observing.seen import Seen
+from lowtide.planner import Graph
+from lowtide.running.prepared import Signature, signature_of
+from lowtide.step import Recording, current_recorder, recordable
+from lowtide.tape.operators import Facts
+from lowtide.tape.values import Handle, Operation, Region, Value
+
+
+@dataclass(frozen=True)
+class Dry:
+    """A step as it was gone through.
+
+    Attributes:
+        graph: the step.
+        seen: what a budget needs to follow a plan for it.
+        modules: of each operation, the qualified name of the module that called it.
+        seconds: forward and backward together, modelled or measured.
+        source: "fake", or "recorded" where a real step had to be run.
+        device: what the seconds are of.
+    """
+
+    graph: Graph
+    seen: Seen
+    modules: tuple[str, ...]
+    seconds: float
+    source: str
+    device: str
+
+
+# ---------------------------------------------------------------------------- recording
+
+
+class _Watching(Observer):
+    """An observer that also knows modules and, on fake tensors, modelled times."""
+
+    def __init__(
+        self, memory: Marks | None, names: dict[int, str], witness: Witness | None = None
+    ) -> None:
+        super().__init__(memory)
+        self._names = names
+        self._inside: list[str] = []
+        self.modules: list[str] = []
+        self.witness = witness
+        if witness is not None:
+            witness.inside = self._inside
+
+    def operation(
+        self,
+        op: Operation,
+        made: list[Value],
+        args: Any,
+        kwargs: Any,
+        live: int,
+        signature: Signature,
+    ) -> None:
+        fake = self.memory if isinstance(self.memory, FakeMemory) else None
+        super().operation(op, made, args, kwargs, live, signature)
+        if fake is not None:
+            self.ops[-1].seconds = fake.last
+            self.ops[-1].kind = None  # a modelled time is none to share with measured ones
+        self.modules.append(self._inside[-1] if self._inside else "")
+        if self.witness is not None:
+            self.witness.operation(op.facts.name, made)
+
+    def saved(self, value: Value, handle: Handle) -> None:
+        super().saved(value, handle)
+        if self.witness is not None:
+            self.witness.saved(value, handle)
+
+    def begin_backward(self, anchored: Container[int] = ()) -> None:
+        super().begin_backward(anchored)
+        if self.witness is not None:
+            self.witness.backward_begins()
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        outer = self._inside[-1] if self._inside else ""
+        self._inside.append(self._names.get(id(module), outer))
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        if self._inside:
+            self._inside.pop()
+
+
+class _Everything:
+    """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
+
+    asks = True
+    where = None  # what is faked has no device of its own
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.begun = False
+        self.live = [0]
+
+    def produced(
+        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
+    ) -> None:
+        signature = signature_of(op, made, args, kwargs)
+        self.observer.operation(op, made, args, kwargs, self.live[0], signature)
+
+    def saved(self, value: Value, region: Region) -> bool:
+        return True
+
+    def packed(self, handle: Handle, value: Value) -> None:
+        self.observer.saved(value, handle)
+
+    def forgotten(self, value: Value) -> None:
+        self.observer.let_go(value)
+
+    def requested(self, handle: Handle) -> None:
+        recorder = handle.tape.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            return  # a differentiable backward inside the forward, such as a gradient penalty
+        if not self.begun:
+            self.begun = True
+            if recorder is not None:
+                recorder.pause()
+            self.observer.begin_backward()
+        value = handle.value
+        self.observer.request(value, handle.sequence)
+
+    def retained(self, value: Value, request: Handle) -> bool:
+        return False
+
+    def replayed(self, operations: list[Operation], seconds: float) -> None:
+        """A value that was overwritten in place came back."""
+
+    def answered(self, value: Value) -> None:
+        if self.begun and value.number >= 0:
+            self.observer.answered()
+
+    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
+        return False
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        return False
+
+
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors in any nesting of lists, tuples, dictionaries and dataclass-like outputs."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, dict):
+        return [t for part in result.values() for t in tensors_in(part)]
+    if isinstance(result, list | tuple):
+        return [t for part in result for t in tensors_in(part)]
+    return []
+
+
+def loss_of(result: Any) -> torch.Tensor | None:
+    """What backward starts from: the sum of all that requires grad; None: nothing does."""
+    wanted = [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
+    if not wanted:
+        return None
+    if len(wanted) == 1 and wanted[0].numel() == 1:
+        return wanted[0]
+    parts = [t.sum() if not t.is_complex() else t.real.sum() for t in wanted]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part.to(total.device)
+    return total
+
+
+@contextmanager
+def _module_calls(observer: _Watching) -> Iterator[None]:
+    before = nn.modules.module.register_module_forward_pre_hook(observer.enter)
+    after = nn.modules.module.register_module_forward_hook(observer.leave, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _record(
+    observer: _Watching,
+    recording: Callable[..., Recording],
+    call: Callable[[], Any],
+    begin: Callable[[Any], None] | None = None,
+) -> None:
+    """Forward and backward under an observer; `begin` is called with the open recorder."""
+    decisions = _Everything(observer)
+    with _module_calls(observer), recording(decisions, timed=begin is None) as tape:
+        assert tape.recorder is not None
+        decisions.live = tape.recorder.live
+        observer.attach(tape.recorder)
+        if begin is not None:
+            begin(tape.recorder)
+        result = call()
+        if observer.witness is not None:
+            observer.witness.returned(tensors_in(result), tape.recorder)
+    if not decisions.begun:  # else the function has done its own backward
+        loss = loss_of(result)
+        del result
+        if loss is not None and loss.grad_fn is not None:
+            leaves = [t for t in _compat.leaves_behind([loss]) if not fakes.is_fake(t)]
+            before = [(leaf, leaf.grad) for leaf in leaves]
+            loss.backward()
+            if observer.witness is not None:
+                observer.witness.collected(leaves)
+            if isinstance(observer.memory, FakeMemory):
+                for leaf, gradient in before:  # a real leaf that no module told of
+                    leaf.grad = gradient
+    observer.mark_end()
+
+
+# ---------------------------------------------------------------------------- the two ways
+
+
+def dry_run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on: str | None = None,
+    witness: Witness | None = None,
+    real: bool = True,
+) -> Dry:
+    """Go through a step on fake tensors; record a real one where that is not possible.
+
+    Times are those of the device named `on`; of the one that the step would run on by default.
+    A `witness` is told where everything comes from. Without `real` no real step is run.
+
+    Raises:
+        UsageError: called inside a budget or region, or with grad disabled; a step that needs
+            memory of its own where there is none, or that must not be `real`.
+    """
+    if current_recorder() is not None or not recordable():
+        raise UsageError(
+            "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
+            "or under torch.compile: there would be no backward to plan for. Call it outside."
+        )
+    found = Found(function, args, kwargs)
+    device = _device(found)
+    costs = CostModel(device, on)
+    try:
+        with _no_collector():
+            return _fake(found, device, costs, function, args, kwargs, witness)
+    except LowtideError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if any(t.device.type == "meta" or fakes.is_fake(t) for t in found.state()):
+            raise UsageError(
+                f"the step cannot be gone through on fake tensors ({reason}), and the model has "
+                "no memory of its own to run it with. Build the model on a real device."
+            ) from error
+        if not real:
+            raise UsageError(
+                f"the step cannot be gone through on fake tensors ({reason})."
+            ) from error
+    # Where it is the user's own error, it is raised here.
+    step = _real(found, device, function, args, kwargs, witness)
+    warnings.warn(
+        f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
+        "backward was run and recorded in its place. Gradients, buffers and random state were put "
+        "back.",
+        DryRunWarning,
+        stacklevel=users_frame(),
+    )
+    return step
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Thousands of fake tensors live until backward: looking at them all again and again for cycles
+    takes a quarter of a dry run, and a larger share of a longer one."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _device(found: Found) -> torch.device:
+    """Where the step runs: with its parameters, or its tensors."""
+    for tensor in (*found.state(), *found.tensors):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _fake(
+    found: Found,
+    device: torch.device,
+    costs: CostModel,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    witness: Witness | None = None,
+) -> Dry:
+    stand = StandIns(found, device)
+    memory = FakeMemory(costs, stand.mode)
+    if witness is not None:
+        memory = witness.counts(costs, stand.mode)
+    observer = _Watching(memory, found.names(), witness)
+    with warnings.catch_warnings(), stand, ExitStack() as stack:
+        # torch looks at the gradient of whatever it makes a fake tensor of.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+        fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
+        if witness is not None:
+            witness.begins(found, stand.fake)
+        function = _with_fake_self(stand, function)
+        stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
+        _compat.dry_run.on = True
+        stack.enter_context(fakes.unlogged())
+        stack.enter_context(stand.mode)
+        stack.enter_context(memory)
+        stack.enter_context(foreign.taken_for_real())
+        adding = stack.enter_context(Adding())
+
+        def begin(recorder: FakeRecorder) -> None:
+            recorder.stand, recorder.adding = stand, adding
+            memory.ask = recorder.answer
+            stack.enter_context(fakes.listing(lambda tensor: recorder.real(tensor).tolist()))
+
+        _record(observer, FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
+        observer.finish(_nothing)
+        if witness is not None:
+            witness.ends(observer)
+    return _dry(observer, memory.seconds, "fake", memory.costs.model.name)
+
+
+def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors bound by `functools.partial` are arguments as well."""
+    if not isinstance(function, functools.partial):
+        return function
+    args, keywords = stand.fake(function.args), stand.fake(dict(function.keywords))
+    return functools.partial(function.func, *args, **keywords)
+
+
+def _real(
+    found: Found,
+    device: torch.device,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    witness: Witness | None = None,
+) -> Dry:
+    with RealState(found):
+        if witness is not None:
+            witness.starts_over()
+            witness.begins(found, lambda tensor: tensor)
+        observer = _Watching(start_marks(device), found.names(), witness)
+        began = time.perf_counter()
+        try:
+            _record(observer, Recording, lambda: function(*args, **kwargs))
+        finally:
+            seconds = time.perf_counter() - began
+            observer.finish(_nothing)
+        if witness is not None:
+            witness.ends(observer)
+    return _dry(observer, seconds, "recorded", str(device))
+
+
+def _nothing(observer: Observer) -> None:
+    """The graph is made by the caller."""
+
+
+def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
+    graph = observer.graph()
+    if not observer.requests:  # over, and nothing was asked for: the events that it has are guesses
+        graph = replace(graph, events=())
+    return Dry(graph, observer.seen(), tuple(observer.modules), seconds, source, device)

@@ -1,0 +1,156 @@
+"""Real steps, plain and under a plan, each measured against what was predicted for it.
+
+Problem: a prediction is worth what its error is on this machine. Invariant: every step is counted
+allocation by allocation; gradients are taken away before each and put back at the end, so that all
+steps do the same. Imports budget, measure, plans. Rejected: resident memory of the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.budget import Budget
+from lowtide.dryrun.run import loss_of
+from lowtide.dryrun.standins import Found
+from lowtide.errors import BudgetError
+from lowtide.export.document import Trial
+from lowtide.measure import measure
+from lowtide.plans import Plan
+
+_SHARE = 0.6  # of the free memory that a plain step may take to be tried unasked
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The steps that were run, and why the last one was refused, if it was."""
+
+    trials: tuple[Trial, ...] = ()
+    refused: BudgetError | None = None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device; None where nobody says."""
+    if device.type != "cpu":
+        return _compat.free_memory(device)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def fits(peak: int, device: torch.device) -> bool:
+    """Whether a step of this peak may be tried without asking."""
+    free = free_memory(device)
+    return free is None or peak <= _SHARE * free
+
+
+def try_steps(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan | None,
+    plain_peak: int,
+    *,
+    steps: int = 3,
+    plain: bool = True,
+    own_backward: bool = False,
+    tell: Callable[[str], object] = lambda text: None,
+) -> Tried:
+    """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
+
+    With `own_backward` the function runs backward itself, as a dry run has found, and none follows.
+    A step that leaves its plan and is refused ends it, without an error. The first call of some
+    kernels allocates what later ones find: a plain step runs once before the one that counts.
+    """
+    found = Found(function, args, kwargs)
+    device = _device(found)
+    budget = None if plan is None else Budget(plan, device=device)
+    trials: list[Trial] = []
+
+    def step(limit: Budget | None) -> None:
+        _step(function, args, kwargs, limit, own_backward)
+
+    def measured(limit: Budget | None, label: str, predicted: int) -> None:
+        _clear(found)
+        gc.collect()
+        took = measure(lambda: step(limit), device=device)
+        if limit is not None:
+            report = limit.report()  # of the plan that this very step has followed
+            label = "planned" if report.planned else "unplanned"
+            predicted = report.planned_peak or predicted
+        trials.append(Trial(label, predicted, took.peak_bytes, took.seconds))
+
+    with _gradients(found):
+        if plain:
+            tell("a plain step")
+            _clear(found)
+            step(None)
+            measured(None, "plain", plain_peak)
+        if budget is not None and plan is not None:
+            for number in range(steps):
+                tell(f"planned step {number + 1} of {steps}")
+                try:
+                    measured(budget, "planned", plan.peak)
+                except BudgetError as error:
+                    return Tried(tuple(trials), error)
+    return Tried(tuple(trials))
+
+
+def run_step(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    own_backward: bool = False,
+) -> None:
+    """One real step under a plan, from no gradients; those that were there are put back."""
+    found = Found(function, args, kwargs)
+    with _gradients(found):
+        _clear(found)
+        limit = None if plan.limit is None else Budget(plan, device=_device(found))
+        _step(function, args, kwargs, limit, own_backward)
+
+
+def _device(found: Found) -> torch.device:
+    return next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
+
+
+def _step(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    limit: Budget | None,
+    own_backward: bool,
+) -> None:
+    with limit or nullcontext():
+        result = function(*args, **kwargs)
+        # Where this is more than to take a loss, the step leaves a plan that knows nothing of it.
+        loss = None if own_backward else loss_of(result)
+        del result
+    if loss is not None and loss.grad_fn is not None:
+        loss.backward()
+
+
+def _clear(found: Found) -> None:
+    for tensor in (*found.state(), *found.tensors):
+        if tensor.is_leaf:
+            tensor.grad = None
+
+
+@contextmanager
+def _gradients(found: Found) -> Iterator[None]:
+    leaves = [t for t in (*found.state(), *found.tensors) if t.is_leaf]
+    before = [leaf.grad for leaf in leaves]
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient

@@ -1,0 +1,174 @@
+"""What oneDNN's convolutions take on CPUs with AVX2 and no AVX-512, in float32.
+
+Problem: blocks there are of eight channels, and of many convolutions other kernels run, most of all
+for gradients. Invariant: `avx2_kernels` says which kernel runs, in which layouts; here is what
+torch does around it: it copies what lies otherwise, and what the kernel made into a tensor that
+lies as the input does. Imports `avx2_kernels`, `_compat`.
+Rejected: one flow for both instruction sets, whose formulas agree in a few kernels only.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lowtide import _compat
+from lowtide.kernels.avx2_kernels import (
+    Kernel,
+    backward,
+    forward,
+    of_parameter,
+    unfolding_backward,
+    unfolding_forward,
+    unfolding_parameter,
+)
+from lowtide.kernels.avx2_scratch import WIDTH, Geometry, up
+from lowtide.kernels.unfolding import Options
+
+
+def narrow_workspace(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    options: Options,
+    given: torch.Tensor | None,
+    passes: bool,
+    biased: bool,
+    last: bool,
+    unfolds: bool = False,
+) -> int:
+    """As `convolution.convolution_workspace`, without copies of tensors that lie as no kernel
+    reads them.
+
+    Args:
+        last: whether the channels of the input are last in memory.
+        unfolds: whether to take it that no kernel but the one that has no limits is there.
+    """
+    turned = _turned(weight) if last else 0
+    if given is None:
+        g = _geometry(source, weight, options, out // source.element_size())
+        kernel = _maker(g, options.transposed, last, unfolds, True)
+        read = _bytes(source)
+        sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
+        made = _channels_made(weight, options)
+        if options.transposed and biased and not _adds_bias(kernel, g):  # to a copy of its result
+            kernel = kernel._replace(scratch=kernel.scratch + _laid(kernel.read, out, made))
+        return turned + _call(kernel, sides, (read, source.shape[1]), (out, made), last) - out
+    g = _geometry(source, weight, options, given.numel())
+    into, parameter = _bytes(source), _bytes(weight)
+    returned = parameter + (into if passes else 0)
+    one, other = (into, source.shape[1]), (_bytes(given), given.shape[1])
+    first = 0
+    if passes:
+        kernel = _maker(g, not options.transposed, last, unfolds)
+        sides = (kernel.read, kernel.given) if options.transposed else (kernel.given, kernel.read)
+        first = _call(kernel, sides, other, one, last)
+    kernel = unfolding_parameter(g, last) if unfolds else of_parameter(g, last, biased)
+    sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
+    second = kernel.scratch + sum(
+        _copy(side, *tensor, last) for side, tensor in zip(sides, (one, other), strict=True)
+    )
+    second = kernel.parameter + max(second, (2 if last else 1) * parameter)
+    return turned + max(first, second + (into if passes else 0)) - returned
+
+
+def _maker(g: Geometry, back: bool, last: bool, unfolds: bool, transposed: bool = False) -> Kernel:
+    """Of a tensor: the larger one, going `back`, or the other."""
+    if unfolds:
+        return unfolding_backward(g, last) if back else unfolding_forward(g, last)
+    return backward(g, last, transposed) if back else forward(g, last)
+
+
+def _adds_bias(kernel: Kernel, g: Geometry) -> bool:
+    """Whether a kernel adds a bias to a transposed convolution's result."""
+    return kernel.name == "products" or (kernel.name == "strided" and g.even())
+
+
+def _call(
+    kernel: Kernel,
+    sides: tuple[str, str],
+    read: tuple[int, int],
+    made: tuple[int, int],
+    last: bool,
+) -> int:
+    """Bytes of what reads one tensor and makes another, (bytes, channels) each, and is copied."""
+    nbytes, channels = made
+    before = kernel.scratch + kernel.parameter + _copy(sides[0], *read, last)
+    if last and sides[1] == "last":  # made in place
+        return nbytes + before
+    laid = _laid(sides[1], nbytes, channels)
+    # Channels last become channels first in a copy of the copy that torch makes of any result.
+    copies = nbytes * (2 if sides[1] == "last" and channels > 1 else 1)
+    return laid + max(before, copies)
+
+
+def _copy(layout: str, nbytes: int, channels: int, last: bool) -> int:
+    """What a tensor takes that does not lie as a kernel reads it."""
+    if layout == ("last" if last else "plain") or (layout == "last" and channels == 1):
+        return 0
+    return _laid(layout, nbytes, channels)
+
+
+def _laid(layout: str, nbytes: int, channels: int) -> int:
+    return nbytes * up(channels, WIDTH) // max(1, channels) if layout == "blocked" else nbytes
+
+
+def _turned(weight: torch.Tensor) -> int:
+    """A parameter is made to lie as the input does, before anything else."""
+    form = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
+    return 0 if weight.is_contiguous(memory_format=form) else _bytes(weight)
+
+
+def _channels_made(weight: torch.Tensor, options: Options) -> int:
+    return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
+
+
+def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> Geometry:
+    """`made`: elements of the result."""
+    dims = source.dim() - 2
+    batch, channels, *space = source.shape
+    stride, dilation, padding = (
+        tuple(values) * (dims if len(values) == 1 else 1)
+        for values in (options.stride, options.dilation, options.padding)
+    )
+    kernel, groups = tuple(weight.shape[2:]), options.groups
+    results = _channels_made(weight, options)
+    rows = list(zip(space, kernel, stride, dilation, padding, strict=True))
+    if options.transposed:
+        channels, results = results, channels
+        # What is added to a transposed one's result at its end is not among the options.
+        read = [(size - 1) * s + d * (k - 1) + 1 - 2 * p for size, k, s, d, p in rows]
+        read = _fitted(read, made // max(1, batch * channels), stride)
+        given = space
+    else:
+        read, given = space, [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in rows]
+    lacking = (1,) * (3 - dims)
+    return Geometry(
+        batch,
+        groups,
+        channels // groups,
+        results // groups,
+        (*lacking, *read),
+        (*lacking, *given),
+        (*lacking, *kernel),
+        (*lacking, *stride),
+        (*lacking, *dilation),
+        (*(0,) * len(lacking), *padding),
+        dims == 3,
+        torch.get_num_threads(),
+        _compat.second_cache(),
+    )
+
+
+def _fitted(size: list[int], points: int, stride: tuple[int, ...]) -> list[int]:
+    """With as much more in each dimension as makes it so many points; more is less than a step."""
+    for more in range(max(stride)):
+        larger = [n + min(more, s - 1) for n, s in zip(size, stride, strict=True)]
+        if math.prod(larger) >= points:
+            return larger
+    return size
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

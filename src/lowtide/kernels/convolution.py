@@ -1,0 +1,345 @@
+"""What torch's convolutions on the CPU allocate while they run.
+
+Problem: a convolution takes copies of its tensors in layouts of its own, which are most of many a
+step's peak. Invariant: formulas as measured, kernel by kernel, on one and on two threads, over
+channels that are and are not multiples of oneDNN's block, both layouts, forward and backward;
+`benchmarks/workspace.py` measures them again. Imports torch. Rejected: running each convolution
+once to find out, which takes the memory that has to be kept free.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lowtide import _compat
+from lowtide.kernels.avx2 import narrow_workspace
+from lowtide.kernels.half import (
+    half_backward,
+    half_channels_last,
+    half_forward,
+    half_transposed,
+)
+from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
+
+_CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
+_HALF_BLOCK = 8  # or of this, for the gradient of a parameter that reads fewer than that
+_UNBLOCKED = 4  # fewer than this it reads as they are
+_WIDE = 14  # a wider kernel than this has no backward of its own for its parameter
+_REDUCED = 4  # copies of its gradient that the product in its place takes on each thread
+_SUMMED = 8  # copies of its gradient that a depthwise kernel in 3D sums up in, on each thread
+_SHARED = 20  # times a pointwise parameter, above which threads may share images and not channels
+
+
+def padded(nbytes: int, channels: int, block: int = _CHANNEL_BLOCK) -> int:
+    return nbytes * -(-channels // block) * block // max(1, channels)
+
+
+def convolution_workspace(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    options: Options,
+    given: torch.Tensor | None = None,
+    passes: bool = False,
+    biased: bool = False,
+) -> int:
+    """Bytes of a convolution on the CPU besides what it returns.
+
+    Args:
+        source: its input, (batch, channels, *space), with or without memory.
+        weight: its parameter.
+        out: bytes of its forward's result.
+        options: how it goes over its input.
+        given: of its backward: the gradient of that result.
+        passes: whether that backward gives a gradient to the input.
+        biased: whether its forward adds a bias.
+    """
+    instructions = _compat.onednn_instructions()
+    oneself = source.element_size() == 2 or unfolded(source, weight, "cpu", options)
+    if instructions == "AVX512" or oneself:
+        return _wide_workspace(source, weight, out, options, given, passes, biased)
+    call = (source, weight, out, options, given, passes, biased)
+    last = _channels_last(source)
+    copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+    narrow = copies + narrow_workspace(*call, last)
+    if instructions == "AVX2":
+        return narrow
+    # Other CPUs have kernels that were not measured, and lack some of these, in whose place images
+    # are unfolded: the largest of what is known.
+    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), _wide_workspace(*call))
+
+
+def _wide_workspace(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    options: Options,
+    given: torch.Tensor | None,
+    passes: bool,
+    biased: bool,
+) -> int:
+    """With AVX-512, in half types, and of what torch runs itself."""
+    back, stride = given is not None, max(options.stride)
+    half, flat = source.element_size() == 2, source.dim() < 5
+    itself = unfolded(source, weight, "cpu", options)
+    last = _channels_last(source)
+    if itself:
+        taken = unfolded_workspace(source, weight, out, options, back, passes, biased)
+        if last and source.dim() == 4 and not _pointwise(weight, stride):
+            taken += _bytes(weight)
+        last = last and source.dim() < 5
+    elif options.transposed:
+        if given is not None:
+            taken = _transposed_backward(source, weight, given, options)
+        else:
+            taken = _transposed(source, weight, out, stride, biased)
+        if back and half and options.groups == 1:
+            taken = half_transposed(source, weight, out)
+    elif source.dim() == 5 and _depthwise(source, weight):
+        taken = _volume_by_channel(source, weight, out, stride, back, passes)
+        last = False
+    elif last and half and back and options.groups == 1:
+        taken = half_channels_last(source, weight, out)
+    elif last:  # read as it is; parameters are reordered
+        taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+    elif half and back and options.groups == 1:
+        taken = half_backward(source, weight, out, stride, passes)
+    elif half and not back and math.prod(weight.shape[2:]) == 1 and (stride == 1 or flat):
+        taken = half_forward(source, weight, out, stride)
+    elif given is not None:
+        taken = _backward(source, weight, given, options, passes)
+    else:
+        taken = _forward(source, weight, out, stride)
+    return taken + _copied(source, last) + (0 if given is None else _copied(given, last))
+
+
+def _copied(tensor: torch.Tensor, last: bool) -> int:
+    """What does not lie as the kernel reads it is copied first, and the copy stays to the end."""
+    as_read = _channels_last(tensor) if last else tensor.is_contiguous()
+    return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
+
+
+def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
+    """Elements of an unfolded image: kernel volume times channels times points."""
+    points = out // (source.element_size() * weight.shape[0] * source.shape[0])
+    return source.shape[1] * math.prod(weight.shape[2:]) * points
+
+
+def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
+    blocked_out = padded(out, weight.shape[0])
+    blocked = padded(_bytes(weight), weight.shape[0])
+    if source.element_size() == 2 and source.shape[1] % 2:  # channels go in pairs
+        blocked += blocked // source.shape[1]
+    gathers, depthwise = _gathers(source, weight, stride), _depthwise(source, weight)
+    if source.shape[1] >= _CHANNEL_BLOCK or gathers or depthwise or _pointwise(weight, stride):
+        # narrower inputs are read as they are
+        blocked = padded(blocked, source.shape[1]) + padded(_bytes(source), source.shape[1])
+    if gathers:
+        blocked += _gathered(source, out // max(1, weight.shape[0]))
+    return blocked_out + max(blocked, out) - out
+
+
+def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
+    """Copies of a parameter; those of each group on its own are padded to whole blocks."""
+    parameter = _bytes(weight)
+    out, into = weight.shape[0] // max(1, groups), weight.shape[1]
+    blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
+    block = _CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
+    whole = groups * blocks * block
+    narrow = groups % _CHANNEL_BLOCK or max(weight.shape[2:]) <= 3
+    if groups == 1 or (out == into == 1 and narrow):
+        return (3 if back else 2) * parameter
+    if back:
+        return whole + 2 * parameter
+    return whole if into == 1 < out else 2 * parameter
+
+
+def _backward(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    given: torch.Tensor,
+    options: Options,
+    passes: bool,
+) -> int:
+    """First the gradient of the input, where it is wanted, then that of the parameter."""
+    if options.groups > 1:
+        return _grouped_backward(source, weight, given, max(options.stride), passes)
+    into, parameter, stride = _bytes(source), _bytes(weight), max(options.stride)
+    second = _summed(source, given, weight, options)
+    if not passes:
+        return second
+    if stride == 1:
+        first = padded(into, source.shape[1]) + padded(_bytes(given), weight.shape[0])
+        first += _blocked(weight, _CHANNEL_BLOCK, _CHANNEL_BLOCK)
+    else:
+        first = max(3 * into, into + _spread(weight, given, stride))
+    return max(first - into - parameter, second)
+
+
+def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, options: Options) -> int:
+    """What the gradient of a parameter takes besides.
+
+    Args:
+        read: what the kernel goes over: the input, or a transposed convolution's gradient.
+        given: what has a number for each of its places: the gradient, or that one's input.
+        weight: the parameter: (channels of `given`, channels of `read`, *kernel).
+        options: how it goes over it.
+    """
+    channels, others, stride = read.shape[1], given.shape[1], max(options.stride)
+    parameter, volume = _bytes(weight), read.dim() == 5
+    gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
+    whole = channels >= _CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
+    halves = not whole and channels >= _UNBLOCKED
+    # The kernel in half blocks knows no dilation and no volume that is padded in depth.
+    lacking = halves and (dilated or (volume and options.padding[0] > 0))
+    if lacking or (dilated and volume) or _as_product(read, weight):
+        columns = _bytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
+        if volume:  # of one slice at a time
+            columns //= max(1, given.shape[2])
+        return _threads(read) * (_REDUCED * parameter + columns)
+    if not whole and not halves:
+        return padded(_bytes(given), others) + _blocked(weight, _CHANNEL_BLOCK, 1) - parameter
+    block = _CHANNEL_BLOCK if whole else _HALF_BLOCK
+    taken = padded(_bytes(given), others, block) + padded(_bytes(read), channels, block)
+    blocked = _blocked(weight, block, block)
+    if _pointwise(weight, stride) and torch.get_num_threads() > 1 and taken > _SHARED * parameter:
+        blocked += blocked * 9 // 8  # each thread's part of its gradient
+    if gathers:
+        taken += _gathered(read, _bytes(given) // max(1, others))
+    return max(taken + blocked - parameter, blocked)
+
+
+def _blocked(weight: torch.Tensor, first: int, second: int) -> int:
+    """A copy of a parameter with both its channels in blocks."""
+    return padded(padded(_bytes(weight), weight.shape[0], first), weight.shape[1], second)
+
+
+def _gathers(source: torch.Tensor, weight: torch.Tensor, stride: int) -> bool:
+    """Whether the points that a kernel of one point reads are brought together first."""
+    whole = all(size % stride == 0 for size in source.shape[2:])
+    return source.dim() < 5 and math.prod(weight.shape[2:]) == 1 < stride and whole
+
+
+def _gathered(source: torch.Tensor, points: int) -> int:
+    """The points that a strided kernel of one point reads, of an image for each thread.
+
+    `points`: bytes of one channel of them, of all images.
+    """
+    image = source.shape[1] * points // max(1, source.shape[0])
+    return _threads(source) * padded(image, source.shape[1])
+
+
+def _spread(weight: torch.Tensor, given: torch.Tensor, stride: int) -> int:
+    """What the gradient of a strided kernel's input is made of: a copy of the gradient given, and,
+    on each thread, an image of it with edges as wide as the kernel reaches."""
+    image = given.element_size() * given.shape[1]
+    for size, width in zip(given.shape[2:], weight.shape[2:], strict=True):
+        image *= size + 2 * ((width - 1) // stride)
+    return _bytes(given) + _threads(given) * image + padded(_bytes(weight), weight.shape[0])
+
+
+def _grouped_backward(
+    source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, stride: int, passes: bool
+) -> int:
+    into, parameter, channels = _bytes(source), _bytes(weight), source.shape[1]
+    out = _bytes(given)
+    depthwise = weight.shape[1] == 1 < channels
+    made = parameter + (into if passes else 0)
+    blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
+    first = 0
+    if passes and stride > 1 and (not depthwise or source.element_size() == 2):
+        first = 3 * into - made
+    if _as_product(source, weight):
+        columns = _columns(source, weight, out)
+        if source.dim() == 5:  # of one slice at a time
+            columns //= given.shape[2]
+        columns *= source.element_size()
+        return max(first, _threads(source) * (_REDUCED * parameter + columns))
+    copies = torch.get_num_threads() * (padded(parameter, channels) - parameter)
+    pointwise = _pointwise(weight, stride)
+    few = channels < _CHANNEL_BLOCK and not pointwise and not _depthwise(source, weight)
+    if few and channels < _HALF_BLOCK:
+        return max(first, (min(blocked_in, into + out) if passes else 0) + max(blocked_out, copies))
+    if few:
+        return max(first, (blocked_in - into if passes else 0) + max(blocked_out, copies))
+    if depthwise and max(weight.shape[2:]) > 3:
+        return max(blocked_out + blocked_in + parameter, blocked_in + into) - made
+    blocked = blocked_in + blocked_out
+    if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
+        blocked += parameter * 9 // 8  # each thread's part of its gradient
+    return max(first, blocked, parameter)
+
+
+def _depthwise(source: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether each channel is gone over by itself."""
+    return weight.shape[1] == 1 < source.shape[1] == weight.shape[0]
+
+
+def _volume_by_channel(
+    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, back: bool, passes: bool
+) -> int:
+    """A volume, each channel by itself: copied, but not padded."""
+    into, parameter = _bytes(source), _bytes(weight)
+    if not back:
+        return into + (out if stride == 1 else padded(parameter, source.shape[1]))
+    made = parameter + (into if passes else 0)
+    half = source.element_size() == 2
+    # No formula was found for what it sums up in; this is a little more than was seen.
+    points = math.prod(source.shape[2:]) * max(weight.shape[2:]) ** 2
+    copies = torch.get_num_threads() * (_SUMMED * parameter + points * 4 // 3)
+    first = (3 if half and stride > 1 else 2) * into - made
+    return max(first, into + (0 if passes else out), copies)
+
+
+def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether oneDNN has no kernel for the parameter's gradient, and unfolds the input for it."""
+    if max(weight.shape[2:]) > _WIDE:
+        return True
+    return source.dim() == 5 and 2 * min(source.shape[2:]) <= min(weight.shape[2:]) + 1
+
+
+def _pointwise(weight: torch.Tensor, stride: int) -> bool:
+    return math.prod(weight.shape[2:]) == stride == 1
+
+
+def _threads(source: torch.Tensor) -> int:
+    """Those that get an image."""
+    return min(torch.get_num_threads(), source.shape[0])
+
+
+def _transposed(
+    source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, biased: bool
+) -> int:
+    into, parameter = _bytes(source), _bytes(weight)
+    if stride == 1:
+        blocked = padded(out, weight.shape[1])
+        copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
+        return max(copies + (blocked if biased else 0), out) + blocked - out
+    reached = into // source.shape[0]  # of one image, with the edge that the kernel overlaps
+    for size, width in zip(source.shape[2:], weight.shape[2:], strict=True):
+        reached += reached * max(0, width - stride) // size
+    copies = out if weight.shape[1] == 1 else 2 * out  # one channel lies the same in any layout
+    return max(copies, into + parameter + torch.get_num_threads() * reached)
+
+
+def _transposed_backward(
+    source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, options: Options
+) -> int:
+    """As `_backward`, of a convolution the other way round."""
+    made = _bytes(source) + _bytes(weight)
+    blocked = padded(_bytes(source), source.shape[1])
+    copies = _blocked(weight, _CHANNEL_BLOCK, 1)
+    if given.shape[1] >= _CHANNEL_BLOCK:
+        copies += padded(_bytes(given), given.shape[1])
+    first = blocked + max(_bytes(source), copies)
+    return max(first - made, _summed(given, source, weight, options))
+
+
+def _channels_last(source: torch.Tensor) -> bool:
+    return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,125 @@
+"""Which convolutions on the CPU torch runs itself, not oneDNN, and what they take.
+
+Problem: torch's own kernels unfold an input into a column for each point of the result, many times
+its size; oneDNN's reorder tensors. Invariant: the choice is torch's (`use_mkldnn` in its
+`Convolution.cpp`), by type, batch, kernel and groups; what a kernel takes is as measured, for one
+to three dimensions, dilated, transposed and in groups, forward and backward, on one and two
+threads. Imports `_compat`. Rejected: asking torch, whose answer is for the device that a tensor is
+on, and a tensor without memory is on none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.backward.operation import Like
+
+_SMALL = 20480  # elements in the first four dimensions up to which one image is not for oneDNN
+_MANY = 16  # images from which on it takes kernels of one point too
+
+
+class Options(NamedTuple):
+    """How a convolution goes over its input."""
+
+    stride: Sequence[int] = (1,)
+    dilation: Sequence[int] = (1,)
+    transposed: bool = False
+    groups: int = 1
+    padding: Sequence[int] = (0,)
+
+
+def options_of(args: Sequence[Any], backward: bool) -> Options:
+    """Those of a call of `convolution` or `convolution_backward`."""
+    shift = 1 if backward else 0
+    groups = args[8 + shift] if len(args) > 8 + shift else 1
+    stride, padding, dilation, transposed = args[3 + shift : 7 + shift]
+    return Options(stride, dilation, bool(transposed), groups, padding)
+
+
+def unfolded(
+    source: torch.Tensor | Like,
+    weight: torch.Tensor | Like,
+    device: str,
+    options: Options = Options(),  # noqa: B008 (immutable)
+) -> bool:
+    """Whether torch runs a convolution itself: on the CPU, other types and small single images."""
+    if device != "cpu" or len(source.shape) not in (3, 4, 5):
+        return False
+    if source.dtype != torch.float32:
+        return not _compat.onednn_takes(source.dtype)
+    if not _compat.onednn_is_on():
+        return True
+    kernel = (1, *weight.shape[2:])[-2:]  # one dimension is run as two, of one row
+    plain = max(*options.stride, *options.dilation) == 1
+    if plain and max(kernel) == 1 and source.shape[0] < _MANY and torch.get_num_threads() == 1:
+        return True
+    batch, channels, *space = source.shape
+    first = math.prod(space[:2])
+    few = batch == 1 and batch * channels * first <= _SMALL
+    return few and options.groups == 1 and min(kernel) <= 3
+
+
+def runs_itself(args: Sequence[Any], device: str) -> bool:
+    """The same of a call of `convolution`, by its arguments."""
+    return unfolded(args[0], args[1], device, options_of(args, backward=False))
+
+
+def unfolded_workspace(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    out: int,
+    options: Options,
+    back: bool,
+    passes: bool = False,
+    biased: bool = False,
+) -> int:
+    """Bytes of one that torch runs itself, besides what it returns and copies of its tensors.
+
+    Args:
+        source: its input.
+        weight: its parameter.
+        out: bytes of its forward's result.
+        options: how it goes over its input.
+        back: whether this is its backward.
+        passes: whether that gives a gradient to the input.
+        biased: whether its forward adds a bias.
+    """
+    batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
+    dilated, groups = max(options.dilation) > 1, options.groups
+    parameter, into = _bytes(weight), _bytes(source)
+    images = batch
+    if options.transposed:
+        points = math.prod(source.shape[2:]) * source.element_size()
+        images = 1 if volume or back else batch
+    else:
+        points = out // max(1, weight.shape[0] * batch)
+        images = 1 if dilated else batch
+    columns = images * weight.shape[1] * spatial * points
+    if not options.transposed and not dilated:
+        grouped = volume and groups > 1
+        if spatial == max(options.stride) == 1 and not grouped:
+            # read as it is, and unfolded in its gradient only
+            columns = max(0, columns - parameter) if volume and back and passes else 0
+        if volume:  # its kernel has groups of its own
+            columns, groups = columns * groups, 1
+    if groups == 1:
+        if options.transposed and volume and not back:
+            # Its result has memory for as much as the input; a bias is multiplied by ones.
+            columns += max(0, into - out) + (out // max(1, weight.shape[1]) if biased else 0)
+        return columns
+    # One group after another, copied out of the batch; then all are joined.
+    if batch > 1:
+        columns += (into + (out if back else 0)) // groups
+    made = parameter + (into if passes else 0) if back else out
+    return max(columns, made)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

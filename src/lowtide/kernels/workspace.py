@@ -1,0 +1,345 @@
+"""Memory inside an operator, where it has not been measured yet.
+
+Problem: a convolution may allocate many times its output as workspace, unseen by anything but the
+allocator; before a step has been measured a limit must be kept all the same. Invariant: estimates
+err to the high side, and are used only until there is a measurement. Imports operators. Rejected:
+ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide._compat.fakes import dynamo_aside
+from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.promotion import converted
+from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
+from lowtide.tape.operators import facts_of
+
+_SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
+_NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
+# Their backward is a formula of several operators with temporaries of its own.
+_SEVERAL_STEPS = frozenset(
+    f"aten::{name}"
+    for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
+)
+
+
+# Of the CPU's kernels, what they take besides as a share of what they make.
+_SCRATCH = {
+    "aten::nll_loss_forward": 0.0,
+    "aten::nll_loss2d_forward": 0.0,
+    "aten::_safe_softmax": 0.25,  # where a row is masked out entirely
+}
+# How many of their first tensors kernels copy where those are not contiguous.
+_COPIED = {
+    "aten::native_layer_norm": 1,
+    "aten::native_layer_norm_backward": 2,
+    "aten::_softmax": 1,
+    "aten::_log_softmax": 1,
+    "aten::_softmax_backward_data": 2,
+    "aten::_log_softmax_backward_data": 2,
+    "aten::upsample_bicubic2d_backward": 1,
+    "aten::avg_pool3d": 1,
+    "aten::avg_pool3d_backward": 1,
+}
+# Kernels of several steps, with a temporary as large as their first tensor.
+_COMPOSED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_dropout", "native_dropout_backward", "logsumexp", "im2col", "_fused_rms_norm",
+        "dist", "nanmedian", "ldexp", "masked_scatter_backward",
+    )
+)  # fmt: skip
+# Losses, in multiples of their first tensor, their result included: the place of the argument
+# `reduction`, the multiple where it reduces, and where it does not. A result of one number may keep
+# one as its memory.
+_LOSSES = {
+    "aten::binary_cross_entropy": (3, 1, 1),
+    "aten::huber_loss": (2, 1, 1),
+    "aten::mse_loss": (2, 2, 1),
+    "aten::smooth_l1_loss": (2, 2, 1),
+    "aten::binary_cross_entropy_with_logits": (4, 2, 2),
+    "aten::soft_margin_loss": (2, 1, 1),
+}
+# Kernels that copy their first tensor where it is not contiguous, nor has its channels last.
+_COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
+# Small results are computed with the channels last, from a copy and into one.
+_UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
+_SMALL = 128  # rows and columns of a result together
+
+
+def unfolds(name: str) -> bool:
+    """Whether an operator's workspace may be many times its output."""
+    return "convolution" in name
+
+
+def scratchpad(name: str) -> int:
+    """Bytes that an operator may take besides, whatever its size: much in a tiny step."""
+    return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
+
+
+def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Bytes that a kernel allocates and frees while it runs, at most; forward or backward.
+
+    `tensors` are those of the call, `args` its arguments, `made` the bytes of its outputs.
+    """
+    if "convolution" in name and len(tensors) >= 2:
+        if name == "aten::convolution_backward" and len(tensors) >= 3:
+            return _convolution(tensors[1], tensors[2], options_of(args, True), _bytes(tensors[0]))
+        return _convolution(tensors[0], tensors[1], options_of(args, False), made)
+    if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
+        return sum(map(_bytes, tensors[:1]))
+    if name in _COPIED:
+        return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
+    if tensors and name in _COMPOSED:
+        return _bytes(tensors[0])
+    if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
+        return max(0, _bytes(tensors[0]) - made)
+    if tensors and name in _FORMULAS:
+        return _FORMULAS[name](tensors, args, made)
+    if tensors and name in _LOSSES:
+        place, reduced, unreduced = _LOSSES[name]
+        several = unreduced if len(args) > place and args[place] == 0 else reduced
+        return max(0, several * _bytes(tensors[0]) - made)
+    if tensors and _COPIED_FIRST.fullmatch(name):
+        return 0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else _bytes(tensors[0])
+    if tensors and _UPSAMPLED.fullmatch(name):
+        small = sum(args[1] or ()) <= _SMALL
+        return made + _bytes(tensors[0]) if small and not _channels_last(tensors[0]) else 0
+    if "attention" in name and "flash" not in name:
+        return made
+    if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
+        return _recurrent(tensors, name.endswith("_backward"))
+    return converted(name, tensors, args) if tensors and tensors[0].device.type == "cpu" else 0
+
+
+def _rolled(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """One dimension after the other, and each result stays until all are made."""
+    dimensions = args[2] if len(args) > 2 else ()
+    return made * max(0, len(dimensions) - 1)
+
+
+def _selected(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Counts and sums of them where both are gone through together, else places of what is true,
+    twice; how many are is not known, half of them here."""
+    source, mask = tensors[:2]
+    together = torch.broadcast_shapes(source.shape, mask.shape)
+    if source.shape == mask.shape and source.is_contiguous() and mask.is_contiguous():
+        return max(0, 8 * mask.numel() - made)
+    return int(16 * math.prod(together))
+
+
+def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    return 2 * made
+
+
+def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """All dimensions but the last into a tensor of their own, and the last from a copy of that."""
+    source, dimensions = tensors[0], args[1]
+    if len(dimensions) > 1:
+        return 2 * _bytes(source)
+    last = source.dim() - 1
+    return 0 if source.is_contiguous() and dimensions[0] % source.dim() == last else _bytes(source)
+
+
+def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Euclidean ones of many rows are a product, of both with two columns more."""
+    one, two = tensors[:2]
+    mode = args[3] if len(args) > 3 else None
+    many = max(one.shape[-2], two.shape[-2]) > _FEW_ROWS
+    if args[2] != 2 or mode == 2 or not (many or mode == 1):
+        return 0
+    return sum(_bytes(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
+
+
+_FEW_ROWS = 25
+_FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
+    "aten::roll": _rolled,
+    "aten::masked_select": _selected,
+    "aten::soft_margin_loss_backward": _soft_margins,
+    "aten::_fft_c2r": _to_real,
+    "aten::_cdist_forward": _distances,
+}
+
+
+def _channels_last(tensor: torch.Tensor) -> bool:
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return form is not None and tensor.is_contiguous(memory_format=form)
+
+
+@functools.cache
+def _keeps_all_gates() -> bool:
+    """Whether oneDNN's recurrent layers take more: 3.7 (of torch 2.10) does, 3.12 does not."""
+    version = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())
+    return version is not None and (int(version[1]), int(version[2])) < (3, 12)
+
+
+def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
+    """An LSTM layer on the CPU, as measured over eleven sizes, mostly a little too high: the gates
+    of all steps, and parameters in layouts of its own, twice in backward."""
+    source, weight = tensors[:2]  # (steps, batch, channels) and (gates, channels)
+    gates = _bytes(source) // max(1, source.shape[-1]) * weight.shape[0]
+    parameters = sum(map(_bytes, tensors[1:5]))
+    more = gates * 9 // 2 if _keeps_all_gates() else 0
+    if backward:
+        return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4 + more
+    return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source) + more
+
+
+def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
+    """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies."""
+    if unfolded(source, weight, source.device.type, options):
+        copied = 0 if source.is_contiguous() else _bytes(source) + _bytes(weight)
+        return copied + unfolded_workspace(source, weight, made, options, False)
+    channels_out = weight.shape[1] if options.transposed else weight.shape[0]
+    blocked = padded(made, channels_out)
+    if source.shape[1] >= _NARROW or source.requires_grad:
+        blocked += padded(_bytes(source), source.shape[1])
+    again = made if options.transposed else 0
+    return _SCRATCHPAD + blocked + again + 2 * _bytes(weight)
+
+
+def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
+    """What an LSTM layer on the CPU returns besides, of which torch has no size on shapes: gates
+    and states of all steps, padded. As measured over the same sizes, at most a fifth too high."""
+    source, weight = tensors[:2]
+    steps, batch, channels = source.shape
+    hidden = weight.shape[0] // 4
+    states = 8 * (steps + 1) * batch * (max(hidden, channels) + 16)
+    if _keeps_all_gates():
+        states += 4 * (steps + 1) * batch * hidden
+    return source.element_size() * (steps * batch * (8 * hidden + 16) + states)
+
+
+def kernel_workspace(
+    name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
+) -> int:
+    """As `workspace_of`, but as near as possible and for backward operators too.
+
+    For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
+    torch's CPU kernels as measured, kernel by kernel; on other devices nothing better is known.
+    `device` is the type of the one that is meant, if the tensors have no memory of their own.
+    """
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        return _flash(tensors, name.endswith("_backward"))
+    device = device or (tensors[0].device.type if tensors else "")
+    cpu = bool(tensors) and device == "cpu"
+    if not cpu and _UPSAMPLED.fullmatch(name):
+        return 0
+    if cpu and name in _SCRATCH:
+        return int(_SCRATCH[name] * made)
+    if cpu and name == "aten::native_batch_norm_backward":
+        return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
+    backward = name == "aten::convolution_backward"
+    if not backward and name != "aten::convolution":
+        # Tensors without memory are on no device that says so.
+        known = workspace_of(name, tensors, args, made)
+        return known or (converted(name, tensors, args) if cpu else 0)
+    shift = 1 if backward else 0
+    if len(tensors) < shift + 2 or len(args) < 7:
+        return 0
+    source, weight = tensors[shift], tensors[shift + 1]
+    options = options_of(args, backward)
+    given = _bytes(tensors[0]) if backward else made
+    if not cpu:
+        return _convolution(source, weight, options, given)
+    passes = backward and len(args) > 10 and bool(args[10][0])
+    return convolution_workspace(
+        source,
+        weight,
+        given,
+        options,
+        tensors[0] if backward else None,
+        passes,
+        biased=not backward and len(tensors) > 2,
+    )
+
+
+def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
+    """Attention on the CPU: a block of scores for each thread, two in backward."""
+    query, key = tensors[1:3] if backward else tensors[:2]
+    length, width = query.shape[-2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    scores = rows * min(512, key.shape[-2])
+    each = 2 * scores if backward else scores + rows * (2 + width)
+    given = tensors[0].transpose(1, 2) if backward else None
+    copied = 0 if given is None or given.is_contiguous() else _bytes(given)
+    return 4 * each * torch.get_num_threads() + copied
+
+
+def room_for(
+    name: str, func: Any, args: Any, kwargs: dict[str, Any], *, nearest: bool = False
+) -> int:
+    """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
+
+    At most, or `nearest` to what it will be.
+    """
+    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    made = made_by(func, args, kwargs)
+    if name == "aten::mkldnn_rnn_layer":
+        made += _kept_for_backward(tensors)
+    near = kernel_workspace(name, tensors, args, made)
+    if nearest:
+        return made + near + scratchpad(name)
+    return made + max(near, workspace_of(name, tensors, args, made))
+
+
+def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the outputs of a call, from shapes alone.
+
+    The operator runs on the meta device; where it has no such kernel (its output depends on data)
+    the largest input stands for the output.
+    """
+    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    dynamo_aside()
+    try:
+        named = {name: _meta(a) for name, a in kwargs.items()}
+        if facts_of(func).places:  # left out, it is a real one: memory, and draws for good
+            named["device"] = torch.device("meta")
+        result = func(*[_meta(a) for a in args], **named)
+        given = {id(t) for t in tensors}
+        return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
+    except Exception:  # any operator may refuse meta tensors, each in its own way
+        return max(map(_bytes, tensors), default=0)
+
+
+def _meta(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+        )
+    if isinstance(argument, list | tuple):
+        return [_meta(item) for item in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [t for item in argument for t in _tensors(item)]
+    return []
+
+
+def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> int:
+    """Bytes that the backward of an operation allocates, gradients of its inputs included."""
+    if "convolution" in name:
+        return grads + workspace
+    if name in _SEVERAL_STEPS:
+        return grads + 2 * made
+    if "norm" in name or "mm" in name:
+        return grads
+    if "attention" in name or "softmax" in name:
+        return grads + made
+    return grads + made
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

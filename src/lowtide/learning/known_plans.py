@@ -1,0 +1,216 @@
+"""The plans that a budget has made, for the steps that they were made for.
+
+Problem: shapes and branches change from step to step, and a step that was planned once should not
+be planned again. Invariant: a plan is for one forward, operation by operation, at one place among
+the steps of a context, for the leaves that collect gradients, and for the gradients that it has to
+allocate: an attack on the input and the training step after it run the same forward, but other
+backwards, and so do the first and the second step of an accumulation. A smaller step of the same
+operations may go by it as well: it has at each moment no more in memory. Imports prepared.
+Rejected: a plan a shape, as shapes do not tell branches apart, and never come again where each
+batch has a length of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
+
+_KEPT = 32
+PLACES = 16
+"""Steps of one context that are told apart; those after them are taken for one another."""
+
+
+class KnownPlans:
+    """Plans, the most recently used first.
+
+    Attributes:
+        version: another number after each change.
+    """
+
+    def __init__(self) -> None:
+        self._plans: list[Prepared] = []
+        self._same: dict[int, list[Prepared]] = {}  # of a plan's identity, those of `_of_same_step`
+        self.version = 0
+
+    def __iter__(self) -> Iterator[Prepared]:
+        return iter(self._plans)
+
+    def add(self, prepared: Prepared) -> None:
+        """A plan, in place of the one that the same step had."""
+        others = [p for p in self._plans if _key(p) != _key(prepared)]
+        self._change([prepared, *others])
+        if len(self._plans) > _KEPT:
+            last = next(filter(self._covered, reversed(self._plans)), self._plans[-1])
+            self._change([known for known in self._plans if known is not last])
+
+    def confirm(self, prepared: Prepared) -> None:
+        """A step that was measured has kept its limit by this plan."""
+        more = replace(prepared, lessons=prepared.lessons + 1)
+        self._change([more if known is prepared else known for known in self._plans])
+
+    def unmeasured(self) -> bool:
+        """Whether there is a plan for a step that never was measured.
+
+        One from a dry run or a file is for leaves of its own, so that it stays beside that of the
+        step which came.
+        """
+        return any(
+            not prepared.measured
+            and not any(
+                known.measured
+                and known.seen.place == prepared.seen.place
+                and known.signatures == prepared.signatures
+                for known in self._plans
+            )
+            for prepared in self._plans
+        )
+
+    def remove(self, prepared: Prepared) -> None:
+        """A step has exceeded its limit by this plan."""
+        self._change([known for known in self._plans if _key(known) != _key(prepared)])
+
+    def outgrown(self, seen: Sequence[Signature], place: int) -> tuple[Prepared | None, float]:
+        """Of the plans for the same operations on fewer bytes, of steps that were measured, the
+        nearest, and how much larger the step on these is; none if it could go by one as it is."""
+        alike = [
+            known
+            for known in self._possible(len(seen), place, False, None)
+            if len(known.signatures) == len(seen)
+            and known.seen.current()
+            and all(
+                planned[0] == ran[0] and planned[2] == ran[2]
+                for planned, ran in zip(known.signatures, seen, strict=True)
+            )
+        ]
+        ratios = [outgrown_by(known.signatures, seen) for known in alike]
+        if 1.0 in ratios:
+            return None, 1.0
+        pairs = zip(alike, ratios, strict=True)
+        measured = [(known, by) for known, by in pairs if known.measured and not known.grown]
+        return min(measured, key=lambda pair: pair[1], default=(None, 1.0))
+
+    def _covered(self, prepared: Prepared) -> bool:
+        """Whether the step of this plan could go by another one."""
+        step, place = prepared.signatures, prepared.seen.place
+        return any(
+            len(known.signatures) == len(step) and all(map(covers, known.signatures, step))
+            for known in self._possible(len(step), place, False, prepared)
+        )
+
+    def expected(self, place: int, *, any_leaves: bool = False) -> Prepared | None:
+        """The plan that was followed last at this place in its context, for the leaves that collect
+        gradients now; for others if need be, where that is known to change within a step."""
+        here = [prepared for prepared in self._plans if prepared.seen.place == place]
+        for first in here:
+            if first.seen.current():
+                same = self._of_same_step(first)
+                return _for_gradients([p for p in same if p is first or p.seen.current()])
+        return here[0] if here and any_leaves else None
+
+    def of_step(
+        self,
+        seen: list[Signature],
+        place: int,
+        *,
+        whole: bool = False,
+        other_than: Prepared | None = None,
+    ) -> Prepared | None:
+        """The plan for a step that began like this, or that was the whole of it."""
+        count = len(seen)
+        for prepared in self._possible(count, place, whole, other_than):
+            if list(prepared.signatures[:count]) == seen and prepared.seen.current():
+                return self._followed(prepared, other_than)
+        return None
+
+    def covering(
+        self,
+        seen: list[Signature],
+        place: int,
+        *,
+        whole: bool = False,
+        other_than: Prepared | None = None,
+    ) -> Prepared | None:
+        """The plan for the least of the larger steps: the same operations so far, none of which
+        made fewer bytes."""
+        found = [
+            prepared
+            for prepared in self._possible(len(seen), place, whole, other_than)
+            if all(map(covers, prepared.signatures, seen)) and prepared.seen.current()
+        ]
+        if not found:
+            return None
+        last = len(seen) - 1
+        least = min(found, key=lambda known: (sum(known.signatures[last][1]), -known.allocates))
+        return self._followed(least, other_than)
+
+    def _possible(
+        self, count: int, place: int, whole: bool, other_than: Prepared | None
+    ) -> Iterator[Prepared]:
+        """Plans for steps of that many operations, or of no fewer."""
+        for prepared in tuple(self._plans):
+            length = prepared.seen.forward if whole else len(prepared.signatures)
+            fits = length == count if whole else length >= count
+            other = other_than is None or prepared.plan is not other_than.plan
+            if other and prepared.seen.place == place and fits:
+                yield prepared
+
+    def _followed(self, prepared: Prepared, other_than: Prepared | None) -> Prepared:
+        """This plan, or that of the same step for the gradients to be allocated."""
+        prepared = _for_gradients(
+            [
+                known
+                for known in self._of_same_step(prepared)
+                if (other_than is None or known.plan is not other_than.plan)
+                and known.seen.current()
+            ]
+        )
+        if prepared is not self._plans[0]:
+            self._change([prepared, *(known for known in self._plans if known is not prepared)])
+        return prepared
+
+    def _of_same_step(self, prepared: Prepared) -> list[Prepared]:
+        """The plans for the forward of this one of them, whatever their gradients."""
+        same = self._same.get(id(prepared))
+        if same is None:
+            same = self._same[id(prepared)] = [
+                known
+                for known in self._plans
+                if known.seen.place == prepared.seen.place
+                and (known is prepared or known.signatures == prepared.signatures)
+            ]
+        return same
+
+    def _change(self, plans: list[Prepared]) -> None:
+        self._plans = plans
+        self._same.clear()
+        self.version += 1
+
+    def with_gradients(self, other: Prepared) -> Prepared | None:
+        """The plan for the same step as this one with the gradients to allocate that there are."""
+        for prepared in self._plans:
+            if (
+                prepared.signatures == other.signatures
+                and prepared.seen.place == other.seen.place
+                and prepared.seen.current()
+                and prepared.seen.same_gradients()
+            ):
+                return prepared
+        return None
+
+
+def _key(prepared: Prepared) -> tuple[object, ...]:
+    return prepared.signatures, prepared.seen.place, frozenset(prepared.seen.parameters)
+
+
+def _for_gradients(plans: list[Prepared]) -> Prepared:
+    """Of plans for one forward, that for the gradients to be allocated; else one for no fewer."""
+    if len(plans) > 1:
+        for prepared in plans:
+            if prepared.seen.same_gradients():
+                return prepared
+        for prepared in plans:
+            if not prepared.seen.appeared():
+                return prepared
+    return plans[0]

@@ -1,0 +1,426 @@
+"""How a budget comes to the plans of its steps.
+
+Problem: a step is planned from one that was watched, may have other gradients to allocate or less
+room than that one had, and may not fit at all. Invariant: what a step may take is the limit less
+what earlier steps of its context have left; whatever is planned, refused or named is that. Imports
+engine, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
+Rejected: planning in `lowtide.budget`, which says when, not how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lowtide import _compat, engine
+from lowtide.errors import BudgetError
+from lowtide.learning.beside import Beside
+from lowtide.learning.effort import Effort
+from lowtide.learning.known_plans import KnownPlans
+from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
+from lowtide.learning.ranks import News, Ranks
+from lowtide.learning.refusals import Refusals
+from lowtide.memory import margins
+from lowtide.observing.observer import Observer
+from lowtide.observing.rebuild import with_gradients
+from lowtide.observing.seen import Seen
+from lowtide.planner import Graph, minimum, solve
+from lowtide.planner.resume import forward_over, from_held
+from lowtide.report import refusal, too_small, unrecorded
+from lowtide.running.decide import StepDecisions
+from lowtide.running.prepared import Prepared, Signature, signatures_of
+from lowtide.running.shortage import Shortage
+
+_ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
+
+
+class Planning:
+    """The part of a budget that plans.
+
+    Attributes:
+        before: bytes that earlier steps of the context have left to the one that runs.
+        place: of that one, among them.
+        limit_now: what it may take, in bytes, as far as that is known.
+    """
+
+    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
+        self.limit = limit
+        self.before = self.place = 0
+        self.limit_now: int | None = None
+        self._ranks = ranks
+        self._news: Learned | None = None  # what the ranks have not planned yet
+        self._plans = KnownPlans()
+        self._effort = Effort()
+        self._beside = Beside()
+        self._freezes_inside = False  # parameters are frozen or unfrozen within a step
+        self._last: StepDecisions | None = None
+        self._plain_peak: int | None = None
+        self._largest = 0  # of plain peaks that were measured, what was there before included
+        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
+        self._peaks = 0, 0  # how many were measured, and the highest of them
+        self._refusal: BudgetError | None = None
+        self._refused = Refusals()
+        self._shortage = Shortage()
+        self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
+
+    # ------------------------------------------------------------------ limits
+
+    def target(self, live: int, dropped: int) -> int:
+        """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
+
+        A fraction is one of this very step's plain peak, of which so much is known by now, or of
+        that of the largest step. A loss outside of the context is taken to be to this forward what
+        it was to the last one.
+        """
+        outside = int(self._outside * (live + dropped)) + self.before
+        if isinstance(self.limit, int):
+            return int(self._shortage.within(self.limit) * (1 - margins.MODELLED)) - outside
+        known = self._largest * (1 - margins.MODELLED)
+        granted = int(self.limit * max(live + dropped + outside, known))
+        if self._shortage.room is not None:
+            granted = min(granted, int(self._shortage.room * (1 - margins.MODELLED)))
+        return granted - outside
+
+    def promised(self) -> int | None:
+        """What the step that runs may take by its limit; None for a fraction of a peak that is not
+        known."""
+        if isinstance(self.limit, float) and self._plain_peak is None:
+            return None
+        return self._allowed(self._plain_peak or 0, self.before)
+
+    def limit_bytes(self) -> int | None:
+        """The same, or less where the device was found to have less."""
+        promised = self.promised()
+        return None if promised is None else self._limit(self._plain_peak or 0, self.before)
+
+    def _limit(self, plain: int, before: int) -> int:
+        """Bytes that a step of this plain peak is planned for: what it may take, or less where the
+        device was found to have less."""
+        return self._shortage.within(self._allowed(plain, before) + before) - before
+
+    def _allowed(self, plain: int, before: int) -> int:
+        """Bytes that a step of this plain peak may take, of the whole limit what is left.
+
+        A fraction is one of the largest step so far: what that one was granted is there for others.
+        """
+        if isinstance(self.limit, int):
+            return self.limit - before
+        return int(self.limit * max(plain + before, self._largest)) - before
+
+    def ran_out(self, live: int) -> None:
+        """The device had no more room than for so many bytes of this step."""
+        self._shortage.ran_out(live + self.before, self.limit)
+        self.limit_now = self.limit_bytes()
+
+    def backward_ran_out(self, decisions: StepDecisions) -> None:
+        """The device had no room for this step's backward."""
+        followed = decisions.followed
+        peak = self.limit_now if followed is None else followed.peak
+        if peak is not None:
+            self._shortage.backward_ran_out(peak + self.before, self.limit)
+
+    def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
+        """Take in what a step that was watched would take by itself."""
+        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        if self._ranks is not None and ranks is None:
+            return  # the others would not know, and plan for other limits
+        whole = learned.plain_peak + learned.seen.before
+        if learned.measured and whole > self._largest:
+            self._largest = whole
+            if isinstance(self.limit, float):  # what did not fit into a smaller limit may now
+                self._refused = Refusals()
+
+    # ------------------------------------------------------------------ plans
+
+    def _expected(self) -> Prepared | None:
+        """The plan that the step will most likely follow: the last one that was."""
+        return self._plans.expected(self.place, any_leaves=self._freezes_inside)
+
+    def matching(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
+        """A plan for another step that began like this one, or that was the whole of it."""
+        found = self._plans.of_step(seen, self.place, whole=whole, other_than=other_than)
+        if found is None:
+            return None
+        self._plain_peak = found.plain_peak  # a fraction is one of this step's
+        self.limit_now = self.limit_bytes()
+        return self._fitting(found)
+
+    def covering(
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+    ) -> Prepared | None:
+        """A plan for a larger step than one that began like this, or that this was the whole of.
+
+        At each moment the smaller one has no more in memory.
+        """
+        found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
+        if found is None:
+            return None
+        self._plain_peak = self._claim(found, self.before)
+        self.limit_now = self.limit_bytes()
+        return self._fitting(found)
+
+    def _for_this_backward(self, prepared: Prepared) -> Prepared:
+        """This plan, or another for the same step where its backward has gradients to allocate that
+        were there when it was made, or retains a graph that was let go of then."""
+        seen = prepared.seen
+        appeared = seen.appeared()
+        retains = _compat.backward_retains_graph() and not seen.retains
+        if not appeared and not retains:
+            return prepared
+        known = None if retains else self._plans.with_gradients(prepared)
+        if known is not None:
+            return known
+        graph = with_gradients(prepared.graph, appeared.values())
+        seen = replace(seen, parameters={**seen.parameters, **appeared})
+        if retains:
+            graph, seen = graph.retained(), replace(seen, retains=True)
+        limit = self.limit_bytes()
+        assert limit is not None
+        return self._planned_again(prepared, graph, seen, limit)
+
+    def _claim(self, larger: Prepared, before: int) -> int:
+        """The plain peak that a fraction is one of, for a step that goes by this plan: no more than
+        was measured, what is there `before` left out."""
+        largest = self._largest - before if self._largest else larger.plain_peak
+        return min(larger.plain_peak, largest)
+
+    def _fitting(self, prepared: Prepared) -> Prepared | None:
+        """This plan, or another for the step where those before it have left less room than they
+        had when it was made; None: it would not fit."""
+        limit = self._limit(self._plain_peak or 0, self.before)
+        room = self._shortage.room
+        short = room is not None and prepared.peak + self.before > room
+        if prepared.peak <= limit or (self.before <= prepared.seen.before and not short):
+            return prepared
+        seen = replace(prepared.seen, before=self.before)
+        found = self._planned_again(prepared, prepared.graph, seen, limit)
+        fits = found.peak <= self._allowed(self._plain_peak or 0, self.before)
+        if fits:
+            self._shortage.needs(found.peak + self.before)
+        return found if fits else None
+
+    def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
+        margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
+        # Ranks plan alike without a word here, so they do it by what all of them have.
+        polish = engine.annealing() if old.measured and self._ranks is None else None
+        solution = solve(graph, limit, margin=margin, polish_with=polish)
+        found = Prepared.of(
+            solution.plan,
+            graph,
+            solution.peak,
+            seen,
+            old.measured,
+            old.lessons,
+            grown=old.grown,
+        )
+        if found.peak <= limit:  # else the step is refused, and one that comes later may be another
+            self._plans.add(found)
+        return found
+
+    # ------------------------------------------------------------------ learning
+
+    def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
+        """Plan the next step from one that was watched."""
+        if decisions.keeps_wrappers:
+            return  # the next step will not
+        timeline, followed = observer.timeline, decisions.followed
+        measured = timeline is not None
+        if timeline is not None:
+            peak = timeline.peak + observer.before
+            self._measured = peak, signatures_of(observer.ops)
+            self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
+        if followed is not None and not measured:
+            return
+        if not observer.requests:
+            self._nothing_recorded(observer)
+            return
+        if self._ranks is None and not measured and self._grown(observer):
+            return
+        graph = observer.graph()
+        if not measured:  # the loss of another step is the best guess
+            graph = replace(graph, turn=int(self._outside * graph.saved))
+        lessons = measured + (0 if followed is None else followed.lessons)
+        learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
+        if self._ranks is None:
+            self._know(learned)
+        covered = followed is not None and decisions.covered
+        if followed is not None and covered and not self._outdone(followed, decisions, observer):
+            return
+        if self._ranks is not None:
+            self._news = learned  # planned where all ranks enter the next step
+            return
+        limit = self._limit(learned.plain_peak, learned.seen.before)
+        kept = timeline is not None and timeline.peak <= limit
+        if not (covered or (timeline and not kept) or self._worth_planning(decisions)):
+            return
+        if followed is not None and kept:
+            self._plan_better(learned, followed, limit)
+        else:
+            self._plan_next(learned)
+
+    def _nothing_recorded(self, observer: Observer) -> None:
+        """Of a step like this none of the memory can be saved.
+
+        One that comes after others of the same context may be theirs in part: its backward goes on
+        into their graphs. So its peak says nothing about that of a whole step, and a fraction of it
+        nothing about this one.
+        """
+        if observer.timeline is None:
+            return
+        before, peak = observer.before, observer.timeline.peak + observer.before
+        if not before:
+            self._largest = max(self._largest, peak)
+        elif isinstance(self.limit, float):
+            return
+        limit = self._allowed(peak - before, before) + before
+        if peak > limit:
+            self._refusal = unrecorded(limit, peak, before)
+            if self._ranks is None:
+                self._refused.add(observer.seen(), self._refusal)
+
+    def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
+        """Whether a plan of its own is better for a step that was measured than the plan for a
+        larger one, by which it went."""
+        assert observer.timeline is not None
+        before = observer.before
+        if observer.timeline.peak > self._limit(self._claim(larger, before), before):
+            self._plans.remove(larger)
+            return True
+        self._plans.confirm(larger)
+        return self._effort.smaller(larger, decisions.seen, measured=True)
+
+    def _worth_planning(self, decisions: StepDecisions) -> bool:
+        """Whether to plan steps like one that was watched, and did not exceed its limit."""
+        if decisions.check_up:
+            return True
+        if decisions.followed is not None:
+            return self._effort.again(decisions.followed)
+        return self._effort.first(decisions.seen)
+
+    def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
+        self._know(learned, ranks)
+        before = learned.seen.before
+        limit = self._limit(learned.plain_peak, before)
+        # What was only modelled is planned again from what is measured, soon.
+        search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
+        plan, peak = search() if ranks is None else ranks.of_first(search)
+        allowed = self._allowed(learned.plain_peak, before)
+        if peak <= allowed:
+            self._shortage.needs(peak + before)
+        elif learned.measured:
+            followed = self._last.followed_unmeasured if self._last is not None else None
+            graph = learned.graph
+            self._refusal = self._refusing(
+                graph, allowed, plan.retain, before, measured=True, predicted=followed
+            )
+            if self._ranks is None or ranks is not None:  # else the others would not know
+                self._refused.add(learned.seen, self._refusal)
+            return
+        if self._ranks is None and learned.measured:
+            _, ratio = self._plans.outgrown(signatures_of(learned.seen.ops), learned.seen.place)
+            if ratio > 1:  # the next one may well be larger still
+                larger = learned.larger(min(ratio, MOST_GROWN))
+                self._beside.ask(partial(larger.search, limit, engine.annealing()))
+        self._plans.add(learned.prepared(plan, peak))
+
+    def _plan_better(self, learned: Learned, followed: Prepared, limit: int) -> None:
+        """The step keeps its limit as it is."""
+        self._plans.confirm(followed)
+        self._beside.ask(partial(learned.search, limit, engine.annealing()))
+
+    def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
+        """Plan a step that went by the plan for a larger one, and was not measured, if it pays."""
+        if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
+            return
+        if not self._effort.smaller(larger, seen, measured=False):
+            return
+        smaller = Learned.of(larger).of_sizes(seen)
+        before = larger.seen.before
+        limit = self._limit(self._claim(larger, before), before)
+        polish = engine.annealing()
+
+        def search() -> Prepared | None:
+            begin = time.perf_counter()
+            found = smaller.search(limit, polish)
+            self._effort.spent(time.perf_counter() - begin, smaller.graph)
+            return None if found is None else replace(found, measured=False)
+
+        self._beside.ask(search)
+
+    def _grown(self, observer: Observer) -> bool:
+        """Plan for larger steps than those that were measured, as one that was not is larger: to
+        model its backward would take more room, and it is not likely to come again."""
+        nearest, ratio = self._plans.outgrown(signatures_of(observer.ops), observer.place)
+        most = MOST_GROWN if self._effort.patient() else LARGER
+        if nearest is None or ratio > most:
+            return False
+        before = observer.before
+        limit = self._limit(self._claim(nearest, before), before)
+        larger = Learned.of(nearest).larger(ratio)
+        found = larger.search(limit, engine.annealing())
+        if found is None:
+            self._effort.in_vain()
+            return False
+        self._plans.add(found)
+        return True
+
+    def _agree(self, ranks: Ranks) -> None:
+        """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
+        news, self._news = self._news, None
+        if not ranks.any(news is not None or self._refusal is not None):
+            return
+        common = ranks.common(News(None if news is None else news.graph, self.limit))
+        if news is not None:
+            alike = news if common is None else replace(news, graph=common)
+            self._plan_next(alike, None if common is None else ranks)
+        refused, self._refusal = self._refusal, None
+        ranks.refuse_together(refused)
+
+    # ------------------------------------------------------------------ refusals
+
+    @staticmethod
+    def _refusing(
+        graph: Graph, limit: int, retain: Sequence[int], before: int, **known: Any
+    ) -> BudgetError:
+        return refusal(graph, limit + before, retain, before=before, **known)
+
+    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
+        """Of a step that was measured before, and that nothing brings under the limit."""
+        observer = decisions.observer
+        if decisions.ended or observer is None:
+            return None
+        return self._refused.of(decisions.seen, observer.leaves.gradients, observer.before)
+
+    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
+        """Nothing is left to drop in an unplanned forward."""
+        before = self.before
+        if not isinstance(self.limit, int) or live + need <= self.limit - before:
+            return
+        if self.keeps_wrappers:
+            return
+        least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
+        if observer.last_save:
+            graph = observer.graph()
+            found = from_held(forward_over(graph, ()), set(), 0).result.peak
+            least = max(least, min(found, minimum(graph).peak))
+        to_come = self.gradients_to_come(observer)
+        count = len(observer.ops)
+        # The less is known, the more is added: else each attempt gets a few operations further.
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
+        named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
+        least += to_come + before
+        raise too_small(name, live, need, self.limit, count, least, named, before)
+
+    @property
+    def keeps_wrappers(self) -> bool:
+        """See `Tape.kept_whole`: of such a step nothing is refused, and nothing learned."""
+        return False
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        """Bytes of gradients known to be allocated that no operation so far has asked for."""
+        return 0

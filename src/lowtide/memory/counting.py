@@ -1,0 +1,90 @@
+"""Bytes of storages that operators make, counted while they live, on tensors without memory.
+
+Problem: an allocator reports real memory only. Invariant: every storage that an operator makes is
+counted from the moment it is made to the moment it would be freed, and what its kernel takes
+besides is added while it runs. Imports `_compat` and the tape's facts. Rejected: summing sizes,
+which misses what is freed in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.kernels.workspace import kernel_workspace
+from lowtide.tape.operators import FACTS, facts_of
+from lowtide.tape.values import flatten, tensors_in
+
+
+class Counting(_compat.Mode):
+    """Counts the bytes of the storages that operators make while it is open."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.level = 0
+        self.peak = 0  # the highest level so far, workspace included
+        self._device = device  # whose kernels are meant; None: the tensors' own
+        self._known: dict[int, _Block] = {}
+
+        def forget(block: Any) -> None:
+            if self._known.pop(block.key, None) is not None:
+                self.level -= block.nbytes
+
+        self._forget = forget
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Told of every operator that may have made something."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = self.call(func, args, kwargs)
+        if (FACTS.get(func) or facts_of(func)).view:
+            return result
+        made = self._count(args, kwargs, result)
+        self.ran(func, args, kwargs, result)
+        room = self._workspace(func, args, kwargs, made) if made else 0
+        self.peak = max(self.peak, self.level + room)
+        return result
+
+    def _count(self, args: Any, kwargs: Any, result: Any) -> int:
+        """Add the storages that a call has made."""
+        made = 0
+        given: dict[int, None] | None = None
+        for tensor in flatten(result):
+            storage = _compat.storage_of(tensor) if isinstance(tensor, torch.Tensor) else None
+            if storage is None or _compat.storage_id(storage) in self._known:
+                continue
+            if given is None:
+                given = storage_keys(tensors_in(args, kwargs))
+            if _compat.storage_id(storage) not in given:
+                block = self._known[_compat.storage_id(storage)] = _Block(storage, self._forget)
+                block.key, block.nbytes = _compat.storage_id(storage), storage.nbytes()
+                made += block.nbytes
+        self.level += made
+        return made
+
+    def _workspace(self, func: Any, args: Any, kwargs: Any, made: int) -> int:
+        tensors = tensors_in(args, kwargs)
+        return kernel_workspace(_compat.schema_of(func).name, tensors, args, made, self._device)
+
+
+class _Block(weakref.ref):  # type: ignore[type-arg]
+    """A live storage that an operator made."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+def storage_keys(tensors: list[torch.Tensor]) -> dict[int, None]:
+    """What tells the storages of tensors apart while they live, in order."""
+    return {_compat.storage_id(s): None for s in map(_compat.storage_of, tensors) if s is not None}

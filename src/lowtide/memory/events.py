@@ -1,0 +1,377 @@
+"""Every allocation of a stretch of a program, in order, from torch's own profiler.
+
+Problem: a budget is checked against the true peak, and on the CPU torch keeps no peak counter. Its
+profiler can report each allocation, and with operators switched off that costs a microsecond per
+allocation while the step runs and ten afterwards. Invariant: watching never disturbs a profiler
+that the user runs: whoever came first keeps the profiler, and a timeline that cannot be trusted is
+`None`, never a guess. Imports torch, `_compat` and `profiler`. Rejected: sampling the
+resident size of the process, which sees neither short peaks nor what the allocator keeps back;
+counting in a dispatch mode, which does not see the temporaries inside an operator.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide._compat import profiling
+from lowtide.memory.profiler import drop_memory_profiler, start_memory_profiler
+
+# --- one recording at a time ------------------------------------------------------------------
+
+# Sizes of the block that `mark` moves back and forth; small, and not the same.
+_MARKER_SIZES = (61, 67)
+
+_lock = threading.Lock()
+_recording: weakref.ref[MemoryEvents] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Bytes over a recording, cut at its marks; mark 0 is the start.
+
+    Attributes:
+        levels: bytes allocated since the start and still held, at each mark.
+        rises: the largest number of bytes held right after an allocation between each mark and the
+            next, or the end; what is held at its end where nothing is allocated. What is there at
+            the mark and freed before the next allocation is not in it.
+        final: bytes held at the end.
+    """
+
+    levels: list[int]
+    rises: list[int]
+    final: int
+
+    @property
+    def peaks(self) -> list[int]:
+        """The largest number of bytes held between each mark and the next, or the end."""
+        return list(map(max, self.levels, self.rises))
+
+    @property
+    def peak(self) -> int:
+        """The largest number of bytes held at any point of the recording."""
+        return max(self.peaks)
+
+    def until(self, mark: int) -> Timeline:
+        """The recording as if it had ended at a mark other than the first."""
+        if mark >= len(self.levels):
+            return self
+        return Timeline(self.levels[:mark], self.rises[:mark], self.levels[mark])
+
+
+class MemoryEvents:
+    """Records what this thread, and autograd on its behalf, allocates on one device.
+
+    On the CPU torch does not report the release of a block older than the start, and it is not
+    subtracted: levels and peaks err to the high side by it. Threads that the program starts by
+    itself are not seen. One recording runs at a time in a process, as torch has one recorder.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        device = torch.device("cpu") if device is None else device
+        self.device = device
+        self.obstacle = ""
+        self._thread = 0
+        self._token: object = None  # what the profiler's flag shows while it is this recording's
+        self._turned_away: set[int] = set()  # threads that wanted the recorder when this was over
+        self._marker: torch.UntypedStorage | None = None
+        self._addresses: list[int] = []
+        self._waiting: list[Callable[[Timeline | None], None]] = []
+        self._over = False
+        self._step: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self._held = False  # garbage was collected and this recording was not among it
+        self._early: list[Timeline | None] = []
+
+    def over(self) -> None:
+        """Nothing more is wanted of this recording: whoever needs the recorder may end it.
+
+        It cannot be ended where a backward ends, inside of which the profiler's state is a copy.
+        """
+        self._over = True
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """It is of one step, wanted for as long as the step's object says that it is `pending`."""
+        self._step = weakref.WeakMethod(pending)
+
+    def wanted(self) -> bool:
+        """Whether somebody may still ask for more of this recording."""
+        if self._step is None or self._over:
+            return not self._over
+        pending = self._step()
+        return pending is not None and pending()
+
+    def _give_way(self) -> None:
+        timeline = self._stop()
+        self._early.append(timeline)
+        self._tell(timeline)
+
+    def _tell(self, timeline: Timeline | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            then(timeline)
+
+    def when_stopped(self, then: Callable[[Timeline | None], None]) -> None:
+        """Call `then` with the timeline when this recording ends."""
+        self._waiting.append(then)
+
+    def start(self, *, patient: bool = False) -> bool:
+        """Begin recording. False, with the reason in `obstacle`, where that is not possible.
+
+        What another thread recorded and is done with is lost if it has to give way: its profiler
+        cannot be stopped from here. One who is `patient` leaves it the time of a step to take it.
+        """
+        global _recording
+        active = recording_on_this_thread(wanted=False)
+        if active is not None and not profiling.profiler_is_a_copy():
+            active._give_way()
+        del active
+        _collect_abandoned()
+        with _lock:
+            _take_over(patient)
+            self.obstacle = _obstacle()
+            if self.obstacle:
+                return False
+            if profiling.profiler_is_a_copy():
+                self.obstacle = (
+                    "an earlier recording of this thread cannot end inside of this backward"
+                )
+                return False
+            if profiling.profiler_token.token is not None:
+                drop_memory_profiler()
+            try:
+                start_memory_profiler()
+            except RuntimeError as error:  # torch 2.10, after a recording on another thread
+                self.obstacle = f"torch's profiler does not start ({error})"
+                return False
+            _recording = weakref.ref(self)
+            self._thread = threading.get_ident()
+            self._token = profiling.profiler_token.token
+            _thread_end.of_recording(self)
+        self._marker = torch.UntypedStorage(_MARKER_SIZES[0], device="cpu")
+        self._addresses = [self._marker.data_ptr()]
+        return True
+
+    def mark(self) -> int:
+        """Put a mark at this point and return its index; 0 where nothing is recorded.
+
+        A mark moves a block that only this object owns to another size. No other part of the
+        program can free that block, so the mark is found exactly among the events.
+        """
+        marker = self._marker
+        if marker is None:
+            return 0
+        index = len(self._addresses)
+        marker.resize_(_MARKER_SIZES[index % 2])
+        self._addresses.append(marker.data_ptr())
+        return index
+
+    def stop(self) -> Timeline | None:
+        """End the recording; `None`, with the reason in `obstacle`, where it was disturbed."""
+        timeline = self._early[0] if self._early else self._stop()
+        self._early.clear()
+        self._tell(timeline)
+        return timeline
+
+    def _stop(self, *, ending: bool = False) -> Timeline | None:
+        """With `ending`, the thread is: nothing that is its own can be looked at any more."""
+        global _recording
+        with _lock:
+            if self._marker is None:
+                return None
+            self._marker = None
+            if _recording is not None and _recording() is self:
+                _recording = None
+            if threading.get_ident() != self._thread:
+                self.obstacle = "the recording was stopped on another thread than started it"
+                return None
+            if not ending and profiling.profiler_is_a_copy():
+                self.obstacle = "the recording was stopped inside of a backward"
+                return None
+            if not profiling.profiler_untouched(self._token):
+                self.obstacle = "another profiler was started during the recording"
+                if not ending:
+                    drop_memory_profiler()
+                return None
+            if not ending:
+                profiling.profiler_token.token = None
+            fields = profiling.stop_memory_profiler()
+        timeline = read_timeline(fields, self.device, self._addresses)
+        if timeline is None:
+            self.obstacle = "part of the recording is missing"
+        return timeline
+
+
+class _OfThread(threading.local):
+    """Goes when its thread ends, on that thread, and ends the recording that still runs there.
+
+    No other thread could: it would find the recorder in use for as long as the process lives.
+    """
+
+    end: _ThreadEnd | None = None
+
+    def of_recording(self, events: MemoryEvents) -> None:
+        if self.end is None:
+            self.end = _ThreadEnd()
+        self.end.events, self.end.token = weakref.ref(events), events._token
+
+
+class _ThreadEnd:
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.events: weakref.ref[MemoryEvents] | None = None
+        self.token: object = None
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or threading.get_ident() != self.thread:
+            return
+        events = self.events() if self.events is not None else None
+        if events is not None and events._marker is not None:
+            events._early.append(events._stop(ending=True))
+            return
+        with _lock:  # one that was let go of, and not stopped
+            if profiling.profiler_untouched(self.token):
+                profiling.stop_memory_profiler()
+
+
+_thread_end = _OfThread()
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """A profiler that is still on when the interpreter is taken down makes torch crash."""
+    active = _recording() if _recording is not None else None
+    if active is not None:
+        active.stop()
+    if profiling.profiler_token.token is not None:
+        drop_memory_profiler()
+
+
+def recording_on_this_thread(*, wanted: bool = True) -> MemoryEvents | None:
+    """The recording that runs on this thread, if any; one that nobody needs if not `wanted`."""
+    active = _recording() if _recording is not None else None
+    if active is None or active._marker is None or active._thread != threading.get_ident():
+        return None
+    return active if active.wanted() is wanted else None
+
+
+def _collect_abandoned() -> None:
+    """Free a recording whose step the program has let go of, as after an error in a forward.
+
+    Its graph and its tape may refer to each other, and nothing ends such a recording before the
+    garbage collector comes by. One that is held for good is looked for once, not at every start.
+    """
+    active = _recording() if _recording is not None else None
+    if active is None or active._held:
+        return
+    active._held = True
+    del active
+    gc.collect()
+
+
+def _take_over(patient: bool) -> None:
+    """Void a recording that another thread, which still runs, has no use for any more.
+
+    The profiler stays on over there until that thread starts a recording or ends.
+    """
+    global _recording
+    active = _recording() if _recording is not None else None
+    here = threading.get_ident()
+    if active is None or active._thread == here or active.wanted():
+        return
+    if patient and active._over and here not in active._turned_away:
+        active._turned_away.add(here)
+        return
+    _recording = active._marker = None
+    active.obstacle = "another thread needed the recorder"
+    active._early.append(None)
+
+
+def _obstacle() -> str:
+    active = _recording() if _recording is not None else None
+    if active is not None:
+        here = active._thread == threading.get_ident()
+        held = f"{'this' if here else 'another'} thread already records memory events"
+        if here and not active.wanted():
+            held += ", which cannot end inside of this backward"
+        elif here and active._step is not None:
+            held += " of a step under a budget (run its backward first, or let go of its loss)"
+        return held
+    return "a torch profiler is active" if profiling.profiler_of_another() else ""
+
+
+def read_timeline(
+    fields: Iterable[Any], device: torch.device, markers: list[int]
+) -> Timeline | None:
+    """Turn a stream of allocations into bytes, cut where the marker block left `markers[k]`.
+
+    `None` where the marker's way through the stream has gaps: then events are missing.
+    """
+    found = _find_marks(fields, device, markers)
+    if found is None:
+        return None
+    sizes, addresses, cuts = found
+    held: dict[int, int] = {}
+    on_cpu = device.type == "cpu"
+    level = begin = 0
+    levels, rises = [0], []
+    for cut in cuts:
+        rise: int | None = None
+        for size, address in zip(sizes[begin:cut], addresses[begin:cut], strict=True):
+            if size > 0:
+                # A block that is there already was freed unseen, on a thread without a profiler.
+                level += size - held.get(address, 0)
+                held[address] = size
+                if rise is None or level > rise:
+                    rise = level
+            else:
+                # A block that is not there is older than the start. The CPU allocator may then
+                # report a size it remembers from some earlier block, so that it is no use.
+                level -= held.pop(address, 0 if on_cpu else -size)
+        rises.append(level if rise is None else rise)
+        levels.append(level)
+        begin = cut
+    return Timeline(levels[:-1], rises, levels[-1])
+
+
+def _find_marks(
+    fields: Iterable[Any], device: torch.device, markers: list[int]
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Sizes and addresses of the events of `device` without the marker's own, and the cuts."""
+    sizes: list[int] = []
+    addresses: list[int] = []
+    cuts: list[int] = []
+    one_device = device.type == "cpu" and not torch.accelerator.is_available()
+    passed = 0
+    here, there = markers[0], markers[1] if len(markers) > 1 else 0
+    born = born_next = -1
+    for field in fields:
+        size, address = field.alloc_size, field.ptr
+        if one_device or field.device.type == "cpu":
+            if address == there and size == _MARKER_SIZES[(passed + 1) % 2]:
+                born_next = len(sizes)
+            elif address == here and size == _MARKER_SIZES[passed % 2]:
+                born = len(sizes)
+            elif address == here and born >= 0:  # nobody but `mark` and `stop` frees this block
+                sizes[born] = addresses[born] = 0
+                cuts.append(len(sizes))
+                passed += 1
+                if passed == len(markers):
+                    return sizes, addresses, cuts
+                here, there = there, markers[passed + 1] if passed + 1 < len(markers) else 0
+                born, born_next = born_next, -1
+                continue
+        if one_device or field.device == device:
+            sizes.append(size)
+            addresses.append(address)
+        elif len(sizes) in (born, born_next):  # the marker lives on the CPU: leave it a place
+            sizes.append(0)
+            addresses.append(0)
+    return None

@@ -1,0 +1,186 @@
+"""Marks in the stream of allocations, from which a watched step is reconstructed.
+
+Problem: a budget wants the bytes allocated at each operation and the peak between two, on the CPU
+from memory events and on an accelerator from its allocator's counters, also while `lowtide.measure`
+runs around the step. Invariant: levels are relative to the moment of `start_marks`; a measurement
+that was disturbed arrives as None. Imports memory events. Rejected: two code paths in the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+
+from lowtide import _compat
+from lowtide.memory.events import MemoryEvents, Timeline, recording_on_this_thread
+
+Arrived = Callable[[Timeline | None], None]
+
+
+class Marks(Protocol):
+    """A running measurement."""
+
+    def mark(self) -> int:
+        """Put a mark here; returns its index."""
+        ...
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        """It is wanted no longer than a step's object says that the step is `pending`."""
+        ...
+
+    def over(self) -> None:
+        """Nothing more is measured, unless another mark follows."""
+        ...
+
+    def stop(self, then: Arrived) -> None:
+        """End it; `then` is called with the timeline, now or when it can be had."""
+        ...
+
+
+class OwnEvents:
+    """Memory events of our own, on the CPU."""
+
+    def __init__(self, events: MemoryEvents) -> None:
+        self._events = events
+
+    def mark(self) -> int:
+        return self._events.mark()
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        self._events.of_step(pending)
+
+    def over(self) -> None:
+        self._events.over()
+
+    def stop(self, then: Arrived) -> None:
+        then(self._events.stop())
+
+
+class SharedEvents:
+    """Marks in a recording that somebody around the step has started, as `measure` does.
+
+    Its timeline is there when that somebody stops, before or after this measurement ends.
+    """
+
+    def __init__(self, events: MemoryEvents) -> None:
+        self._events = events
+        self._base = events.mark()
+        self._over = False
+        self._timeline: Timeline | None = None
+        self._then: Arrived | None = None
+        events.when_stopped(self._arrived)
+
+    def mark(self) -> int:
+        return 0 if self._over else self._events.mark() - self._base
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        pass
+
+    def over(self) -> None:
+        pass
+
+    def stop(self, then: Arrived) -> None:
+        if self._over:
+            then(self._timeline)
+        else:
+            self._then = then
+
+    def _arrived(self, timeline: Timeline | None) -> None:
+        self._over = True
+        if timeline is not None:
+            zero = timeline.levels[self._base]
+            self._timeline = Timeline(
+                [level - zero for level in timeline.levels[self._base :]],
+                [rise - zero for rise in timeline.rises[self._base :]],
+                timeline.final - zero,
+            )
+        if self._then is not None:
+            self._then(self._timeline)
+
+
+class DevicePeak:
+    """The peak of a stretch on a device of the accelerator, also where a budget in it resets the
+    statistics."""
+
+    _open: ClassVar[list[DevicePeak]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._highest = 0
+
+    def __enter__(self) -> DevicePeak:
+        reset_peak(self._device)
+        self._open.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._note(_compat.allocated(self._device).peak)
+        self._open.remove(self)
+
+    def _note(self, nbytes: int) -> None:
+        self._highest = max(self._highest, nbytes)
+
+    def nbytes(self) -> int:
+        """Bytes allocated on the device at the peak, once the stretch is over."""
+        return self._highest
+
+    @classmethod
+    def tell(cls, device: torch.device, nbytes: int) -> None:
+        """The statistics are about to be reset; up to now their peak was `nbytes`."""
+        for stretch in cls._open:
+            if stretch._device == device:
+                stretch._note(nbytes)
+
+
+def reset_peak(device: torch.device) -> _compat.Given:
+    """What a device's allocator has given out, whose peak starts anew."""
+    given = _compat.allocated(device)
+    DevicePeak.tell(device, given.peak)
+    _compat.reset_peak(device)
+    return given
+
+
+class DeviceCounters:
+    """The counters of the allocator of an accelerator. Resets its peak statistics.
+
+    They do not tell what was allocated after a mark from what was there: rises err to the high
+    side where memory is freed between a mark and an allocation after it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = reset_peak(device)
+        self._entry = self._last.now
+        self._levels = [0]
+        self._rises: list[int] = []
+
+    def mark(self) -> int:
+        last, self._last = self._last, reset_peak(self._device)
+        grown = self._last.altogether > last.altogether
+        rise = self._last.peak if grown else self._last.now
+        self._levels.append(self._last.now - self._entry)
+        self._rises.append(rise - self._entry)
+        return len(self._levels) - 1
+
+    def of_step(self, pending: Callable[[], bool]) -> None:
+        pass
+
+    def over(self) -> None:
+        pass
+
+    def stop(self, then: Arrived) -> None:
+        self.mark()
+        then(Timeline(self._levels[:-1], self._rises, self._levels[-1]))
+
+
+def start_marks(device: torch.device) -> Marks | None:
+    """Begin to measure a device; None where another profiler is in the way."""
+    if device.type != "cpu":
+        return DeviceCounters(device)
+    around = recording_on_this_thread()
+    if around is not None:
+        return SharedEvents(around)
+    events = MemoryEvents()
+    return OwnEvents(events) if events.start(patient=True) else None

@@ -1,0 +1,119 @@
+"""The leaves that a step reads: which gradients backward will allocate, and after which operation.
+
+Problem: a gradient is there from the last reader of its leaf (the first that backward reaches) to
+the end of the step, and belongs to no operation's result. Invariant: leaves are known by weak
+references and by identity; what is counted are gradients that are not there yet. Imports seen.
+Rejected: looking through a model's parameters, which knows neither what a step reads nor leaves
+that are no parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.observing.seen import Seen
+
+
+class Read(NamedTuple):
+    """One operation that reads a leaf, or a part of it."""
+
+    op: int
+    nbytes: int
+    """Of what it reads."""
+    between: int = 0
+    """Of the largest gradient that is made on the way to the leaf's."""
+    way: _compat.Way | None = None
+    """That way, of a view; None for the leaf itself, or where it is not known."""
+
+
+class Leaves:
+    """What a step reads that collects a gradient, or might.
+
+    Attributes:
+        gradients: leaf -> (last reader, bytes), of gradients to be allocated.
+        known: leaf -> (last reader, the leaf), of all that may collect one.
+        reads: of each leaf, as far as they were watched.
+        nodes: of each operation, the number of the newest node of autograd's when it was.
+        frozen: parameters that collect none.
+        counts: whether a tensor is on the device whose bytes count; gradients elsewhere have none.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Callable[[torch.Tensor], bool] | None = None
+        self.gradients: dict[int, tuple[int, int]] = {}
+        self.known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self.reads: dict[int, list[Read]] = {}
+        self.nodes: list[int] = []
+        self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def resume(self, seen: Seen, count: int) -> None:
+        """Those that the first `count` operations of another step have read."""
+        for key, (reader, nbytes) in seen.parameters.items():
+            if reader < count:
+                self.gradients[key] = (reader, nbytes)
+        self.known = {key: leaf for key, leaf in seen.leaves.items() if leaf[0] < count}
+        self.frozen = dict(enumerate(seen.frozen))
+        self.nodes = [-1] * count
+
+    def ran(self, tensors: list[torch.Tensor]) -> None:
+        """The operation that follows those known so far reads these tensors."""
+        self.nodes.append(_compat.newest_node())
+        for tensor in tensors:
+            self._read(tensor, len(self.nodes) - 1)
+
+    def _read(self, tensor: torch.Tensor, op: int) -> None:
+        if not tensor.requires_grad:
+            self._no_leaf(tensor)
+            return
+        leaf = _compat.leaf_of(tensor)
+        if leaf is None:
+            return
+        nbytes, size = self._bytes(leaf), self._bytes(tensor)
+        way = None if leaf is tensor else _compat.way_to_leaf(tensor)
+        between = 0 if way is None else way.between * leaf.element_size()
+        self.known[id(leaf)] = (op, _weak(leaf))
+        self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way))
+        if leaf.grad is None:
+            self.gradients[id(leaf)] = (op, nbytes)
+
+    def collecting(self) -> Iterator[tuple[int, int, int, bool]]:
+        """(leaf, last reader, bytes of its gradient, whether that is there already)."""
+        for key, (reader, nbytes) in self.gradients.items():
+            yield key, reader, nbytes, False
+        for key, (reader, weak) in self.known.items():
+            leaf = weak()
+            if leaf is not None and key not in self.gradients:
+                yield key, reader, self._bytes(leaf), True
+
+    def _no_leaf(self, tensor: torch.Tensor) -> None:
+        """It gets no gradient; that may change before another step."""
+        parameter = _compat.frozen_parameter(tensor)
+        if parameter is not None and id(parameter) not in self.frozen:
+            self.frozen[id(parameter)] = _weak(parameter)
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        if self.counts is not None and not self.counts(tensor):
+            return 0
+        return tensor.numel() * tensor.element_size()
+
+    def look_again(self) -> None:
+        """Gradients may have been set to None since the forward, or allocated."""
+        for key, (reader, weak) in self.known.items():
+            leaf = weak()
+            if leaf is None:
+                continue
+            if leaf.grad is None:
+                self.gradients[key] = (reader, self._bytes(leaf))
+            else:
+                self.gradients.pop(key, None)
+
+
+def _weak(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:
+    return weakref.ref(leaf)

@@ -1,0 +1,281 @@
+"""From what an observer saw of a step to its graph.
+
+Problem: what was measured belongs to the plan that ran, and the planner asks about others.
+Invariant: "other" memory is what was measured less what that plan held at that moment, so that the
+simulator gives back the measured peak for the plan that ran; without a measurement it is modelled
+from sizes, to the high side. Imports modelled, planner. Rejected: modelling where there is a
+measurement.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from lowtide.backward.modelled import modelled_events
+from lowtide.backward.operation import Call
+from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
+
+if TYPE_CHECKING:
+    from lowtide.observing.observer import Observer
+
+FOREVER = 1 << 60
+
+
+@dataclass(slots=True)
+class OpLog:
+    """One operation, as numbers: values by their number, sizes in bytes, times in seconds."""
+
+    name: str
+    seconds: float
+    reads: tuple[int, ...]
+    """As called: repeated, -1 for what was made outside."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sizes: tuple[int, ...]
+    live: int
+    """Bytes of the recording's storages right after it."""
+    begin: int | None
+    """Mark after its random state was read, if it draws."""
+    mark: int
+    """Mark after it ran."""
+    workspace: int
+    """Modelled as near as possible, see `lowtide.kernels.workspace`."""
+    temporaries: int
+    """Of its backward, gradients of its inputs included: from sizes, until `call` is looked at."""
+    left: int
+    """Of them, what is there when it is over."""
+    wanted: int
+    """Bytes of the gradients of its arguments, see `lowtide._compat.wanted_bytes`."""
+    receivers: tuple[int, ...]
+    """Inputs that its backward gives gradients to: as called, -1 for what was made outside."""
+    viewing: tuple[int, ...] = ()
+    """Of those, the ones whose gradients are views of that of its output."""
+    saved: tuple[int, ...] | None = None
+    """Of what it made, what autograd saves as its result; None: not known."""
+    whole: tuple[int, ...] = ()
+    """Inputs that it reads as they are, from their first to their last byte."""
+    pieces: tuple[int, ...] = ()
+    """Inputs of which it reads a piece that a `split` or an `unbind` gave: the gradients of all the
+    pieces are there before that of the whole is made of them."""
+    piece_sizes: tuple[int, ...] = ()
+    split: tuple[int, ...] = field(default=(), compare=False)
+    """Of those, the ones that a `split` gave: zeros are made for pieces without a gradient. Not
+    written into files."""
+    besides: int = 0
+    """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
+    part the gradient is made whole."""
+    overwrites: tuple[int, ...] = ()
+    """Values whose memory it writes in place."""
+    lent: bool = field(default=False, compare=False)
+    """Whether a gradient that it gives to a leaf may be memory that others have; not written."""
+    node: bool = field(default=False, compare=False)
+    """Whether autograd is known to have made a node for it; not written into files."""
+    hidden: tuple[int, ...] | None = field(default=None, compare=False)
+    """Where it ran without grad: the number of autograd's newest node then, and which leaves it
+    read. This and the next are not written into files."""
+    function: bool = field(default=False, compare=False)
+    """Whether it gave the result of a custom Function."""
+    call: Call | None = None
+    """To find out the first five of these, see `lowtide.backward.modelled.look_closer`."""
+    kind: Call | None = None
+    """Calls of one kind take the same time; None: not known of which, or not timed."""
+
+
+def rebuild(seen: Observer) -> Graph:
+    """The step as a value. Before backward, its events are predicted from the saves."""
+    count = 1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops)))
+    sizes, producers = [0] * count, [-1] * count
+    for index, log in enumerate(seen.ops):
+        for number, nbytes in zip(log.outputs, log.sizes, strict=True):
+            sizes[number], producers[number] = nbytes, index
+    last_use = producers.copy()
+    for index, log in enumerate(seen.ops):
+        for number in log.inputs:
+            last_use[number] = max(last_use[number], index)
+    stays = last_use.copy()
+    for number, until in seen.names.until.items():
+        if number < count:
+            stays[number] = max(stays[number], until)
+    overwritten = {number for log in seen.ops for number in log.overwrites}
+    values = tuple(
+        ValueNode(
+            nbytes,
+            producer,
+            number in seen.pinned,
+            number in overwritten,
+            stays[number] if stays[number] > last_use[number] else -1,
+            min(seen.forgotten.get(number, 0), len(seen.ops)) - 1,
+        )
+        for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
+    )
+    ops = _op_nodes(seen, sizes, stays)
+    if seen.requests:
+        events = (
+            _measured_events(seen, sizes)
+            if seen.timeline
+            else modelled_events(seen, sizes, [(v, op) for v, op, *_ in seen.requests])
+        )
+    else:
+        events = modelled_events(seen, sizes, None)
+    return Graph(values, ops, events, _turn(seen, sizes))
+
+
+def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
+    """Seconds of each operation: the median of all calls like it in this step and the one before.
+
+    One time is noise. A plan made from one of each saves what was slow by chance, and took up to
+    17 % more than one made from medians. The least time would favour what is called more often.
+    """
+    times: dict[Call, list[float]] = {}
+    for log in itertools.chain(earlier, ops):
+        if log.kind is not None and log.seconds:  # a step that was not watched is not timed
+            times.setdefault(log.kind, []).append(log.seconds)
+    medians = {kind: statistics.median_low(found) for kind, found in times.items()}
+    return [log.seconds if log.kind is None else medians.get(log.kind, log.seconds) for log in ops]
+
+
+def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNode, ...]:
+    held = [0] * (len(seen.ops) + 1)
+    for number in seen.held:
+        if seen.held[number][0] == -1 and number not in seen.pinned:
+            start = min(stays[number] + 1, len(seen.ops))
+            end = min(seen.evicted.get(number, len(seen.ops)), len(seen.ops))
+            if end > start:
+                held[start] += sizes[number]
+                held[end] -= sizes[number]
+    for number, end in seen.evicted.items():
+        counted = seen.held.get(number, (0, 0))[0] == -1 or number in seen.pinned
+        if not counted and end > stays[number] + 1:
+            held[stays[number] + 1] += sizes[number]
+            held[min(end, len(seen.ops))] -= sizes[number]
+    for number, end in seen.outlived.items():
+        if number not in seen.held and number not in seen.evicted and end > stays[number] + 1:
+            held[stays[number] + 1] += sizes[number]
+            held[min(end, len(seen.ops))] -= sizes[number]
+    nodes = _in_common(seen, sizes, stays)
+    before = 0
+    seconds = _typical(seen.ops, seen.earlier)
+    for log, took, bytes_held in itertools.islice(
+        zip(seen.ops, seconds, itertools.accumulate(held), strict=False), len(nodes), None
+    ):
+        if seen.timeline is not None:
+            level = seen.timeline.levels[log.mark]
+            # What was let go before it allocated is not its workspace; it was there after the last.
+            peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
+            before = log.mark
+            workspace = max(0, peak - level)
+        else:
+            level, workspace = log.live, log.workspace
+            peak = level + workspace
+        nodes.append(
+            OpNode(
+                log.name,
+                took,
+                log.inputs,
+                log.outputs,
+                workspace,
+                True,
+                max(0, level - bytes_held),
+                max(0, peak - bytes_held),
+            )
+        )
+    return tuple(nodes)
+
+
+def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNode]:
+    """What was known already of the first operations: they had their memory in another step.
+
+    A value that is read further on in this one was there all the time.
+    """
+    base = seen.base
+    if base is None:
+        return []
+    longer = [0] * (seen.common + 1)
+    for number, (value, last) in enumerate(zip(base.values, base.stays, strict=True)):
+        if value.producer < seen.common and number < len(stays):
+            end = min(stays[number], seen.common - 1)
+            if end > last:
+                longer[last + 1] += sizes[number]
+                longer[end + 1] -= sizes[number]
+    return [
+        replace(op, other=op.other + more, peak_other=op.peak_other + more)
+        for op, more in zip(base.ops[: seen.common], itertools.accumulate(longer), strict=False)
+    ]
+
+
+def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
+    """The step with more gradients allocated: (last reader in the forward, bytes) of each."""
+    more = sorted(appeared)
+    events, reached, extra = [], len(graph.ops), 0
+    for event in graph.events:
+        # what reads a value, or makes it, is at its maker or after it
+        reached = min(reached, graph.values[event.value].producer)
+        while more and more[-1][0] >= reached:
+            extra += more.pop()[1]
+        events.append(
+            replace(event, other=event.other + extra, peak_other=event.peak_other + extra)
+        )
+    return replace(graph, events=tuple(events))
+
+
+def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
+    assert seen.timeline is not None
+    count = len(seen.requests)
+    held = [0] * (count + 1)
+    fresh = [0] * (count + 1)  # retained by the replay of this event: not there at its start
+    for number, (start, end) in seen.held.items():
+        if number in seen.pinned:
+            continue
+        first, last = max(start, 0), min(end, count - 1)
+        if start >= 0:
+            fresh[start] += sizes[number]
+        if last >= first:
+            held[first] += sizes[number]
+            held[last + 1] -= sizes[number]
+    releases = _releases(seen, count)
+    events = []
+    levels, peaks = seen.timeline.levels, seen.timeline.peaks
+    for index, ((number, _, entry, answer), bytes_held) in enumerate(
+        zip(seen.requests, itertools.accumulate(held), strict=False)
+    ):
+        start, end = seen.held.get(number, (0, -1))
+        given = 0 if start <= index <= end or number in seen.pinned else sizes[number]
+        following = seen.requests[index + 1][2] if index + 1 < count else len(peaks)
+        peak = max(peaks[answer:following], default=levels[answer])
+        events.append(
+            Event(
+                number,
+                max(0, levels[entry] - bytes_held + fresh[index]),
+                max(0, peak - bytes_held - given),
+                releases[index],
+            )
+        )
+    return tuple(events)
+
+
+def _turn(seen: Observer, sizes: list[int]) -> int:
+    """What is in memory besides, at most, between the forward and what backward first asks for.
+
+    Both ends are moments of their own: 0 where nothing rises above them.
+    """
+    if seen.timeline is None or not seen.requests:
+        return 0
+    entry = seen.requests[0][2]
+    begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
+    peak = max(seen.timeline.peaks[begin:entry], default=0)
+    if peak <= max(seen.timeline.levels[begin], seen.timeline.levels[entry]):
+        return 0
+    return max(0, peak - sum(sizes[number] for number in seen.reached))
+
+
+def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
+    releases: list[list[int]] = [[] for _ in range(count)]
+    last = {request[0]: index for index, request in enumerate(seen.requests)}
+    for number, index in seen.released.items():
+        if 0 <= index < count:
+            releases[max(index, last.get(number, 0))].append(number)
+    return [tuple(sorted(numbers)) for numbers in releases]

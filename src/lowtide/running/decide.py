@@ -1,0 +1,193 @@
+"""The decisions of one step under a budget.
+
+Problem: an unknown step must be watched, kept inside the limit and learned from, a known one must
+cost nothing, and a backward may run after its context, inside it, in part, or twice. Invariant: a
+decision is never needed for correctness, only for memory and time (rule 13). Imports forward,
+prepared. Rejected: one class for steps with a plan and one for those without, when a step
+may change from the one to the other at any operation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from lowtide import _compat
+from lowtide.running.forward import ForwardDecisions
+from lowtide.running.prepared import Prepared
+from lowtide.tape.values import Handle, Operation, Value
+
+
+class StepDecisions(ForwardDecisions):
+    """Implements `lowtide.tape.tape.Decisions` for one step."""
+
+    asks = True
+    _began_on = 0  # the thread on which backward asked first
+
+    def forward_ends(self) -> None:
+        """The recording is about to be closed, and its recorder to forget what is in memory."""
+        if self.observer is not None:
+            self.observer.names.forward_ends()
+
+    def forward_over(self) -> None:
+        """The recording is closed."""
+        self.anchors.forward_over()
+        if self._follower is not None:
+            self._follower.catch_up()
+            self._on_our_own()
+
+    def discard(self) -> None:
+        """The step came to nothing."""
+        self.stop_measuring()
+        self.observer = self._room = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The step is over; only numbers of it are kept."""
+        self._handles.clear()
+        self._made.clear()
+        self.anchors.settle()
+
+    def drop_replayed(self) -> bool:
+        """What its backward has made again can be made once more; whether there was any."""
+        made = self._made.alive() if self.observer is None else self.observer.alive()
+        found = [value for value in made if value.op is not None and value.held is not None]
+        for value in found:
+            value.held = None
+        return bool(found)
+
+    def stop_measuring(self) -> None:
+        if self.observer is not None:
+            self.observer.stop_measuring()
+
+    def abandoned(self) -> bool:
+        """Whether autograd has let go of everything: no backward of this step can come."""
+        return not self._handles.any()
+
+    def pending(self) -> bool:
+        """Whether its forward or its backward runs, or a backward may come.
+
+        None is expected of a step whose backward has failed, which torch tells nobody: it is not
+        under way where it began. It may be tried again while the loss is there, unmeasured.
+        """
+        forward = self.tape is None or self.tape.recorder is not None
+        if self.begun and not forward:
+            return self._began_on != threading.get_ident() or _compat.in_backward()
+        return forward or not self.abandoned()
+
+    # ------------------------------------------------------------------ backward
+
+    def requested(self, handle: Handle) -> None:
+        recorder = handle.tape.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            return  # a differentiable backward inside the forward, such as a gradient penalty
+        if not self.begun:
+            self.begun = True
+            self._began_on = threading.get_ident()
+            if recorder is not None:
+                recorder.pause()  # backward inside the context: nothing of it is replayed
+            self.owner.backward_begins(self)
+            if self.begun and self.observer is None:
+                handle.tape.events = self._event
+        value = handle.value
+        if value.number >= 0:
+            self._event[0] += 1
+            if self.observer is not None:
+                self.observer.request(value, handle.sequence)
+
+    def _not_in_backward(self) -> None:
+        self.begun = False
+        self._nobody_counts()
+
+    def backward_ended(self) -> None:
+        self._not_in_backward()
+        self.ended = True
+        if self.observer is not None:
+            self.observer.mark_end()
+        recorder = None if self.tape is None else self.tape.recorder
+        if recorder is not None:
+            self._on_our_own()
+            self._room = None
+            recorder.over(self.owner.next_step)
+
+    @property
+    def event(self) -> int:
+        """The last of backward's requests for a recorded value, -1 before the first."""
+        return self._event[0]
+
+    @property
+    def followed_unmeasured(self) -> int | None:
+        """The predicted peak of the plan that was followed, where that was made from sizes."""
+        prepared = self.prepared
+        return None if prepared is None or prepared.measured or self.switched else prepared.peak
+
+    @property
+    def followed(self) -> Prepared | None:
+        """The plan of this step, from its first operation or from a later one on."""
+        return None if self._crowded else self.prepared
+
+    def settle_as_planned(self) -> None:
+        """The step is the planned one: what it holds is held for good."""
+        self.anchors.settle()
+        if self.observer is None:
+            self._made.settle()
+            return
+        if self.prepared is not None:
+            self.observer.ran = list(self.prepared.plan.retain)
+        for value in self.observer.alive():
+            if value.held is not None and value.op is not None:
+                value.settle()
+
+    def settle(self, chosen: list[int]) -> None:
+        """Follow `chosen` in this backward: one retention a value number, as in a `Retention`."""
+        self._settled = [max(choice, 0) for choice in chosen]
+        assert self.observer is not None
+        self.observer.ran = chosen
+        for value in self.observer.alive():
+            if value.held is None or value.op is None:
+                continue
+            if chosen[value.number] < 0 or value.number in self.observer.pinned:
+                value.settle()
+            else:
+                value.held = None
+                self.observer.dropped_before_backward(value.number)
+
+    def retained(self, value: Value, request: Handle) -> bool:
+        if not value.pending():
+            return False
+        settled = self._settled
+        if settled is not None and 0 <= value.number < len(settled):
+            keep = self.event >= settled[value.number]
+        else:
+            keep = self.event >= value.retain_from
+        if keep and self.observer is not None:
+            self.observer.retained(value)
+        return keep
+
+    def replayed(self, operations: list[Operation], seconds: float) -> None:
+        self.tally.replayed_operations += len(operations)
+        self.tally.replay_seconds += seconds
+
+    def replay_out_of_memory(self, attempt: int) -> bool:
+        """See `lowtide.tape.tape.Decisions`. What backward has made again before it asks for it
+        can be made once more; what the forward has kept cannot."""
+        if attempt or not self.begun:
+            return False
+        self.owner.backward_ran_out(self)
+        self.stop_measuring()  # of a step that went otherwise than planned
+        return self.drop_replayed()
+
+    def answered(self, value: Value) -> None:
+        if self.observer is not None and self.begun and value.number >= 0:
+            self.observer.answered()
+
+    def watch_end(self, callback: Callable[[], None]) -> None:
+        """Call back when the backward that runs now ends; not if there is none."""
+        try:
+            _compat.queue_after_backward(callback)
+        except RuntimeError:  # unpacked outside a backward: wait for the real one
+            self._not_in_backward()
+            if self.tape is not None and self.tape.recorder is not None:
+                self.tape.recorder.paused = False

@@ -1,0 +1,157 @@
+"""A plan in the form in which a running step follows it.
+
+Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
+and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
+decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
+the records of a tape, workspace. Rejected: looking the graph up while the step runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide import _compat, engine
+from lowtide.kernels.unfolding import runs_itself
+from lowtide.kernels.workspace import unfolds
+from lowtide.observing.rebuild import OpLog
+from lowtide.observing.seen import Seen
+from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
+from lowtide.tape.values import Operation, Value, tensors_in
+
+ANCHOR = -2  # a choice: hold it although autograd does not save it
+
+# What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
+# numbers, -1 for what was made outside), and the bytes of the gradients that its backward makes of
+# its arguments: of an expanded one at its expanded size, of a slice at that of the whole. Two steps
+# of equal signatures have the same graph.
+Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
+
+
+def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Signature:
+    """Of an operation that has just run."""
+    return (
+        op.facts.name,
+        tuple([value.nbytes for value in made]),
+        tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
+        sum(map(_compat.wanted_bytes, tensors_in(args, kwargs))),
+    )
+
+
+def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
+    return tuple((log.name, log.sizes, log.reads, log.wanted) for log in ops)
+
+
+def covers(planned: Signature, seen: Signature) -> bool:
+    """Whether it is the same operation on the same values, and neither it nor its backward makes
+    more bytes than planned."""
+    return (
+        planned[0] == seen[0]
+        and planned[2] == seen[2]
+        and planned[3] >= seen[3]
+        and len(planned[1]) == len(seen[1])
+        and all(map(operator.ge, planned[1], seen[1]))
+    )
+
+
+def outgrown_by(planned: Iterable[Signature], seen: Iterable[Signature]) -> float:
+    """Of the same operations on other sizes: the most that one makes, or reads of what requires
+    grad, over what was planned. 1.0 where none makes more."""
+    ratio = 1.0
+    for (_, most, _, wants), (_, made, _, wanted) in zip(planned, seen, strict=True):
+        for bound, nbytes in zip((*most, wants), (*made, wanted), strict=True):
+            if nbytes > bound:
+                ratio = max(ratio, nbytes / bound if bound else math.inf)
+    return ratio
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what is needed to follow it operation by operation."""
+
+    plan: Retention
+    graph: Graph
+    signatures: tuple[Signature, ...]
+    needs: tuple[int, ...]
+    """Bytes that each operation allocates, workspace included."""
+    choices: tuple[int, ...]
+    """The plan's decisions of each value; `ANCHOR` where the engine must act on its own."""
+    peak: int
+    """Predicted peak, in bytes."""
+    seen: Seen
+    """The step it was made from, for the part that a step which changes later has in common."""
+    measured: bool
+    """Whether its memory was measured, or modelled from sizes."""
+    lessons: int
+    """Measured steps that it was made from, one after the other."""
+    grown: bool
+    """Whether it is for a larger step than that which was measured, see `Learned.larger`."""
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes of activations that the plan keeps, and that it recomputes."""
+        kept = recomputed = 0
+        for value, (node, choice) in enumerate(
+            zip(self.graph.values, self.plan.retain, strict=True)
+        ):
+            if choice < 0:
+                kept += node.nbytes
+            elif self.graph.release[value] >= 0:
+                recomputed += node.nbytes
+        return kept, recomputed
+
+    @functools.cached_property
+    def plain_peak(self) -> int:
+        """What the same step takes with nothing recomputed, in bytes."""
+        return plain_peak(self.graph)
+
+    @functools.cached_property
+    def allocates(self) -> int:
+        """Bytes that its operations allocate, all together: how large a step it is."""
+        return sum(self.needs)
+
+    @functools.cached_property
+    def itself(self) -> dict[int, bool | None]:
+        """Of each convolution of the forward, whether torch runs it itself, see `unfolding`; None:
+        not known. A smaller one may be run otherwise, and take more memory."""
+        return {
+            index: None if log.kind is None else runs_itself(log.kind.args, log.kind.device)
+            for index, log in enumerate(self.seen.ops)
+            if unfolds(log.name)
+        }
+
+    @functools.cached_property
+    def script(self) -> Any:
+        """What the compiled recorder reads of this plan; made at its first use."""
+        columns = zip(*self.signatures, strict=True) if self.signatures else ((),) * 4
+        return engine.core().Script(*columns, self.needs, self.choices, tuple(self.itself))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: item for key, item in vars(self).items() if key != "script"}
+
+    @staticmethod
+    def of(
+        plan: Retention,
+        graph: Graph,
+        peak: int,
+        seen: Seen,
+        measured: bool,
+        lessons: int = 0,
+        *,
+        grown: bool = False,
+    ) -> Prepared:
+        signatures = signatures_of(seen.ops)
+        needed = Simulator(graph).lifetimes(plan.retain)
+        choices = list(plan.retain)
+        for value, choice in enumerate(choices):
+            if choice < 0 and graph.release[value] < 0:
+                choices[value] = ANCHOR if needed[value] >= 0 else NEVER
+        needs = tuple(
+            sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
+        )
+        return Prepared(
+            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons, grown
+        )

@@ -1,0 +1,121 @@
+"""Room in the limit for the operations of a forward that no plan covers.
+
+Problem: the first step, and every step that changed, allocates what nobody has foreseen (rule 13).
+Invariant: before an operation allocates, what it needs is free under the target, or all that may go
+has gone and the owner of the limit was told. Imports observer, online, workspace. Rejected: making
+room after the operation has run, when the limit has been passed already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowtide.kernels.workspace import room_for, unfolds
+from lowtide.observing.observer import Observer
+from lowtide.running.online import Evictor
+from lowtide.tape.operators import Facts
+from lowtide.tape.values import Value, tensors_in
+
+if TYPE_CHECKING:
+    from lowtide.budget import Budget
+
+_PLENTY = 8  # largest storages, seen or to come, that must fit before a call is looked at closely
+
+
+class Room:
+    """Keeps the live bytes of one forward under its owner's target by dropping held values."""
+
+    def __init__(
+        self,
+        owner: Budget,
+        observer: Observer,
+        live: list[int],
+        drop: Callable[[Value], None],
+    ) -> None:
+        self._owner = owner
+        self._observer = observer
+        self._live = live
+        self._drop = drop
+        self._evictor = Evictor(live)
+
+    def take_over(self) -> None:
+        """What has been recorded up to here, as a plan has held it or not."""
+        alive = list(self._observer.alive())
+        self._evictor.add(alive)
+        self._evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+
+    def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
+        """An operation is about to allocate."""
+        if elsewhere(self._owner, args):
+            return
+        evictor = self._evictor
+        self._observer.anew()  # what was dropped before may have gone just now
+        live = self._live[0]
+        plenty = live + _PLENTY * max(evictor.largest, _together(args))
+        target = self._owner.target(live, evictor.dropped_bytes)
+        if plenty <= target and not unfolds(facts.name):
+            return
+        need = room_for(facts.name, func, args, kwargs)
+        target = self._owner.target(live + need, evictor.dropped_bytes)
+        if not self.shrink(target - need):
+            nearest = room_for(facts.name, func, args, kwargs, nearest=True)
+            self.lacks(facts.name, min(need, nearest))
+
+    def produced(self, name: str, made: list[Value]) -> None:
+        """An operation has run."""
+        self._evictor.add(made)
+        live = self._live[0]
+        target = self._owner.target(live, self._evictor.dropped_bytes)
+        if live > target and not self.shrink(target):
+            self.lacks(name, 0)
+
+    def shrink(self, target: int) -> bool:
+        """Drop values until at most `target` bytes are live; whether that many can go."""
+        before = self._evictor.dropped_bytes
+        enough = self._evictor.shrink(max(0, target), self._drop)
+        if self._evictor.dropped_bytes > before:
+            self._observer.anew()
+        return enough
+
+    def give(self, nbytes: int) -> bool:
+        """Let go of so many bytes, or of all that may go; whether any have."""
+        before = self._live[0]
+        self.shrink(before - nbytes)
+        return self._live[0] < before
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest value so far."""
+        return self._evictor.largest
+
+    def lacks(self, name: str, need: int) -> None:
+        """All that may go has gone, and an operation allocates so much."""
+        self._owner.cannot_fit(self._observer, name, self._live[0], need)
+
+
+def elsewhere(owner: Budget, args: Any) -> bool:
+    """Whether a call is one of a device whose bytes do not count."""
+    counts = owner.where.counts
+    if counts is None:
+        return False
+    found = next(iter(tensors_in(args, {})), None)
+    return found is not None and found.device != counts
+
+
+def _together(args: Any) -> int:
+    """Bytes of what a call reads, broadcast to one shape: all pairs of a few numbers are many."""
+    sizes: tuple[int, ...] = ()
+    each = 0
+    for argument in args:
+        if isinstance(argument, torch.Tensor) and not argument.is_nested:  # which has no shape
+            shape = argument.shape
+            if sizes != shape:
+                longer = zip_longest(reversed(sizes), reversed(shape), fillvalue=1)
+                sizes = tuple(map(max, longer))[::-1]
+            each = max(each, argument.element_size())
+    return each * math.prod(sizes)
