@@ -364,6 +364,39 @@ def test_a_step_begun_on_one_engine_ends_on_the_other() -> None:
 
 @needs_compiler
 @needs_compiler
+def test_the_table_of_the_compiled_recorder_is_a_mapping_that_forgets() -> None:
+    """In the order in which storages came, each up to its end."""
+    with engine.use("compiled"):
+        core = engine.core()
+    table, live = core.Table(), core.Box(0)
+    forget = core.Forget(table, live)
+    tensors = [torch.ones(4) for _ in range(20)]
+    for tensor in tensors:
+        entry = core.Entry(tensor.untyped_storage(), forget)
+        entry.key, entry.counted = tensor.untyped_storage()._cdata, 16
+        table[entry.key] = entry
+        live[0] += 16
+    keys = [tensor.untyped_storage()._cdata for tensor in tensors]
+    assert list(table) == keys
+    assert list(reversed(table)) == keys[::-1]
+    assert [entry.key for entry in table.values()] == keys
+    assert table.get(keys[3]).counted == 16
+    assert table.get(1) is None
+    assert 1 not in table
+    del tensor, entry, tensors[3:19]
+    assert list(table) == [*keys[:3], keys[19]]
+    assert live[0] == 4 * 16
+    with pytest.raises(TypeError, match="an entry of the other recorder"):
+        table[1] = object()
+    with pytest.raises(TypeError, match="leave a table with their storages"):
+        del table[keys[0]]
+    table.clear()
+    assert len(table) == 0
+    del tensors
+    assert live[0] == 4 * 16  # nobody counts any more
+
+
+@needs_compiler
 def test_what_passes_the_compiled_recorder_by_are_views() -> None:
     """They go from autograd to their kernels directly: none may need to be written down."""
     with engine.use("compiled"):

@@ -69,6 +69,8 @@ PyObject* leave_error(Make make) {
     return make();
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (py::builtin_exception& error) {
+    error.set_error();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
