@@ -241,6 +241,17 @@ def test_a_step_that_runs_backward_itself_is_run_as_it_is(
     assert max(trial["measured"] for trial in planned) <= ran["plan"]["limit"]
 
 
+def test_a_model_that_returns_no_loss_follows_its_plan_from_the_first_step(program: str) -> None:
+    target = load(f"{program}:build")
+    plan = lowtide.plan(target.function, *target.args, limit=0.5, **target.kwargs)
+    tried = try_steps(
+        target.function, target.args, target.kwargs, plan, plan.plain_peak, steps=1, plain=False
+    )
+    (trial,) = tried.trials
+    assert (trial.label, trial.predicted) == ("planned", plan.peak)
+    assert trial.measured == pytest.approx(plan.peak, rel=0.02)
+
+
 def test_explain_and_trace(
     program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
