@@ -57,6 +57,17 @@ def pair():
 def broken():
     raise RuntimeError("no data today")
 
+def interrupted():
+    raise KeyboardInterrupt
+
+class Never(nn.Module):
+    def __init__(self):
+        raise RuntimeError("built")
+
+class Large(nn.Linear):
+    def __init__(self):
+        super().__init__(1_000_000, 1_000_000, bias=False)
+
 def nothing():
     return 3
 
@@ -241,6 +252,17 @@ def test_a_step_that_runs_backward_itself_is_run_as_it_is(
     assert max(trial["measured"] for trial in planned) <= ran["plan"]["limit"]
 
 
+def test_a_model_that_returns_no_loss_follows_its_plan_from_the_first_step(program: str) -> None:
+    target = load(f"{program}:build")
+    plan = lowtide.plan(target.function, *target.args, limit=0.5, **target.kwargs)
+    tried = try_steps(
+        target.function, target.args, target.kwargs, plan, plan.plain_peak, steps=1, plain=False
+    )
+    (trial,) = tried.trials
+    assert (trial.label, trial.predicted) == ("planned", plan.peak)
+    assert trial.measured == pytest.approx(plan.peak, rel=0.02)
+
+
 def test_explain_and_trace(
     program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -335,12 +357,15 @@ ERRORS = [
     (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
     (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
+    (["saved", "program.py:Never", "--shape", "2xx"], r"cannot read the shape '2xx': write sizes"),
+    (["saved", "program.py:Large", "--shape", "2x9"], r"Large has 3725.3 GiB of parameters as it is"
+     r" built, and this machine .* Make it smaller with --set NAME=VALUE, or build it under "),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
     (["saved", "program.py:build", "--rows", "-1"], r"--rows is a number of rows, 0 for all"),
     (["plan", "program.py:build", "--rows", "-3"], r"--rows is a number of rows, 0 for all; got"),
     (["plan", "program.py:build", "-o", "."], r"\. is a folder. Name the file to write with -o"),
     (["report", "program.py:build", "-o", "", "--force"], r"\. is a folder. Name the file to wr"),
-    (["saved", "program.py:build", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
+    (["saved", "program.py:broken", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
     (["plan", "program.py:build", "--limit", "6 Gib!"], r"cannot read the limit '6 Gib!'"),
     (["plan", "program.py:build", "--limit", "150%"], r"above 0% and at most 100%; got '150%'"),
     (["plan", "program.py:build", "--limit", "nan%"], r"above 0% and at most 100%; got 'nan%'"),
@@ -371,6 +396,11 @@ def test_an_error_is_one_line_with_the_way_out(
     assert said.err.count("\n") == 1
     assert said.err.startswith("lowtide: ")
     assert re.search(text, said.err), said.err
+
+
+def test_an_interruption_is_one_line(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["saved", "program.py:interrupted"]) == 130
+    assert capsys.readouterr().err == "lowtide: interrupted.\n"
 
 
 def test_a_hook_may_decide_what_forward_is_called_with(

@@ -31,6 +31,9 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     row, weight, rows = torch.rand(1024), torch.rand(16), torch.randint(64, (32,))
     labels, words = torch.randint(16, (4, 32, 32)), torch.randint(500, (64, 16))
     square, table = torch.randn(8, 64, 64), torch.randn(500, 64)
+    for matrix in (one.expand(64, 1024), x[:, ::2], y[:1].expand(64, 1024), x):
+        yield "mm", (matrix.t(), y)
+        yield "addmm", (row[:512], y[:, :64], matrix[:, :512])
     yield "native_dropout", (x, 0.5, True)
     yield "native_dropout_backward", (x, mask, 2.0)
     for name in ("gelu", "silu", "softplus", "mish", "elu", "glu", "log_sigmoid_forward", "rsqrt",

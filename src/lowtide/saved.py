@@ -113,12 +113,7 @@ class SavedTensors:
         Raises:
             UsageError: another key.
         """
-        for key in keys:
-            if key not in KEYS:
-                raise UsageError(
-                    f"saved tensors cannot be summed by {key!r}: use one or more of "
-                    f"{', '.join(KEYS)}."
-                )
+        check_keys(keys)
         sums: dict[tuple[str, ...], list[int]] = {}
         for row in self.rows:
             found = sums.setdefault(tuple(getattr(row, key) for key in keys), [0, 0])
@@ -189,6 +184,15 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
     step = dry_run(fn, args, kwargs, witness=witness)
     assert witness.ledger is not None
     return from_ledger(witness.ledger, step.source)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise `UsageError` for what saved tensors cannot be summed by."""
+    for key in keys:
+        if key not in KEYS:
+            raise UsageError(
+                f"saved tensors cannot be summed by {key!r}: use one or more of {', '.join(KEYS)}."
+            )
 
 
 def from_ledger(ledger: Ledger, source: str) -> SavedTensors:

@@ -197,6 +197,8 @@ def retention(step: Dry, recipe: Recipe) -> list[int]:
             continue
         op = graph.ops[node.producer]
         if recipe.policy is not None and recipe.policy(OperationInfo(op.name, None, node.nbytes)):
+            if graph.consumers[value]:
+                retain[value] = HOLD  # also where autograd does not save it: a replay reads it
             continue
         saved = graph.release[value] >= 0
         retain[value] = asked.get(around[-1], 0) if saved else NEVER

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit status: 0, 1 where lowtide refuses, 2 for a line
-    that cannot be read."""
+    that cannot be read, 130 where it is interrupted."""
     arguments = parser().parse_args(argv)
     try:
         arguments.verb(arguments)
@@ -54,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"lowtide: {_one_line(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if getattr(arguments, "traceback", False):
+            raise
+        print("lowtide: interrupted.", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `lowtide ... | head`
         sys.stderr.close()
         return 1

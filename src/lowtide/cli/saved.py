@@ -11,7 +11,7 @@ import argparse
 from lowtide.cli import arguments as common
 from lowtide.cli.output import add_rows, rows_of, show, show_json
 from lowtide.cli.progress import Progress
-from lowtide.saved import KEYS, format_saved_tensors
+from lowtide.saved import KEYS, check_keys, format_saved_tensors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    rows = rows_of(arguments)
+    rows, keys = rows_of(arguments), arguments.by.split(",")
+    check_keys(keys)
     with Progress(2) as progress:
         held = common.study_of(arguments, progress).saved
-        text = format_saved_tensors(held, by=arguments.by.split(","), rows=rows)
+        text = format_saved_tensors(held, by=keys, rows=rows)
     if arguments.json:
         show_json(held.to_dict())
     else:

@@ -2,7 +2,7 @@
 
 Problem: a step is Python, and a shell has only words. Invariant: a target either gives a step or an
 error of one line that says what was looked for, where, and how to write it. Imports errors,
-_compat and torch. Rejected: a configuration file, which is one more language.
+limits, _compat and torch. Rejected: a configuration file, which is one more language.
 
 A target is ``file.py:function`` or ``package.module:function``. The function takes no arguments and
 returns ``(model, batch)``, ``(step, batch)`` or a step without arguments. A batch is a tensor, a
@@ -30,6 +30,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
+from lowtide.limits import format_bytes
 
 # Where the classes of a library are, for those who write its name alone.
 _HOMES = {
@@ -235,12 +236,31 @@ def _of_class(
             "is built with, --set in_channels=3."
         )
     named = _settings(settings)
+    for shape in shapes:
+        _read_shape(shape)  # a model may take a while to build
     config = getattr(cls, "config_class", None)
-    if config is not None:  # transformers: a model is made from its configuration
-        model = _of_users(text, lambda: cls(config(**named)), _ARGUMENTS)
-    else:
-        model = _of_users(text, lambda: cls(**named), _ARGUMENTS)
-    return _of_model(text, model, shapes)
+
+    def build() -> nn.Module:  # a model of transformers is made from its configuration
+        return cls(**named) if config is None else cls(config(**named))
+
+    _check_room(text, build)
+    return _of_model(text, _of_users(text, build, _ARGUMENTS), shapes)
+
+
+def _check_room(text: str, build: Callable[[], nn.Module]) -> None:
+    """Refuse a model that memory has no room for: an operating system ends the program unsaid."""
+    try:
+        with torch.device("meta"):
+            nbytes = sum(parameter.nbytes for parameter in build().parameters())
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except Exception:  # not every model can be built without values; a wrong argument is said later
+        return
+    if nbytes > memory:
+        raise UsageError(
+            f"{text} has {format_bytes(nbytes)} of parameters as it is built, and this machine "
+            f"{format_bytes(memory)} of memory. Make it smaller with --set NAME=VALUE, or build it "
+            'under torch.device("meta") in a function of yours, file.py:function.'
+        )
 
 
 def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
@@ -265,24 +285,31 @@ def _gives_words(model: nn.Module) -> bool:
 
 
 def _tensor(shape: str, words: int | None) -> torch.Tensor:
-    """``2x3x64x64`` or ``2x128:int64``; token ids where a model has a vocabulary and 2 sizes."""
+    """An input of random values; token ids where a model has a vocabulary and 2 sizes."""
+    size, dtype = _read_shape(shape)
+    if dtype is None:
+        dtype = torch.int64 if words is not None and len(size) == 2 else torch.float32
+    if dtype.is_floating_point:
+        return torch.randn(size, dtype=dtype)
+    return torch.randint(0, words or 2, size).to(dtype)
+
+
+def _read_shape(shape: str) -> tuple[tuple[int, ...], torch.dtype | None]:
+    """``2x3x64x64`` or ``2x128:int64``."""
     sizes, _, dtype_name = shape.partition(":")
     try:
         size = tuple(int(part) for part in sizes.split("x"))
         if min(size) < 1:
             raise ValueError
-        ids = not dtype_name and words is not None and len(size) == 2
-        dtype = torch.int64 if ids else getattr(torch, dtype_name or "float32")
-        if not isinstance(dtype, torch.dtype):
+        dtype = getattr(torch, dtype_name) if dtype_name else None
+        if dtype is not None and not isinstance(dtype, torch.dtype):
             raise AttributeError
     except (ValueError, AttributeError) as error:
         raise UsageError(
             f"cannot read the shape {shape!r}: write sizes joined by x, and a dtype if it is not "
             "float32: 2x3x224x224 or 4x128:int64."
         ) from error
-    if dtype.is_floating_point:
-        return torch.randn(size, dtype=dtype)
-    return torch.randint(0, words or 2, size).to(dtype)
+    return size, dtype
 
 
 def _settings(pairs: Sequence[str]) -> dict[str, Any]:

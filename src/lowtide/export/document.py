@@ -31,8 +31,8 @@ class Trial:
     """One real step, against what was predicted for it. Bytes and seconds.
 
     Attributes:
-        label: "plain", "planned", or "unplanned" for a step that left its plan (one that returns no
-            loss does, as the loss taken of it is not in the plan) and was kept inside the limit.
+        label: "plain", "planned", or "unplanned" for a step that left its plan (one that runs
+            backward more than once does) and was kept inside the limit.
         predicted: the peak that the dry run, or the plan that the step followed, named for it.
         measured: the peak that was counted, allocation by allocation.
     """

@@ -132,9 +132,9 @@ def _step(
 ) -> None:
     with limit or nullcontext():
         result = function(*args, **kwargs)
-        # Where this is more than to take a loss, the step leaves a plan that knows nothing of it.
-        loss = None if own_backward else loss_of(result)
-        del result
+    # Outside, as in the dry run: the plan knows nothing of a loss taken of what a model returns.
+    loss = None if own_backward else loss_of(result)
+    del result
     if loss is not None and loss.grad_fn is not None:
         loss.backward()
 

@@ -49,6 +49,9 @@ _COPIED = {
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
 }
+# They read a matrix along its rows or its columns, and copy one that has neither in one piece: the
+# gradient of a sum, which is one number seen at every place.
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 # Kernels of several steps, with a temporary as large as their first tensor.
 _COMPOSED = frozenset(
     f"aten::{name}"
@@ -98,6 +101,8 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
+    if name in _PRODUCTS:
+        return sum(_bytes(t) for t in tensors[-2:] if t.dim() == 2 and not _readable(t))
     if tensors and name in _COMPOSED:
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
@@ -167,6 +172,12 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::_fft_c2r": _to_real,
     "aten::_cdist_forward": _distances,
 }
+
+
+def _readable(matrix: torch.Tensor) -> bool:
+    """Whether a product reads a matrix where it is, row by row or column by column."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
