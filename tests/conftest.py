@@ -10,6 +10,7 @@ import torch
 
 from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
+from once import FIRST_OF_TWO
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lowtide.lightning import MemoryBudget
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "short_search"),
     # Lightning's own advice and torch's notices about what Lightning calls
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),

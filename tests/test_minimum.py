@@ -19,7 +19,7 @@ from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 # ---------------------------------------------------------------------------- whole steps
 

@@ -28,7 +28,7 @@ from monai.networks.nets.unet import CheckpointUNet as MonaisCheckpointUNet
 
 from lowtide.monai import CheckpointUNet
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 def build(kind: type[nn.Module], dims: int = 3, **options: Any) -> nn.Module:

@@ -32,7 +32,7 @@ from lowtide.transformers import MemoryBudget, enable, set_checkpointing_functio
 
 # peft's, of transformers
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "short_search"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
 ]
 
