@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
+from once import on_one_recorder
 
 pytest.importorskip("lightning")
 
@@ -300,6 +301,7 @@ def test_a_compiled_module_runs_eagerly_and_says_so(
     assert same([*module.seen, *module.state_dict().values()], expected[:-1])
 
 
+@on_one_recorder
 def test_without_lightning_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"

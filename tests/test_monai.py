@@ -20,6 +20,7 @@ from by_hand import same
 from lowtide import replay
 from lowtide.measure import measure
 from lowtide.modules import checkpoint_modules, is_checkpointed
+from once import on_one_recorder
 
 pytest.importorskip("monai")
 
@@ -169,6 +170,7 @@ def test_a_subclass_with_other_blocks_is_checkpointed() -> None:
     step(model, 2)
 
 
+@on_one_recorder
 def test_without_monai_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"
