@@ -10,6 +10,7 @@ import torch
 
 from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
+from once import FIRST_OF_TWO
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +35,29 @@ def no_wrapper_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one of the two recorders, plans are searched for with a twentieth of the work.
+
+    For tests of what holds whichever plan is followed, bits and limits, most of whose time would go
+    into the search. It is the same search on both recorders; the other one follows the plans that
+    users get.
+    """
+    if FIRST_OF_TWO:
+        monkeypatch.setattr("lowtide.planner.search.WORK", 12_500)
+        monkeypatch.setattr("lowtide.planner.auto.EXCHANGE_WORK", 20_000)
+
+
+@pytest.fixture(scope="module")
+def thawed() -> None:
+    """What there was in tests of another file may be garbage by now."""
+    gc.unfreeze()
+
+
+@pytest.fixture
+def one_thread(thawed: None) -> Iterator[None]:
     """Small nets: threads that wait for each other take longer than one, and allocate as well."""
     gc.collect()  # budgets of other tests that were left after a forward may still be measuring
+    gc.freeze()  # else each test looks through what was imported, for half a second
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.running.prepared import ANCHOR
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 FOLLOWED = [
     (name, way)

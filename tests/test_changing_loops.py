@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 class Net(nn.Module):

@@ -27,7 +27,7 @@ from lowtide.learning.known_plans import _KEPT, KnownPlans
 from lowtide.learning.learned import Learned
 from lowtide.running.prepared import Prepared, covers, outgrown_by, signatures_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 class Attention(nn.Module):

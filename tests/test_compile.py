@@ -29,6 +29,7 @@ from by_hand import counted_replays, same
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UsageError
 from lowtide.policies import KeepNamed, KeepOperators, KeepProducts, Policy
+from once import on_one_recorder
 
 # torch's own, while it compiles
 pytestmark = [
@@ -234,6 +235,7 @@ WITH_POLICIES = [
 ]
 
 
+@on_one_recorder
 @pytest.mark.parametrize("policy", WITH_POLICIES)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
@@ -253,6 +255,7 @@ def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
         assert same(step(model, functools.partial(model, scale=0.5, mask=mask)), expected)
 
 
+@on_one_recorder
 @pytest.mark.parametrize("policy", WITH_POLICIES)
 def test_structures_and_regions_in_regions_in_compiled_code(policy: Policy | None) -> None:
     """Dictionaries and tuples in and out, one region in another, all in one graph."""

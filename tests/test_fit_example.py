@@ -42,7 +42,7 @@ def batch() -> Tensor:
     return torch.randn(512, 64)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
 def test_the_first_step_is_planned(
     pack: Callable[[Tensor], Any], replayed: Callable[[], int]
@@ -124,7 +124,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(out, labels), out
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_an_output_that_has_a_name_until_the_step_is_over() -> None:
     """It is in memory while backward runs."""
     net, x, labels = Classifier(), torch.randn(512, 64), torch.randint(400, (512,))

@@ -19,6 +19,9 @@ import lowtide
 from instructions import avx2_workspaces
 from lowtide import _compat
 from lowtide.kernels.workspace import kernel_workspace
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
+from once import on_one_recorder
 
 pytest.importorskip("lightning")
 
@@ -29,7 +30,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lowtide.lightning import MemoryBudget
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "short_search"),
     # Lightning's own advice and torch's notices about what Lightning calls
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),
@@ -300,6 +301,7 @@ def test_a_compiled_module_runs_eagerly_and_says_so(
     assert same([*module.seen, *module.state_dict().values()], expected[:-1])
 
 
+@on_one_recorder
 def test_without_lightning_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"

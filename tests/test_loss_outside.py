@@ -15,7 +15,7 @@ import lowtide
 from lowtide.learning.ranks import merged
 from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 Loss = Callable[[Tensor], Tensor]
 

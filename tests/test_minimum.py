@@ -18,8 +18,9 @@ from lowtide.kernels.workspace import kernel_workspace, room_for
 from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 # ---------------------------------------------------------------------------- whole steps
 
@@ -315,6 +316,7 @@ def test_a_refusal_says_what_the_program_has_in_memory() -> None:
     assert f"of which your program itself has {held} in memory" in str(caught.value)
 
 
+@on_one_recorder
 def test_the_minimum_of_a_long_chain_nests_its_anchors() -> None:
     """One level of k anchors takes at least k + 480 / k of 480 equal values, so 43 of them."""
 
@@ -385,6 +387,7 @@ def options(shape: Shape) -> tuple[Any, ...]:
     )
 
 
+@on_one_recorder
 @exact_workspaces
 @pytest.mark.parametrize("turned", [False, True], ids=["", "transposed gradient"])
 @pytest.mark.parametrize("name", KERNELS)
@@ -416,6 +419,7 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
 
 
+@on_one_recorder
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
 def test_room_for_a_convolution_is_not_less_than_it_takes(name: str, dtype: torch.dtype) -> None:
@@ -444,6 +448,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@on_one_recorder
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", [2, 3])
 def test_what_resampling_takes(dims: int, layout: str) -> None:

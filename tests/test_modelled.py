@@ -19,7 +19,7 @@ from lowtide.planner import Graph
 from lowtide.tape.operators import facts_of
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 NETS = (
     "hf_gpt2_sdpa",

@@ -20,6 +20,7 @@ from by_hand import same
 from lowtide import replay
 from lowtide.measure import measure
 from lowtide.modules import checkpoint_modules, is_checkpointed
+from once import on_one_recorder
 
 pytest.importorskip("monai")
 
@@ -28,7 +29,7 @@ from monai.networks.nets.unet import CheckpointUNet as MonaisCheckpointUNet
 
 from lowtide.monai import CheckpointUNet
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 def build(kind: type[nn.Module], dims: int = 3, **options: Any) -> nn.Module:
@@ -169,6 +170,7 @@ def test_a_subclass_with_other_blocks_is_checkpointed() -> None:
     step(model, 2)
 
 
+@on_one_recorder
 def test_without_monai_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"

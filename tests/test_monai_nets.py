@@ -23,7 +23,7 @@ pytest.importorskip("monai")
 from monai.data.meta_tensor import MetaTensor
 from monai.networks import nets
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 def swin(**options: Any) -> nn.Module:

@@ -69,7 +69,7 @@ def backward(loss: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 def test_the_limit_holds_from_the_first_step(share: float) -> None:
     x = torch.randn(512, 32)
@@ -88,7 +88,7 @@ def test_the_limit_holds_from_the_first_step(share: float) -> None:
     assert abs(report.plain_peak - plain) <= 0.05 * plain
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_the_first_step_holds_at_every_limit() -> None:
     x = torch.randn(512, 32)
     plain, _ = step(tower(), x)
@@ -116,7 +116,7 @@ def results_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tenso
     loss.backward()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize("share", [0.9, 0.8])
 @pytest.mark.parametrize("run", [logits_in_backward, results_in_backward])
 def test_what_the_program_has_a_name_on_counts_in_the_first_backward(
@@ -142,7 +142,7 @@ def test_what_the_program_has_a_name_on_counts_in_the_first_backward(
         assert torch.equal(one, two)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize(
     ("shapes", "skips"),
     [
@@ -174,7 +174,7 @@ def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.Bud
     return limit.report()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
     """Two shapes in turn: each step follows its own plan, and the smaller one need drop nothing."""
     model, limit = tower(), lowtide.budget(0.6)
@@ -195,7 +195,7 @@ def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
         assert again.replayed_operations == first.replayed_operations > 0
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_a_last_batch_that_is_small_is_not_refused() -> None:
     """At 0.4 of its own peak it would be: most of that is gradients of parameters."""
     data = [*torch.randn(4, 512, 32), torch.randn(3, 32)]
@@ -216,7 +216,7 @@ def test_a_last_batch_that_is_small_is_not_refused() -> None:
         step_under(own, model, data[-1], backward)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize("share", [True, False], ids=["fraction", "bytes"])
 def test_a_measured_peak_is_not_held_against_another_steps_limit(share: bool) -> None:
     large, small = torch.randn(512, 32), torch.randn(128, 32)
@@ -235,7 +235,7 @@ def test_a_measured_peak_is_not_held_against_another_steps_limit(share: bool) ->
     assert (again.measured_peak, again.measured_alike) == (first.measured_peak, True)
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_backward_inside_the_context() -> None:
     x = torch.randn(512, 32)
     plain, expected = step(tower(), x)
@@ -421,7 +421,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
 @pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: float) -> None:
     """A fraction is one of that peak (rule 13): the next step is planned for it."""
     torch.manual_seed(0)
@@ -445,7 +445,7 @@ def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: fl
 
 @pytest.mark.parametrize("seed", [2, 3, 15, 30])
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 def test_what_was_dropped_is_not_counted_twice(
     named: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,7 +539,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         budget.detach()
 
 
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "short_search")
 @pytest.mark.parametrize("share", [0.9, 0.5])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_is_filled_after_it_was_saved_is_planned(inplace: bool, share: float) -> None:

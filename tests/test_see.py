@@ -27,6 +27,7 @@ from lowtide.explain import explain_study
 from lowtide.export.document import document
 from lowtide.planner import Simulator, minimum, solve
 from lowtide.tracing import memory_snapshot, trace_events
+from once import on_one_recorder
 from test_dryrun import STEPS
 
 
@@ -173,6 +174,7 @@ def test_sums_by_a_key_that_is_not_there_are_refused() -> None:
 # ---------------------------------------------------------------------------- timelines
 
 
+@on_one_recorder
 @pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize("name", STEPS)
 def test_kinds_add_up_to_the_simulated_peak_to_the_byte(name: str, share: float | None) -> None:

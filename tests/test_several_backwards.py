@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 WIDTH, BATCH = 128, 1024
 Context = contextlib.AbstractContextManager[object]

@@ -24,6 +24,7 @@ from lowtide.errors import DryRunWarning, UsageError
 from lowtide.export.snapshot import PICKLE_PROTOCOL, _changes, snapshot
 from lowtide.plans import Plan
 from lowtide.tracing import memory_snapshot
+from once import on_one_recorder
 from test_dryrun import STEPS
 from test_see import wide
 
@@ -83,6 +84,7 @@ def went_through(made: dict[str, Any]) -> tuple[int, dict[int, int], dict[int, i
     return peak, levels, live
 
 
+@on_one_recorder
 @pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize("name", [*STEPS, "asks"])
 def test_the_events_are_the_timeline_to_the_byte(name: str, share: float | None) -> None:

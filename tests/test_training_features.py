@@ -19,6 +19,8 @@ import lowtide
 from by_hand import same
 from lowtide.errors import ReplayError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 WAYS = ("budget", "fit", "checkpoint", "modules")
 
 

@@ -22,6 +22,7 @@ import lowtide
 from by_hand import same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.policies import KeepProducts
+from once import on_one_recorder
 
 pytest.importorskip("transformers")
 
@@ -32,7 +33,7 @@ from lowtide.transformers import MemoryBudget, enable, set_checkpointing_functio
 
 # peft's, of transformers
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "short_search"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
 ]
 
@@ -416,6 +417,7 @@ def test_a_copy_of_an_enabled_model_is_plain() -> None:
     assert set(vars(copied)) == set(vars(llama()))
 
 
+@on_one_recorder
 def test_without_transformers_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"

@@ -57,6 +57,7 @@ pytestmark = [
     # Given by torch once a process about what a model does, whichever runs first.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
+    *(() if FULL else [pytest.mark.usefixtures("short_search")]),
 ]
 
 

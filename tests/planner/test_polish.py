@@ -139,7 +139,7 @@ def test_it_finds_what_no_exchange_does(annealing: Polish, share: float) -> None
     assert solve(graph, limit, polish_with=annealing).plan == found.plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(4, 40), st.floats(0, 1), st.booleans())
 def test_it_keeps_to_the_decisions_that_are_open(
     annealing: Polish, seed: int, ops: int, share: float, retained: bool
