@@ -102,7 +102,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     if name in _PRODUCTS:
-        return sum(_bytes(t) for t in tensors[-2:] if t.dim() == 2 and not _readable(t))
+        return sum(_bytes(t) for t in tensors[-2:] if not _readable(t))
     if tensors and name in _COMPOSED:
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
@@ -176,6 +176,8 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
 
 def _readable(matrix: torch.Tensor) -> bool:
     """Whether a product reads a matrix where it is, row by row or column by column."""
+    if matrix.dim() != 2 or matrix.layout is not torch.strided:
+        return True
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
