@@ -352,7 +352,7 @@ ERRORS = [
     (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
     (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
-    (["saved", "program.py:nothing"], r"returned a int. Return \(model, batch\), \(step,"),
+    (["saved", "program.py:nothing"], r"returned an int. Return \(model, batch\), \(step,"),
     (["saved", "program.py:alone"], r"is a model and no batch. Return \(model, batch"),
     (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
     (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),

@@ -81,7 +81,7 @@ def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) ->
             if isinstance(made, nn.Module):
                 return _of_model(text, made, shapes)
             raise UsageError(
-                f"{text} returned a {type(made).__name__}: --shape needs a model. Leave --shape "
+                f"{text} returned {_kind(made)}: --shape needs a model. Leave --shape "
                 "out where the function makes its own batch."
             )
     return _of_result(text, found, settings)
@@ -171,7 +171,7 @@ def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
     if callable(made):
         return Target(text, made, (), {})
     raise UsageError(
-        f"{text} returned a {type(made).__name__}. Return (model, batch), (step, batch) or a step "
+        f"{text} returned {_kind(made)}. Return (model, batch), (step, batch) or a step "
         "to call; a step returns its loss and leaves backward to lowtide."
     )
 
@@ -323,3 +323,9 @@ def _settings(pairs: Sequence[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             named[name] = value
     return named
+
+
+def _kind(made: object) -> str:
+    """What a target returned, with its article: "an int"."""
+    name = type(made).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
