@@ -10,7 +10,7 @@ import torch
 
 from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
-from once import FIRST_OF_TWO
+from once import FIRST_OF_TWO, search_less
 
 
 @pytest.fixture(autouse=True)
@@ -36,15 +36,14 @@ def no_wrapper_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one of the two recorders, plans are searched for with a twentieth of the work.
+    """On one of the two recorders, plans are searched for with less work.
 
     For tests of what holds whichever plan is followed, bits and limits, most of whose time would go
     into the search. It is the same search on both recorders; the other one follows the plans that
     users get.
     """
     if FIRST_OF_TWO:
-        monkeypatch.setattr("lowtide.planner.search.WORK", 12_500)
-        monkeypatch.setattr("lowtide.planner.auto.EXCHANGE_WORK", 20_000)
+        search_less(monkeypatch)
 
 
 @pytest.fixture(scope="module")

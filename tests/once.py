@@ -15,3 +15,10 @@ import pytest
 FIRST_OF_TWO = os.environ.get("LOWTIDE_ENGINE") == "python" and shutil.which("c++") is not None
 
 on_one_recorder = pytest.mark.skipif(FIRST_OF_TWO, reason="runs with the compiled recorder")
+
+
+def search_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are searched for with a twentieth of the work."""
+    monkeypatch.setattr("lowtide.planner.search.WORK", 12_500)
+    monkeypatch.setattr("lowtide.planner.auto.EXCHANGE_WORK", 20_000)
+    monkeypatch.setattr("lowtide.planner.polish.WORK", 8_000_000)

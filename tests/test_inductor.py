@@ -239,6 +239,7 @@ def test_what_is_predicted_of_inductor_is_measured(
     assert 0.98 * graph.peak <= measured <= graph.peak + 1024
 
 
+@functools.cache
 def compiled_peak(build: Callable[[], nn.Module], x: Tensor) -> int:
     model = build()
     compiled = torch.compile(model)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
+from once import search_less
 from zoo import CASES
 from zoo.case import Batch, Case
 
@@ -53,6 +54,8 @@ BY_MODULE = (
     "hf_swin",
 )
 
+LIBRARIES = ("monai_", "hf_")
+
 pytestmark = [
     # Given by torch once a process about what a model does, whichever runs first.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
@@ -73,8 +76,17 @@ def chosen(keep: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecor
     )
 
 
+@pytest.fixture(autouse=True)
+def less_for_libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the libraries' networks, only those that stand for their kinds are searched for plans as
+    users' are, on the recorder where any are: with all of them it is half of this file's time."""
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    if case and not FULL and case.name.startswith(LIBRARIES) and case.name not in BY_MODULE:
+        search_less(monkeypatch)
+
+
 every_case = chosen()
-own_cases = chosen(lambda case: not case.name.startswith(("monai_", "hf_")))
+own_cases = chosen(lambda case: not case.name.startswith(LIBRARIES))
 by_module = pytest.mark.parametrize("name", BY_MODULE)
 
 
