@@ -480,6 +480,10 @@ def test_a_tensor_of_a_kernel_that_the_tape_cannot_see_is_said_to_be_kept_for_th
     assert [(kept.operator, kept.nbytes) for kept in unseen] == [
         ("lowtide_see::opaque", 512 * 32 * 4)
     ]
+    at_the_peak = [item for item in told.plain.items if item.site.operator == "lowtide_see::opaque"]
+    assert [(item.kind, item.nbytes) for item in at_the_peak] == [("kept", 512 * 32 * 4)]
+    kept = sum(item.nbytes for item in told.plain.items if item.kind == "kept")
+    assert told.plain.by_kind()["kept"] == kept
 
 
 def frozen(x: Tensor) -> Tensor:

@@ -110,11 +110,14 @@ class Reader:
         self.segments = [s.segment for s in ledger.steps]
         self.gradients = self._alive(lambda block: block.gradient)
         self.pinned = self._alive(
-            lambda block: block.saved and not block.gradient
-            and any(v >= 0 and self.graph.values[v].pinned for v in block.values)
-        )  # fmt: skip
-        self.names = {v: block for block in ledger.blocks for v in block.values}
+            lambda block: block.saved and not block.gradient and self._stays(block)
+        )
+        self.names = {v: block for block in ledger.blocks for v in block.values if v >= 0}
         self.saved = {s.number: s for s in ledger.saved if s.number >= 0}
+
+    def _stays(self, block: Block) -> bool:
+        """Whether no plan lets go of it: somebody else has it, or the tape did not see it made."""
+        return any(v < 0 or self.graph.values[v].pinned for v in block.values)
 
     def _alive(self, wanted: object) -> list[int]:
         """Bytes of the blocks that are wanted, at each step."""
@@ -349,8 +352,7 @@ class Reader:
 
     def block(self, block: Block) -> Item:
         """A storage that is there whatever the plan says."""
-        free = any(self.graph.values[v].pinned for v in block.values if v >= 0)
-        kind = "gradient" if block.gradient else "kept" if free else "temporary"
+        kind = "gradient" if block.gradient else "kept" if self._stays(block) else "temporary"
         return Item(block.nbytes, kind, block.site, block.shape, block.dtype, block.name, -1)
 
     def _still_used(self, block: Block, moment: Moment) -> bool:

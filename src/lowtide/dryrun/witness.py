@@ -115,10 +115,11 @@ class Witness:
         if memory is not None:
             self._grad_mode.append((torch.is_grad_enabled(), memory.reads_grad))
             fresh, memory.fresh = memory.fresh, []
-            for value in made:
-                for place, block in enumerate(fresh):
-                    if block.nbytes == value.nbytes:
-                        block.values.append(value.number)
+            # From the last on: first comes what an operation before it made that nobody records.
+            for value in reversed(made):
+                for place in reversed(range(len(fresh))):
+                    if fresh[place].nbytes == value.nbytes:
+                        fresh[place].values.append(value.number)
                         del fresh[place]
                         break
 
@@ -236,7 +237,9 @@ class Witness:
             () if memory is None else tuple(memory.blocks),
             () if memory is None else tuple(memory.steps),
             tuple(observer.requests),
-            frozenset(n for n in observer.held_from_forward() if n not in observer.pinned),
+            frozenset(
+                n for n in observer.held_from_forward() if n >= 0 and n not in observer.pinned
+            ),
             tuple(
                 (nbytes, reader, names.get(key, ""))
                 for key, (reader, nbytes) in observer.leaves.gradients.items()
