@@ -95,20 +95,24 @@ T* new_record(PyTypeObject* type, Arguments&&... arguments) {
   return made;
 }
 
-// The first thing that happens to a record that goes.
+// The first thing that happens to a record that goes. It asks for itself from here on: what goes with it may
+// give up the last link to it.
 template <class T>
 void leave(PyObject* object) {
-  if constexpr (is_linked<T>) cell_of(object)->target = nullptr;
+  if constexpr (is_linked<T>) {
+    ++cell_of(object)->users;
+    cell_of(object)->target = nullptr;
+  }
   if (as<Record>(object)->weak_list != nullptr) PyObject_ClearWeakRefs(object);
 }
 
 template <class T>
 void free_record(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  bool asked_for = false;
-  if constexpr (is_linked<T>) asked_for = cell_of(object)->users != 0;
   as<T>(object)->~T();
   --records_alive;
+  bool asked_for = false;
+  if constexpr (is_linked<T>) asked_for = --cell_of(object)->users != 0;
   if (!asked_for) PyObject_Free(object);
   Py_DECREF(type);
 }
