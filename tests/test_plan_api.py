@@ -119,8 +119,36 @@ def test_a_limit_below_the_minimum_names_it() -> None:
     with pytest.raises(BudgetError, match="at its peak stands") as caught:
         lowtide.plan(step, batch(), limit=1000)
     assert caught.value.limit == 1000
-    assert least <= caught.value.minimum <= 1.05 * least
+    assert caught.value.minimum == least
     assert lowtide.plan(step, batch(), limit=least).peak <= least
+
+
+def test_a_limit_that_nothing_lowers_the_peak_to_names_the_plain_one() -> None:
+    net, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.ones(4, 8)
+    plain = lowtide.plan(net, x).plain_peak
+    with pytest.raises(BudgetError, match="What stands there has to, whatever is") as caught:
+        lowtide.plan(net, x, limit=1)
+    assert caught.value.minimum == plain
+    assert lowtide.plan(net, x, limit=plain).peak == plain
+
+
+def test_the_model_itself_is_told_from_what_is_outside_of_it() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh()
+
+    net = Net()
+    planned = lowtide.plan(lambda x: net(x).exp().sum(), torch.ones(4, 8))
+    placed = {op.name: op.module for op in planned.operations}
+    assert placed["aten::addmm"] == "layer"
+    assert placed["aten::tanh"] == "(model)"
+    assert placed["aten::exp"] == ""
+    held = lowtide.saved_tensors(lambda x: net(x).exp().sum(), torch.ones(4, 8))
+    assert {row.operator: row.module for row in held.rows}["aten::tanh"] == "(model)"
 
 
 def test_keyword_arguments_reach_the_step() -> None:

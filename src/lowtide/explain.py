@@ -17,10 +17,11 @@ from lowtide.analysis.advice import Change, Holder, Kept, changes, holders, reas
 from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import Timeline
 from lowtide.dryrun.ledger import Output
+from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.plans import Plan
-from lowtide.saved import OUTSIDE, standing_text
+from lowtide.saved import standing_text
 from lowtide.texttable import count_of
 
 _MOST = 5
@@ -144,7 +145,7 @@ def explain_study(subject: Study, limit: int | float | None) -> Explanation:
 
 
 def _place(module: str, line: str) -> str:
-    where = module or OUTSIDE.strip("()")
+    where = (module or OUTSIDE).strip("()")
     return f"{where}, {line}" if line else where
 
 

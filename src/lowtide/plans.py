@@ -22,6 +22,7 @@ import torch
 
 from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
+from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.memory import margins
@@ -51,7 +52,8 @@ class OperationDecision:
     Attributes:
         index: its place in the forward.
         name: of the operator, e.g. ``aten::convolution``.
-        module: qualified name of the module that called it.
+        module: qualified name of the module that called it; "(model)" in the model's own forward,
+            "" outside of modules.
         nbytes: bytes of what it makes.
         choice: "keep" in memory to its last use; "recompute" when backward asks; "release": nobody
             asks for it in backward, or only a replay does.
@@ -128,7 +130,7 @@ class Plan:
         0.2 % above the prediction, which is exact to some bytes only; never above the plain peak.
         Searched for when first asked for.
         """
-        return min(limit_for(min(minimum(self.step.graph).peak, self.peak)), self.plain_peak)
+        return _smallest_limit(min(minimum(self.step.graph).peak, self.peak), self.plain_peak)
 
     @property
     def overhead(self) -> float:
@@ -243,7 +245,7 @@ class Plan:
             lines.append("recomputed:")
         for row in redone[:_ROWS]:
             lines.append(
-                f"  {row.module or '(outside of modules)'}: "
+                f"  {row.module or OUTSIDE}: "
                 f"{format_bytes(row.recomputed_bytes)} of "
                 f"{format_bytes(row.recomputed_bytes + row.kept_bytes)}"
             )
@@ -262,6 +264,11 @@ class Plan:
             f"<Plan for graph {self.step.graph.fingerprint[:12]}: peak {format_bytes(self.peak)}, "
             f"limit {limit}, overhead {self.overhead:.1%}>"
         )
+
+
+def _smallest_limit(least: int, plain: int) -> int:
+    """The smallest limit that can be asked for: what keeps everything leaves nothing free."""
+    return min(limit_for(least), plain)
 
 
 # ---------------------------------------------------------------------------- making one
@@ -339,8 +346,14 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     if solution.peak > limit:
         least = minimum(graph)
         if least.peak > limit:
-            measured = step.source == "recorded"
-            raise refusal(graph, limit, least.plan.retain, measured=measured, modules=step.modules)
+            raise refusal(
+                graph,
+                limit,
+                least.plan.retain,
+                measured=step.source == "recorded",
+                modules=step.modules,
+                named=_smallest_limit(least.peak, plain.plain_peak),
+            )
         solution = least
     return from_solution(step, limit, solution)
 

@@ -143,28 +143,32 @@ def refusal(
     predicted: int | None = None,
     before: int = 0,
     modules: Sequence[str] = (),
+    named: int | None = None,
 ) -> BudgetError:
     """A known step whose smallest reachable peak, that of this plan, is above the limit.
 
     `predicted`: the peak that a dry run told of the plan that was followed. `before`: bytes that
     earlier steps of the same context have left; they count for the limit. `modules`: the name of
-    the one that each operation ran in, where that is known.
+    the one that each operation ran in, where that is known. `named`: the smallest limit, where the
+    caller knows what it will take.
     """
     result, plain = Simulator(graph).run(retain), plain_peak(graph)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps is kept by doing nothing
         minimum = min(minimum, max(plain, result.peak))
-    minimum += before
+    minimum = minimum + before if named is None else named
     known = ""
+    if graph.events and result.peak >= plain:
+        known = " What stands there has to, whatever is recomputed."
     if graph.events and not measured:
-        known = " The memory of its backward is computed from sizes so far."
+        known += " The memory of its backward is computed from sizes so far."
     if not graph.events:
         known = (
             " No backward asks for anything of this step, so there is nothing to recompute: does "
             "what it returns require grad?"
         )
     if predicted is not None:
-        known = (
+        known += (
             f" The plan that was followed had been predicted, from sizes, to take "
             f"{format_bytes(predicted)}; now the step has been measured."
         )

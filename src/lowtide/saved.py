@@ -15,12 +15,12 @@ from typing import Any
 
 from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import dry_run
+from lowtide.dryrun.standins import OUTSIDE
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
 from lowtide.texttable import count_of, table
 
-OUTSIDE = "(outside of modules)"
 _WHY = {
     "activation": "an activation: it lives for backward alone",
     "parameter": "a parameter: it is there anyway",
@@ -47,7 +47,8 @@ class SavedRow:
     Attributes:
         nbytes: of the storage.
         kind: "activation", "parameter", "buffer", "input" or "unseen".
-        module: qualified name of the module that made it; "" outside of modules.
+        module: qualified name of the module that made it; "(model)" in the model's own forward,
+            "" outside of modules.
         operator: that made it, ``aten::convolution``; "" for what was made before the step.
         line: of the program, ``path:number``: the innermost one that is not torch's.
         shape, dtype: of the tensor that was saved of it.

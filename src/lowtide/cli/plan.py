@@ -21,10 +21,10 @@ from lowtide.cli.output import (
     wrote,
 )
 from lowtide.cli.progress import Progress
+from lowtide.dryrun.standins import OUTSIDE
 from lowtide.export.document import plan_dict
 from lowtide.limits import format_bytes
 from lowtide.plans import ModuleDecision, Plan
-from lowtide.saved import OUTSIDE
 from lowtide.texttable import count_of, table
 
 

@@ -26,7 +26,7 @@ from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
-from lowtide.dryrun.standins import Found, RealState, StandIns
+from lowtide.dryrun.standins import OWN, Found, RealState, StandIns
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import DryRunWarning, LowtideError, UsageError, users_frame
 from lowtide.kernels.costs import CostModel
@@ -48,7 +48,8 @@ class Dry:
     Attributes:
         graph: the step.
         seen: what a budget needs to follow a plan for it.
-        modules: of each operation, the qualified name of the module that called it.
+        modules: of each operation, the qualified name of the module that called it; `OWN` in the
+            forward of a model that is the only one, "" outside of modules.
         seconds: forward and backward together, modelled or measured.
         source: "fake", or "recorded" where a real step had to be run.
         device: what the seconds are of.
@@ -109,7 +110,8 @@ class _Watching(Observer):
 
     def enter(self, module: nn.Module, _: Any) -> None:
         outer = self._inside[-1] if self._inside else ""
-        self._inside.append(self._names.get(id(module), outer))
+        name = self._names.get(id(module))
+        self._inside.append(outer if name is None else name or OWN)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         if self._inside:

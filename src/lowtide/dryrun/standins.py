@@ -30,6 +30,11 @@ _DEPTH = 5
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype,
           torch.device, torch.Generator)  # fmt: skip
 
+OWN = "(model)"
+"""What runs in the forward of a model that is the only one, which has no qualified name."""
+OUTSIDE = "(outside of modules)"
+"""For a reader: what no module runs, a loss for instance."""
+
 
 class Found:
     """The modules and tensors that a function reaches."""
