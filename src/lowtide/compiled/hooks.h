@@ -63,9 +63,8 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
     }
     if (keep) hold(entry, value, tensor);
   }
-  // Where it is held for good, an alias tells; an external always is.
-  if (!external && (state->asks || !value->held.defined()) && entry->counter == nullptr) {
-    entry->counter = new_counter(tensor);
+  if (!external && !value->held.defined() && entry->counter == nullptr) {
+    entry->counter = new_counter(tensor);  // while it is held, an alias tells
   }
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,

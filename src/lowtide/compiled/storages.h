@@ -55,6 +55,13 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   watch(watched, entry->key, kept.get());
 }
 
+// As `Known._overwriting`.
+inline void keep_counter(Entry* entry) {
+  const Value* value = value_in(entry);
+  if (entry->counter != nullptr || value == nullptr || !value->held.defined()) return;
+  if (key_number(value->held) == entry->key) entry->counter = new_counter(value->held);
+}
+
 // As `Known._is_here`.
 inline bool is_here(State* state, c10::Device device, bool made) {
   bool open = state->settle != nullptr && !is_none(state->settle);

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tensors_in
-from lowtide.tape.watch import hold, watch
+from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -59,6 +59,7 @@ class Known:
     new_value: Callable[..., Value] = Value
     new_entry: Callable[..., Entry] = Entry
     new_table: Callable[[], dict[int, Entry]] = dict
+    new_counter: Callable[[Tensor], _compat.Counter] = _compat.Counter
 
     def __init__(self, tape: Tape) -> None:
         self.region = tape.root
@@ -196,10 +197,25 @@ class Known:
         if held is None:
             return
         entry = self.table.get(_compat.storage_id(held.untyped_storage()))
-        if entry is None or entry.value is not None:  # gone, or written since
+        if entry is None:
+            return
+        self._keep_counter(entry, held)
+        if entry.value is not None:  # written since
             return
         if entry.weak is not None and entry.weak() is value:
             entry.value, entry.weak = value, None
+
+    def _keep_counter(self, entry: Entry, held: Tensor) -> None:
+        """What autograd has saved of a storage is held no longer: its counter has to be known."""
+        if entry.counter is None and _compat.storage_key(held) == entry.key:
+            entry.counter = self.new_counter(held)
+
+    def _overwriting(self, entry: Entry, hidden: bool = False) -> None:
+        """A call is about to write a storage; see `watch.overwriting`."""
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        if value is not None and value.held is not None:
+            self._keep_counter(entry, value.held)
+        overwriting(entry.key, hidden)
 
     def adopt(self, value: Value, tensor: Tensor) -> None:
         """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
@@ -246,7 +262,7 @@ class Known:
         """Chunks of it with counters of their own are about to be made: know which is the first."""
         entry = self.entry_of(tensor)
         if entry is not None and entry.counter is None:
-            entry.counter = _compat.Counter(tensor)
+            entry.counter = self.new_counter(tensor)
 
     @staticmethod
     def _device(entry: Entry) -> torch.device:

@@ -26,7 +26,6 @@ from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
-from lowtide.tape.watch import overwriting
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -66,7 +65,7 @@ class Recorder(Saves, _compat.Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = FACTS.get(func) or facts_of(func)
+        facts = FACTS.get(id(func)) or facts_of(func)
         if kwargs is None:
             kwargs = {}
         if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
@@ -107,7 +106,11 @@ class Recorder(Saves, _compat.Mode):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
                 entry = table.get(_compat.storage_id(argument.untyped_storage()))
-                value = entry.value if entry is not None else None
+                value = None
+                if entry is not None:
+                    value = entry.value
+                    if value is None and entry.weak is not None:
+                        value = entry.weak()
                 ref: Ref | None
                 if (
                     entry is not None
@@ -189,7 +192,7 @@ class Recorder(Saves, _compat.Mode):
             if place != facts.fills_saved:
                 saved, _ = behind.get(entry.key, (None, None))
                 hidden = place in statistics and place not in facts.writes
-                overwriting(entry.key, hidden or (saved is not None and saved.op is None))
+                self._overwriting(entry, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         try:
@@ -260,7 +263,7 @@ class Recorder(Saves, _compat.Mode):
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
         for entry, _ in written:
-            overwriting(entry.key)
+            self._overwriting(entry)
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
