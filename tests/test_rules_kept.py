@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from against_plain import WAYS, Way, check, gradients, leaf
@@ -328,6 +329,21 @@ def test_a_dispatch_mode_around_that_changes_results(way: Way, backward: bool) -
         return [y, x.grad]
 
     check(scenario, way)
+
+
+def test_a_mode_around_counts_what_the_program_runs() -> None:
+    """What a first step takes is found out on shapes, of which a mode around sees nothing."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    rows = torch.randn(64, 8)
+
+    def products(limit: int | None) -> int:
+        budget = contextlib.nullcontext() if limit is None else lowtide.budget(limit)
+        with FlopCounterMode(display=False) as counter, budget:
+            loss = net(rows).square().mean()
+        loss.backward()
+        return counter.get_total_flops()
+
+    assert products(20_000) == products(None) > 0
 
 
 @every_way
