@@ -26,16 +26,23 @@ inline bool is_ordinary(const at::Tensor& tensor) {
       !impl->has_symbolic_sizes_strides();
 }
 
+// Whether what was made here may be written by somebody unseen, as `Known._given_out` says.
+inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
+  if (tensor.storage().unsafeGetStorageImpl()->resizable()) return false;
+  const Value* value = value_in(entry);
+  return value != nullptr && value->op != nullptr;
+}
+
 // The value in a storage if it can be read without further ado, borrowed, else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (entry->version != tensor._version()) return nullptr;
+  if (entry->version != tensor._version() || entry->given_out) return nullptr;
   Value* value = value_in(entry);
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
   if (value->op == nullptr) {
     if (!held) return nullptr;
     value->read = true;
-  } else if ((value->keep && !held) || value->region != state->region) {
+  } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
     return nullptr;
   }
   return value;
@@ -133,7 +140,7 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   int64_t key = key_number(tensor);
   Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) return enter(state, nullptr, tensor, key, false).first;
-  return entry->version == tensor._version() ? entry : nullptr;
+  return entry->version == tensor._version() && !is_given_out(entry, tensor) ? entry : nullptr;
 }
 
 // Bytes of a tensor that has some to itself, as one of the usual layout does.

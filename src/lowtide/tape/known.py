@@ -19,7 +19,7 @@ from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tens
 from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:
-    from lowtide.tape.tape import Tape
+    from lowtide.tape.tape import Decisions, Tape
 
 Tensor = torch.Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -34,7 +34,9 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     very storage the link must be weak (`weak`), or table and alias would keep each other alive.
     """
 
-    __slots__ = ("counted", "counter", "key", "loose", "nbytes", "value", "version", "weak")
+    __slots__ = (
+        "counted", "counter", "given_out", "key", "loose", "nbytes", "value", "version", "weak"
+    )  # fmt: skip
 
     key: int
     value: Value | None
@@ -44,6 +46,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     nbytes: int
     counter: Any  # the version counter of what autograd saved of it, where no alias tells
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
+    given_out: bool  # see `Known._given_out`
 
 
 class Known:
@@ -57,6 +60,8 @@ class Known:
     _wholes: list[Kept]
     # The compiled recorder has its own.
     new_value: Callable[..., Value] = Value
+    decisions: Decisions
+    _asks: bool  # whether the decisions want to be asked
     new_entry: Callable[..., Entry] = Entry
     new_table: Callable[[], dict[int, Entry]] = dict
     new_counter: Callable[[Tensor], _compat.Counter] = _compat.Counter
@@ -109,7 +114,37 @@ class Known:
                 entry.value = self.new_value(None, entry.nbytes, self.region)
             entry.version = version
             entry.loose = False
+        elif not storage.resizable():
+            self._given_out(entry, tensor)
         return entry
+
+    def _given_out(self, entry: Entry, tensor: Tensor) -> None:
+        """NumPy or another process has memory that was made here: torch resizes it no more, and a
+        write to it moves no version.
+
+        What autograd has saved of it is what it finds there, as in the plain step. What was made
+        of it so far is replayed from the record of its old content; what is made of it from here
+        on is kept (rule 5).
+        """
+        old = self.value_in(entry)
+        if old.op is None:
+            return
+        entry.given_out = True
+        new = entry.value = self.new_value(None, entry.nbytes, self.region)
+        entry.weak = None
+        handles = old.handles()
+        old.hand_over(new)
+        if old.held is not None:
+            self.decisions.forgotten(old)
+            old.held = None
+        if not handles:
+            return
+        new.scope = old.scope or self.region
+        with _compat.disable_dispatch():
+            self._hold(entry, new, tensor)
+        if self._asks:
+            for handle in handles:
+                self.decisions.packed(handle, new)
 
     def know_wholes(self, args: Any, kwargs: Any) -> None:
         """Wrapper subclasses are about to be read: what they consist of is content of theirs."""
@@ -159,7 +194,7 @@ class Known:
         entry = self.new_entry(storage, self._forget)
         entry.key = _compat.storage_id(storage)
         entry.version = version
-        entry.loose = False
+        entry.loose = entry.given_out = False
         entry.weak = entry.counter = None
         entry.nbytes = storage.nbytes()
         here = self._is_here(storage.device, op is not None)

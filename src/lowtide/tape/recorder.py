@@ -105,7 +105,8 @@ class Recorder(Saves, _compat.Mode):
         for place, argument in enumerate(args):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
-                entry = table.get(_compat.storage_id(argument.untyped_storage()))
+                storage = argument.untyped_storage()
+                entry = table.get(_compat.storage_id(storage))
                 value = None
                 if entry is not None:
                     value = entry.value
@@ -119,6 +120,7 @@ class Recorder(Saves, _compat.Mode):
                     and not value.keep
                     and value.region is region
                     and entry.version == _compat.version_of(argument)
+                    and storage.resizable()  # see `_given_out`
                     and not self._lazy_bits
                 ):
                     ref = Ref(value, argument)
@@ -316,7 +318,7 @@ class Recorder(Saves, _compat.Mode):
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
-        if entry is None or (self._lazy_bits and needs_care(tensor)):
+        if entry is None or entry.given_out or (self._lazy_bits and needs_care(tensor)):
             return None
         value = entry.value
         if value is None:
