@@ -37,7 +37,7 @@ UNDETERMINED = {
 
 
 def database(name: str) -> Any:
-    """One of torch's lists. Importing it needs only a base class of `expecttest`: it gets a stub."""
+    """One of torch's lists. Importing it needs a base class of `expecttest`; a stub is enough."""
     if "expecttest" not in sys.modules:
         standing_in = types.ModuleType("expecttest")
         standing_in.TestCase = object  # type: ignore[attr-defined]
