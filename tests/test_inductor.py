@@ -303,8 +303,7 @@ def test_code_that_cannot_be_read_leaves_room_for_the_model(
 
 
 class Decoder(nn.Module):
-    """Attention and a gated perceptron over 64 tokens; its true lowest peak is far from the
-    prediction."""
+    """Attention and a gated perceptron over 64 tokens; its lowest peak is predicted badly."""
 
     def __init__(self) -> None:
         super().__init__()
