@@ -1,8 +1,8 @@
 """What one checkpointed call costs on tiny tensors: plain, torch's non-reentrant, lowtide.
 
-On tensors this small all that counts is the time of Python and of the dispatcher. The contenders
-run in turns, on one thread, and the medians of CPU time are compared. "Forward twice" is the plain
-step with a second forward that autograd does not see: an engine that costs nothing.
+On tensors this small only the time of Python and of the dispatcher matters. The contenders run in
+turns, on one thread, and the medians of CPU time are compared. "Forward twice" is the plain step
+with a second forward that autograd does not see: recomputation by an engine without any overhead.
 """
 
 from __future__ import annotations

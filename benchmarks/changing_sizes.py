@@ -1,10 +1,10 @@
 """Training on batches of ever new sizes: a budget against per-block checkpointing and plain steps.
 
-Each batch is cut to a size drawn at random, as texts are without padding to one length, or crops of
+Each batch is cut to a random size, like texts that are not padded to one length, or crops of
 images. The limit is the peak of per-block checkpointing (`torch.utils.checkpoint`, non-reentrant)
-on the largest. Every batch is taken by all three in turn, in one process; sums of CPU seconds are
-compared, all that a budget learns and plans included, over the first half of the steps and over the
-second. Losses are compared bit for bit; every tenth step is run again and measured.
+on the largest size. All three train on every batch in turn, in one process; sums of CPU seconds,
+including everything that a budget learns and plans, are compared over the first half of the steps
+and over the second. Losses are compared bit for bit; every tenth step is run again and measured.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from models import (
 )
 
 GRAINS = {"gpt2": 1, "unet3d": 4}
-"""Networks, and what their sizes are multiples of."""
-_MEASURED = 10  # steps between two that are measured
+"""Networks, and the number that their sizes are multiples of."""
+_MEASURED = 10  # every such step is measured
 
 
 def batches(work: Workload, count: int) -> list[Batch]:
-    """A batch whose last dimension is cut to sizes from an eighth of its own to all of it."""
+    """One batch, its last dimension cut to sizes from an eighth up to all of it."""
     choose, whole, grain = random.Random(0), work.batch(), GRAINS[work.name]
     most = whole[0].shape[-1] // grain
     sizes = [grain * choose.randint(-(-most // 8), most) for _ in range(count)]

@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/combinations.py            # all, on both recorders
     PYTHONPATH=src python benchmarks/combinations.py --only Lightning --engines python
 
-docs/status.md is the one list of combinations: a heading names the files of tests, each row of its
-tables ends with the tests that hold it. A row whose tests are not there, or fail, fails the run.
-Tests whose library is not installed are counted as skipped, and the table says so. It takes some
-minutes; what it says is bits and errors, no times.
+docs/status.md is the one list of combinations: a heading names the test files, and each row of its
+tables ends with the tests that hold it. A row whose tests do not exist, or fail, fails the run.
+Tests whose library is not installed count as skipped, and the table says so. This takes a few
+minutes; the results are about bits and errors, not times.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIBRARIES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One combination: what it is, what is said of it, and what holds that."""
+    """One combination: what it is, what status.md says about it, and the tests that hold that."""
 
     section: str
     what: str
@@ -49,13 +49,13 @@ class Row:
 
 
 def pattern(name: str) -> str:
-    """A name as status.md writes it, `*` for anything; without brackets, any parameters."""
+    """Matches a test's name as in status.md: `*` is anything; without brackets, any parameters."""
     text = re.escape(name).replace(r"\*", ".*")
     return text if "[" in name else rf"{text}(\[.*\])?"
 
 
 def rows(text: str) -> Iterator[Row]:
-    """The combinations that status.md lists, with tests of pytest that can be run here."""
+    """The combinations in status.md whose tests pytest can run here."""
     section, files = "", ()
     above: list[str] = []
     for line in text.splitlines():
@@ -72,7 +72,7 @@ def rows(text: str) -> Iterator[Row]:
                           if re.match(r"test_|\[", name))  # fmt: skip
             if not files or not tests:
                 continue
-            # `test_x[a-*]`, `[b-*]`: the second is of the same test
+            # in `test_x[a-*]`, `[b-*]`, the second refers to the same test
             tests = tuple(name if name.startswith("test_") else tests[0].partition("[")[0] + name
                           for name in tests)  # fmt: skip
             said = [(head, cell) for head, cell in zip(above[1:-1], cells[1:-1], strict=True)
@@ -83,12 +83,12 @@ def rows(text: str) -> Iterator[Row]:
 
 
 def run(files: Iterable[str], engine: str, workers: int) -> dict[tuple[str, str], str]:
-    """How each test of these files came out: passed, failed or skipped."""
+    """The outcome of each test in these files: passed, failed or skipped."""
     files = list(files)
     emulated = [file for file in files if file.startswith("tests/accelerator/")]
     others = [file for file in files if file not in emulated]
     found = {} if not others else run_together(others, engine, workers)
-    if emulated:  # in processes that know such a device
+    if emulated:  # in processes that have the emulated device
         found |= run_together(emulated, engine, workers, LOWTIDE_EMULATED="1")
     return found
 

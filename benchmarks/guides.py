@@ -1,7 +1,7 @@
 """The figures in docs/guides: DenseNet by name and by budget, MONAI's U-Net, levels.
 
-The peak of each way is counted allocation by allocation (of a budget: the largest of its first
-three steps); then the ways run in turns, not measured, and the medians of their CPU seconds are
+The peak of each way is measured allocation by allocation (for a budget, the largest of its first
+three steps); then the ways run in turns without measuring, and the medians of their CPU seconds are
 shown.
 """
 
@@ -45,7 +45,7 @@ LAYERS = "features.denseblock*.denselayer*"
 
 @dataclass
 class Way:
-    """A model made ready in one way, and the budget that its step runs under."""
+    """A model prepared in one way, and the budget that its step runs under."""
 
     name: str
     model: nn.Module
@@ -65,7 +65,7 @@ def by_level(model: nn.Module, level: int, nested: bool) -> nn.Module:
 
 
 def compare(work: Workload, ways: list[Way], rounds: int) -> list[dict[str, object]]:
-    """Peak, replayed operations and seconds of each way; a refused budget says what it needs."""
+    """Peak, replayed operations and seconds of each way; for a refused budget, what it needs."""
     rows: dict[str, dict[str, object]] = {}
     runs: dict[str, Callable[[], object]] = {}
     batch = work.batch()

@@ -1,9 +1,9 @@
-"""Compiled steps under a limit of lowtide's, beside torch's own `activation_memory_budget`.
+"""Compiled steps under a limit of lowtide's, and under torch's own `activation_memory_budget`.
 
-Torch's ratio is swept; the peak that its compiled step is measured to take is given to
-`lowtide.CompileBudget` as the limit. Both steps then run in turns in one process, and the last
-figure is the median, over the turns, of the ratio of their CPU seconds. At a ratio of 1 both run
-the same code: what differs there is the clock. Ratios that lead to the same code are shown once.
+torch's ratio is swept; the measured peak of its compiled step is given to `lowtide.CompileBudget`
+as the limit. Both steps then run in turns in one process, and the last figure is the median of the
+ratios of their CPU seconds in each turn. At a ratio of 1 both run the same code: any difference is
+noise. Ratios that lead to the same code are shown once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from models import (
 )
 
 RATIOS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-EQUAL = 1.02  # of torch's time: what the clock can tell apart
+EQUAL = 1.02  # times torch's time: smaller differences are noise
 
 
 class Residual(nn.Module):
-    """A perceptron with residuals: the kind of network that ratios were made for."""
+    """A perceptron with residuals: the kind of network that torch's ratio was designed for."""
 
     def __init__(self, width: int = 256, depth: int = 8) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ ALL = {MLP.name: MLP, **WORKLOADS}
 def step_of(
     work: Workload, model: nn.Module, batch: Any, backend: Any, ratio: float
 ) -> Callable[[], object]:
-    """A compiled step of forward, loss and backward, warm."""
+    """A compiled step of forward, loss and backward, already warmed up."""
     with torch._functorch.config.patch(activation_memory_budget=ratio):
         compiled = torch.compile(lambda given: work.loss(model, given), backend=backend)
 
@@ -87,7 +87,7 @@ def peak_of(step: Callable[[], object], model: nn.Module) -> int:
 
 
 def compare(work: Workload, compiler: str, ratio: float, plain: Any, rounds: int) -> dict[str, Any]:
-    # Only here: a reset between the two would have torch's step compiled again, at another ratio.
+    # Only here: a reset between the two would compile torch's step again, at another ratio.
     torch._dynamo.reset()
     model, batch = plain
     theirs_model, ours_model = copy.deepcopy(model), copy.deepcopy(model)

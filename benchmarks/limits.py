@@ -1,10 +1,10 @@
 """Does the measured peak stay at or under the limit, from the first step on, and what does it cost?
 
 For every network: the peak of the plain step, then budgets of 80, 60 and 40 % of it in bytes. The
-peak of steps 1 to 4 is counted allocation by allocation; loss, gradients and buffers are compared
-bit for bit with those of the plain step on the same data. Then plain and budgeted steps run in
-turns, not measured, and the medians of their CPU seconds give the overhead. `--more` does all but
-that for some two dozen networks that nothing here was fitted to.
+peaks of steps 1 to 4 are measured allocation by allocation; loss, gradients and buffers are
+compared bit for bit with those of the plain step on the same data. Then plain and budgeted steps
+run in turns without measuring, and the medians of their CPU seconds give the overhead. `--more`
+does all but the timing for about two dozen networks that no formula here was fitted to.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from more_models import MORE
 
 @dataclass
 class Steps:
-    """What some steps of one training took and gave."""
+    """Peaks and results of some training steps."""
 
     peaks: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Steps:
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
-    """Gradients, buffers and the generator, as bits."""
+    """Gradients, buffers and the generator's state, as bits."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     bits = [t.detach().clone() for t in (*gradients, *model.buffers())]
     return [*bits, torch.get_rng_state()]
@@ -108,7 +108,7 @@ def main() -> None:
             data = [work.batch() for _ in range(4)]
             plain = Steps()
             run(work, copy.deepcopy(model), data, None, plain)
-            # Later steps: the first one may make workspaces that stay.
+            # Later steps only: the first one may allocate workspaces that stay.
             peak = min(plain.peaks[1:])
             print(f"| {name} | plain | | {' '.join(map(mebibytes, plain.peaks))} |" + " |" * 5)
             for share in options.shares:

@@ -1,9 +1,9 @@
 """The training steps that the benchmarks run, and what they share: timing, tables, arguments.
 
-Problem: a figure means something only if the step is one that people run. Invariant: every step is
-a network of MONAI or transformers as they ship it, with random data, sized so that activations
-outweigh gradients and a step takes a second or two on one core. Imports lowtide's public API only.
-Rejected: hand-written networks, in which the figures could be made to come out well.
+Problem: a figure is meaningful only for steps that users really run. Invariant: every step is a
+network of MONAI or transformers as shipped, with random data, sized so that activations outweigh
+gradients and a step takes a second or two on one core. Imports lowtide's public API only. Rejected:
+hand-written networks, which could be chosen to make the figures look good.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def of_type(*names: str) -> Callable[[nn.Module], list[nn.Module]]:
 
 
 def unet_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks on the way down, the bottom, and those on the way up."""
+    """The blocks of the encoder, the bottleneck, and those of the decoder."""
     found: list[nn.Module] = []
 
     def visit(level: nn.Module) -> None:
@@ -186,7 +186,7 @@ WORKLOADS = {
 def wrap_blocks(
     work: Workload, model: nn.Module, call: Callable[..., Any] | None = None
 ) -> nn.Module:
-    """Every block in `torch.utils.checkpoint`, as people do by hand; `call` takes its place."""
+    """Every block in `torch.utils.checkpoint`, as done by hand, or in `call` instead."""
     call = call or partial(checkpoint, use_reentrant=False)
     blocks = work.blocks(model)
     assert blocks, f"{work.name} has no blocks"
@@ -214,7 +214,7 @@ def clear(model: nn.Module) -> None:
 
 
 def measured_peak(work: Workload, model: nn.Module, budget: lowtide.Budget | None = None) -> int:
-    """Peak of one step, of which the gradients are made anew."""
+    """Peak of one step that starts without gradients."""
     clear(model)
     batch = work.batch()
     return lowtide.measure(lambda: train_step(work, model, batch, budget), device="cpu").peak_bytes
@@ -225,10 +225,10 @@ def turns(
     rounds: int,
     clock: Callable[[], float] = time.process_time,
 ) -> dict[str, list[float]]:
-    """CPU seconds of each, taken in turns, so that what else runs slows all alike.
+    """CPU seconds of each contender; they run in turns, so that other load slows all of them alike.
 
-    CPU time of one thread is the wall clock of a machine that does nothing else; with more threads
-    it also counts the time in which they wait for each other.
+    CPU time of one thread is the wall clock of an otherwise idle machine; with more threads it also
+    counts the time in which they wait for each other.
     """
     settle()
     spent: dict[str, list[float]] = {name: [] for name in contenders}
@@ -242,23 +242,23 @@ def turns(
 
 
 def settle() -> None:
-    """Wait for the plans that budgets look for beside training, whose CPU time is the process's."""
+    """Wait for the background search for plans, whose CPU time counts as the process's."""
     for thread in threading.enumerate():
         if thread.name == "lowtide-plans":
             thread.join()
 
 
 def learn(step: Callable[[], object]) -> None:
-    """Let a budget get to know a step: it measures the first of them, then that of each plan that
-    it has found beside them, and is as fast as it gets after that."""
+    """Let a budget learn a step: it measures the first ones, and one under each plan found in the
+    background; after that it is as fast as it gets."""
     for _ in range(_TO_LEARN):
         step()
         settle()
 
 
 def added(step: Callable[[], object], plain: Callable[[], object], rounds: int) -> float:
-    """What a step takes more than the plain one beside it, as a part of that: the median over the
-    rounds, in each of which the two ran one after the other, as fast as the machine was then."""
+    """The time that a step adds to the plain one, as a share of it: the median over rounds in which
+    the two run one right after the other, so that both see the same machine load."""
     spent = turns({"plain": plain, "step": step}, rounds)
     pairs = zip(spent["step"], spent["plain"], strict=True)
     return statistics.median(mine / other - 1 for mine, other in pairs)
@@ -305,7 +305,7 @@ def arguments(description: str, *, models: bool = True) -> argparse.ArgumentPars
 
 @contextlib.contextmanager
 def results(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """Collect rows and write them as JSON where asked, also those of a run that broke off."""
+    """Collect rows, and write them as JSON if asked to, even if the run was interrupted."""
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, load {os.getloadavg()[0]:.1f}\n")
     rows: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""More networks, for limits alone: what people train that no other benchmark has.
+"""More networks, for limits only: common ones that no other benchmark has.
 
-Problem: a limit that is kept on the networks that the models of memory were fitted to says little.
-Invariant: as in `models`, networks as MONAI, transformers and torch ship them, and random data;
-5 to 300 MiB of plain peak, so that a run of all of them takes minutes. Imports models. Rejected:
-the catalogue of the tests, whose networks are too small for a share of their peak to mean much.
+Problem: keeping limits on the networks that the memory formulas were fitted to shows little.
+Invariant: as in `models`, networks as shipped by MONAI, transformers and torch, with random data;
+plain peaks of 5 to 300 MiB, so that a run of all of them takes minutes. Imports models. Rejected:
+the catalogue of the tests, whose networks are too small for shares of their peak to be meaningful.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ randn = torch.randn
 
 
 def whole(model: nn.Module, batch: Batch) -> Tensor:
-    """The squares of all that a network returns; its own loss where it has one."""
-    numpy.random.seed(torch.initial_seed() % 1000)  # some mask their input with it
+    """The network's own loss if it has one; else the squares of everything it returns."""
+    numpy.random.seed(torch.initial_seed() % 1000)  # some networks mask their input by NumPy
     given = batch[0]
     out: Any = model(**given) if isinstance(given, dict) else model(*batch)
     loss = getattr(out, "loss", None)
@@ -64,7 +64,7 @@ def hugging(name: str, config: str, **fields: Any) -> Callable[[], nn.Module]:
 
 
 def convolutions() -> nn.Module:
-    """Strided, grouped, depthwise and transposed ones, and what stands between them."""
+    """Strided, grouped, depthwise and transposed convolutions, with layers between them."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 7, 2, 3),
         nn.BatchNorm2d(32),

@@ -1,8 +1,9 @@
 """The added time of a budget against per-block checkpointing, at the same peak.
 
-Every block is wrapped by hand in `torch.utils.checkpoint` (non-reentrant); its peak is measured
-and given to `lowtide.budget`. After warm-up, in which the plan is made, plain, per-block and
-budgeted steps run in turns in one process; the medians of their CPU seconds are compared.
+Every block is wrapped by hand in `torch.utils.checkpoint` (non-reentrant); the peak of that step is
+measured and given to `lowtide.budget` as the limit. After a warm-up, in which the plan is made,
+plain, per-block and budgeted steps run in turns in one process; the medians of their CPU seconds
+are compared.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""What does a limit cost, how near the best possible is the plan, and is what it predicts true?
+"""What does a limit cost, how near to the best possible is the plan, and are its predictions right?
 
 For every network and limit a plan is made from one dry run, without running anything; bound and gap
-are in points of the plain step's time, by the device model. With `--measure` a new budget runs the
-plan: the peak of its first step, which follows the plan as it was made, is counted allocation by
-allocation; then plain and budgeted steps run in turns, not measured, and the median of what one
-took more CPU seconds than the other beside it is the overhead. By then the budget has planned again
-from measured times.
+are in percent of the plain step's modelled time. With `--measure` a new budget runs the plan: the
+peak of its first step, which follows the plan as made, is measured allocation by allocation; then
+plain and budgeted steps run in turns without measuring, and the overhead is the median of the
+difference in CPU seconds within a turn. By then the budget has planned again from measured times.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def main() -> None:
             plain = lowtide.plan(lambda b, w=work, m=model: w.loss(m, b), batch)
             spent = time.process_time() - began
             peak = 0
-            for _ in range(2 if rounds else 0):  # the first may make workspaces that stay
+            for _ in range(2 if rounds else 0):  # the first may allocate workspaces that stay
                 peak = measured_peak(work, copy.deepcopy(model))
             print(
                 f"| {name} | plain | | {mebibytes(plain.peak)} | {mebibytes(peak or None)} "
@@ -117,7 +116,7 @@ def one_limit(
             learn(budgeted)
             plain_step = timed_step(work, net, batch)
             row["measured_overhead"] = added(budgeted, plain_step, rounds)
-        except lowtide.BudgetError as error:  # what was measured does not fit after all
+        except lowtide.BudgetError as error:  # the measured step does not fit after all
             row["refused"] = error.minimum
     return row
 

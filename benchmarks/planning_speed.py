@@ -1,7 +1,7 @@
 """How long planning takes, and how it grows: transformers of rising depth, from fake tensors.
 
-The dry run and the search for half of the plain peak, in CPU seconds, and the most memory that the
-process has had so far. Nothing is executed; the first dry run of a process, which imports parts of
+The CPU seconds of the dry run and of the search for a plan at half of the plain peak, and the
+process's peak memory so far. No kernel runs; the first dry run of a process, which imports parts of
 torch, is not counted.
 """
 

@@ -3,17 +3,17 @@
     PYTHONPATH=src python benchmarks/scaling.py
 
 Problem: a cost that grows faster than the step is invisible in small networks and fatal in large
-ones. Two kinds of step on tensors of a few numbers, so that next to nothing but fixed cost is left:
-a chain with skips and a transformer. Per operation of the forward:
+ones. Two kinds of step, a chain with skips and a transformer, run on tiny tensors, so that hardly
+anything but overhead is left. Per operation of the forward:
 
 - record: the forward under a planned budget that keeps everything, less the plain forward;
-- keep all: the same for the whole step, so with the answers to what autograd asks;
+- keep all: the same for the whole step, so including the answers to autograd's requests;
 - replay: a step that recomputes everything in one region, less the plain step and a plain forward;
 - bytes: host memory with the graph of a forward alive, less what the plain graph takes;
 - first step: a budget's first step, unplanned and watched; next: the planning between two steps;
-- dry run, solve: `lowtide.plan` for half of the plain peak, its passage and its search.
+- dry run, solve: `lowtide.plan` for half of the plain peak: its dry run and its search.
 
-The last table is the cost of a tape that keeps everything over DenseNet121.
+The last table is the cost of a tape that keeps everything, for DenseNet121.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lowtide import engine
 from models import WORKLOADS, arguments, clear, learn, markdown, results, timed_step, turns
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 30_000)
-_PATIENCE = 40.0  # seconds: where one size took longer, the next is left out
+_PATIENCE = 40.0  # seconds: if one size takes longer, the next is left out
 
 Forward = Callable[[], Tensor]
 
@@ -47,7 +47,7 @@ Forward = Callable[[], Tensor]
 
 
 class Chain(nn.Module):
-    """Element-wise operations one after the other; every tenth adds what went in ten before."""
+    """A chain of elementwise operations; every tenth adds the input from ten before."""
 
     def __init__(self, operations: int) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ def backward(forward: Forward) -> Callable[[], None]:
 
 
 def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The fastest of each: what is longer than it, something else has taken."""
+    """The fastest time of each; anything above it is due to other load."""
     turns(runs, 2)
     return {name: min(spent) for name, spent in turns(runs, rounds).items()}
 
 
 def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
-    """Microseconds an operation of recording and replaying."""
+    """Microseconds per operation for recording and replaying."""
     budget, forward_alone = lowtide.budget("10 GiB"), lowtide.budget("10 GiB")
 
     def kept() -> None:
@@ -150,7 +150,7 @@ class _Heap(ctypes.Structure):
 
 
 def in_use() -> int:
-    """Bytes of Python's objects made since tracing began, and of the C library's heap."""
+    """Bytes of Python objects allocated since tracing began, and of the C library's heap."""
     gc.collect()
     read = ctypes.CDLL(None).mallinfo2
     read.restype = _Heap
@@ -159,7 +159,7 @@ def in_use() -> int:
 
 
 def bytes_of_records(net: nn.Module, operations: int) -> float:
-    """Bytes an operation, with the graph of a forward alive."""
+    """Bytes per operation, with the graph of a forward alive."""
     budget = lowtide.budget("10 GiB")
     for _ in range(3):
         with budget:
@@ -183,14 +183,14 @@ def bytes_of_records(net: nn.Module, operations: int) -> float:
 
 
 def first_steps(net: nn.Module, count: int) -> dict[str, float]:
-    """Microseconds an operation of a budget's first step and of planning the next."""
+    """Microseconds per operation for a budget's first step and for planning the next."""
     budget = lowtide.budget("10 GiB")
     began = time.perf_counter()
     with budget:
         loss = net()
     loss.backward()
     ended = time.perf_counter()
-    budget.report()  # learns from the step, as the next one's begin does
+    budget.report()  # learns from the step, as the start of the next step would
     planned = time.perf_counter()
     return {
         "first step": (ended - began) / count * 1e6,
@@ -199,7 +199,7 @@ def first_steps(net: nn.Module, count: int) -> dict[str, float]:
 
 
 def planning(net: nn.Module, count: int) -> dict[str, float]:
-    """Microseconds an operation of a dry run and of the search for a plan of half the peak."""
+    """Microseconds per operation for a dry run and for the search for a plan at half the peak."""
     began = time.perf_counter()
     plain = lowtide.plan(net)
     passed = time.perf_counter()
@@ -253,7 +253,7 @@ def scale_planning(kind: str, sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a plain step and of one under a budget that nothing exceeds."""
+    """Seconds of a plain step and of one under a budget that keeps everything."""
     work = WORKLOADS["densenet121"]
     model, batch = work.make(), work.batch()
     budget = lowtide.budget("10 GiB")
@@ -273,7 +273,7 @@ def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
 
 
 def ways(wanted: list[str]) -> list[str]:
-    """Those engines that can be had here."""
+    """The engines that are available here."""
     found = []
     for way in wanted:
         try:

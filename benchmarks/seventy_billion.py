@@ -1,16 +1,16 @@
 """A language model of 70 billion parameters, planned for one GPU of many without running anything.
 
 What is computed: the model is transformers' Llama in the published 70B shape, built on the meta
-device. Activations, their gradients and temporaries of forward and backward are gone through
-operator by operator on fake tensors, and planned under what is left of the GPU. Parameters,
-gradients and Adam's state are sharded by arithmetic as FSDP2 does it: 16 bytes a parameter (single
-precision, two moments) divided by the world size; besides, in bfloat16, the root's parameters
-(embedding and head) all the time, those of two blocks, and the gradients of one block, once in
-bfloat16 and once in single precision. Each gradient is handed over as soon as it is there.
+device. Activations, their gradients, and temporaries of forward and backward are traced operator by
+operator on fake tensors, and planned within what is left of the GPU. The memory of parameters,
+gradients and Adam's state is calculated as FSDP2 shards them: 16 bytes per parameter (single
+precision, two moments) divided by the world size; in addition, in bfloat16, the root's parameters
+(embedding and head) at all times, those of two blocks, and the gradients of one block, once in
+bfloat16 and once in single precision. Each gradient is released as soon as it is complete.
 
-What is not: nothing here was measured. Times are a model of the device; communication is taken to
-hide behind computation; 6 % of the GPU are set aside for CUDA, NCCL and what an allocator wastes.
-The attention kernel is the CPU's, which saves what flash attention saves.
+What is not computed: nothing here was measured. Times come from a model of the device;
+communication is assumed to overlap with computation; 6 % of the GPU is set aside for CUDA, NCCL and
+the allocator's waste. The attention kernel is the CPU's, which saves what flash attention saves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def llama(layers: int) -> nn.Module:
 
 
 def hand_over(parameter: Tensor) -> None:
-    """As FSDP does once a gradient has been reduced: only the shard stays."""
+    """Release a gradient, as FSDP does once it has been reduced: only the shard stays."""
     parameter.grad = None
 
 
@@ -59,7 +59,7 @@ def step(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def sharded(model: nn.Module, world: int) -> int:
-    """Bytes on one GPU that are there whatever the batch."""
+    """Bytes on one GPU that do not depend on the batch."""
     total = sum(p.numel() for p in model.parameters())
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     root = total - block * len(model.model.layers)

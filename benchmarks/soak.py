@@ -1,11 +1,11 @@
-"""Thousands of steps whose shapes change, under one budget: nothing grows, every limit is held.
+"""Thousands of steps whose shapes change, under one budget: nothing grows, every limit is kept.
 
     PYTHONPATH=src python benchmarks/soak.py
 
 A small network is trained on batches of many sizes, with an optimizer, under one limit in bytes
-that is below the plain peak of the larger ones. A twin trains on the same data without a budget.
+that is below the plain peak of the larger ones. A copy trains on the same data without a budget.
 
-- every step: loss and random state are compared with the twin's, bit for bit;
+- every step: loss and random state are compared with the copy's, bit for bit;
 - every `--sample` steps: parameters, gradients and buffers too, and the step is measured;
 - at a fifth of the run and at its end: live tensors, live objects, watched storages, memory in use.
 
@@ -52,13 +52,13 @@ class Net(nn.Module):
         x = self.stem(x)
         for block in self.blocks:
             x = x + block(x)
-        if len(x) % 2:  # another branch for odd batches
+        if len(x) % 2:  # a branch that only odd batches take
             x = x.tanh()
         return self.head(x.mean((2, 3)))
 
 
 def batches(count: int) -> list[tuple[int, int]]:
-    """(samples, side) of each step: some sizes come often, others now and then."""
+    """(samples, side) for each step: some sizes come often, others rarely."""
     draw = torch.Generator().manual_seed(3)
     often = [(8, 16), (6, 16), (4, 24), (7, 12)]
     sizes = []
@@ -98,7 +98,7 @@ class Training:
 
 @dataclass
 class Census:
-    """What is alive in this process. Bytes for memory."""
+    """What is alive in this process; memory in bytes."""
 
     tensors: int
     objects: int
@@ -114,11 +114,11 @@ class Census:
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * 4096
         core = engine.core()
-        records = 0 if core is None else core.count_records()  # which the collector does not list
+        records = 0 if core is None else core.count_records()  # the collector does not list them
         return Census(tensors, len(found) + records, len(watch.counts()), resident)
 
     def grown(self, later: Census) -> list[str]:
-        """What is more by then than it should be."""
+        """What has grown by more than it should, compared with a later census."""
         found = []
         if later.tensors > self.tensors:
             found.append(f"tensors {self.tensors} -> {later.tensors}")
@@ -133,7 +133,7 @@ class Census:
 
 @dataclass
 class Soak:
-    """What a run has shown."""
+    """The findings of a run."""
 
     limit: int
     peaks: list[int] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Soak:
     replayed: int = 0
     planned: int = 0
     seconds: list[tuple[float, float]] = field(default_factory=list)
-    """Of each step, plain and under the budget."""
+    """For each step, plain and under the budget."""
 
 
 def peak_of(training: Training, x: Tensor, target: Tensor, out: list[Tensor]) -> int:

@@ -1,9 +1,9 @@
-"""What torch's convolutions on the CPU allocate, beside what lowtide's model says they do.
+"""What torch's convolutions on the CPU allocate, next to what lowtide's model predicts.
 
     PYTHONPATH=src python benchmarks/workspace.py --threads 1 2
 
-One row a convolution, forward and backward, in KiB: what the call allocates at most, its results
-included. The model is meant for the plan of a first step, before anything was measured.
+One row per convolution, forward and backward, in KiB: the peak of the call, including its results.
+The model is used to plan a first step, before anything was measured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Convolution:
     dims: int = 2
     transposed: bool = False
     first: bool = False
-    """Of a network: its input needs no gradient."""
+    """The first of a network: its input needs no gradient."""
     last: bool = False
-    """Channels last in memory."""
+    """Channels-last memory format."""
 
     def __str__(self) -> str:
         kind = "transposed " if self.transposed else ""

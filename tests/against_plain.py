@@ -33,7 +33,7 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def half_the_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A budget of its own for this one call, in which the first step drops what it can."""
+    """A new budget for this one call, under which the first step drops what it can."""
     with lowtide.budget(0.5):
         return function(*args, **kwargs)
 
@@ -42,7 +42,7 @@ WAYS = {"checkpoint": lowtide.checkpoint, "budget": half_the_peak}
 
 
 class Replayed:
-    """What was run again, one list of operations for each request of backward."""
+    """The replays: one list of operations for each request of backward."""
 
     def __init__(self) -> None:
         self.requests: list[list[str]] = []
@@ -76,9 +76,9 @@ def counted() -> Iterator[Replayed]:
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Names of the operations that a recorder sees inside, views left out.
+    """Names of the operations that a recorder sees inside, without views.
 
-    Recorded in Python: the compiled recorder cannot be looked into.
+    Uses the Python recorder, as the compiled one cannot be inspected.
     """
     seen: list[str] = []
     original = Recorder.__torch_dispatch__
@@ -98,7 +98,7 @@ def recorded() -> Iterator[list[str]]:
 
 
 def bits(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """Everything there is to compare about a tensor, as a value."""
+    """Everything to compare about a tensor, as a comparable value."""
     if tensor is None:
         return None
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -118,7 +118,7 @@ def observe(scenario: Scenario, way: Way) -> list[Any]:
 
 
 def check(scenario: Scenario, way: Way = lowtide.checkpoint) -> Replayed:
-    """Fail unless the way gives the bits of the plain run; what was replayed."""
+    """Fail unless the way gives the bits of the plain run; returns what was replayed."""
     expected = observe(scenario, plainly)
     with counted() as replayed:
         found = observe(scenario, way)
@@ -139,7 +139,7 @@ def leaf(*shape: int, **options: Any) -> Tensor:
 
 
 def tape_records() -> int:
-    """Values, operations and handles that are alive, of any tape and either recorder."""
+    """Number of live values, operations and handles, of all tapes and both recorders."""
     core = engine.core()
     types = (Value, Operation, Handle)
     listed = sum(issubclass(type(o), types) for o in gc.get_objects())

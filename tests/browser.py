@@ -1,4 +1,4 @@
-"""A headless browser for tests, spoken to over a pipe: nothing but the standard library.
+"""A headless browser for tests, controlled over a pipe, with only the standard library.
 
 Chromium's DevTools protocol is JSON with a zero byte after each message, read from descriptor 3 and
 written to descriptor 4.
@@ -24,13 +24,13 @@ _PATIENCE = 60.0
 
 
 def find() -> str | None:
-    """A browser that can be driven, `LOWTIDE_BROWSER` first."""
+    """A browser that can be controlled; `LOWTIDE_BROWSER` is tried first."""
     named = os.environ.get("LOWTIDE_BROWSER")
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Tab:
-    """One page. `said` is what it wrote to the console or raised; `asked` what it requested."""
+    """One page. `said`: its console messages and exceptions; `asked`: its network requests."""
 
     def __init__(self, process: subprocess.Popen[bytes], write: int, read: int) -> None:
         self._process, self._write, self._read = process, write, read
@@ -46,7 +46,7 @@ class Tab:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command; its result."""
+        """Send a command and return its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -82,7 +82,7 @@ class Tab:
             self.asked.append(found["request"]["url"])
 
     def open(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load a file and wait until it has drawn itself."""
+        """Load a file and wait until it is rendered."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -96,7 +96,7 @@ class Tab:
             time.sleep(0.05)
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, as JSON."""
+        """The value of a JavaScript expression, as JSON."""
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -115,7 +115,7 @@ class Tab:
 
 @contextlib.contextmanager
 def tab() -> Iterator[Tab]:
-    """A fresh browser with one page; raises where none is found."""
+    """A new browser with one page; raises if no browser is found."""
     browser = find()
     assert browser is not None
     ours_in, theirs_out = os.pipe()
@@ -126,7 +126,7 @@ def tab() -> Iterator[Tab]:
             "--remote-debugging-pipe", f"--user-data-dir={home}", "--hide-scrollbars",
             "--no-first-run", "about:blank",
         ]  # fmt: skip
-        # The shell moves our pipe ends to where the browser looks for them.
+        # The shell moves our pipe ends to the descriptors that the browser uses.
         moved = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
         process = subprocess.Popen(
             ["bash", "-c", moved, "browser", *command],

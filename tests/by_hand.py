@@ -1,4 +1,4 @@
-"""Small models that count, and the step they are compared in.
+"""Small models that count their calls, and the step in which they are compared.
 
 Shared by the tests of regions by module. Imports torch and lowtide; knows no test.
 """
@@ -68,7 +68,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 @contextmanager
 def counted_replays() -> Iterator[Callable[[], int]]:
-    """A function that says how many operations were replayed since."""
+    """A function that returns how many operations have been replayed since it was made."""
     counts: list[int] = []
 
     def listener(operations: list[Any]) -> None:
@@ -93,7 +93,7 @@ class Flagged(nn.Module):
 
 
 def fails(which: Any, model: nn.Module | None = None) -> str:
-    """The text with which `checkpoint_modules` refuses, having left nothing behind."""
+    """The error text of a `checkpoint_modules` that refuses; it must leave the model unchanged."""
     target = net() if model is None else model
     before = [set(vars(m)) for m in target.modules()]
     with pytest.raises(UsageError) as caught:
@@ -115,7 +115,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages as attributes with numbers, as in torchvision."""
+    """Stages as numbered attributes, as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()

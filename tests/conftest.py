@@ -1,4 +1,4 @@
-"""What more than one file of tests needs around its tests."""
+"""Fixtures for more than one test file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from once import FIRST_OF_TWO, search_less
 
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Plans are there as soon as they are looked for: which step is the first to follow one does
-    not depend on how long that takes. Tests marked `beside` are about the thread."""
+    """Search for plans synchronously, so that which step first follows a plan does not depend on
+    how long the search takes. Tests marked `beside` are about the background thread."""
     if request.node.get_closest_marker("beside") is not None:
         return
 
@@ -30,17 +30,18 @@ def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 @pytest.fixture(autouse=True)
 def no_wrapper_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test with a tensor subclass would leave the rest of its process to Python's recorder."""
+    """Forget wrapper subclasses: otherwise, after one test with one, the rest of the process would
+    use the Python recorder."""
     monkeypatch.setattr("lowtide.engine._choice.wrappers", False)
 
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one of the two recorders, plans are searched for with less work.
+    """Reduce the search for plans, on one of the two recorders.
 
-    For tests of what holds whichever plan is followed, bits and limits, most of whose time would go
-    into the search. It is the same search on both recorders; the other one follows the plans that
-    users get.
+    For tests of bits and limits, which hold whatever the plan is, and would spend most of their
+    time searching. The search is the same on both recorders; on the other one, these tests follow
+    the plans that users get.
     """
     if FIRST_OF_TWO:
         search_less(monkeypatch)
@@ -48,15 +49,15 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def thawed() -> None:
-    """What there was in tests of another file may be garbage by now."""
+    """Unfreeze objects from the tests of another file, which may be garbage by now."""
     gc.unfreeze()
 
 
 @pytest.fixture
 def one_thread(thawed: None) -> Iterator[None]:
-    """Small nets: threads that wait for each other take longer than one, and allocate as well."""
-    gc.collect()  # budgets of other tests that were left after a forward may still be measuring
-    gc.freeze()  # else each test looks through what was imported, for half a second
+    """Run on one thread: for small nets several are slower, and they allocate memory."""
+    gc.collect()  # budgets that other tests abandoned after a forward may still be measuring
+    gc.freeze()  # else each collection scans everything that was imported, for half a second
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,6 +66,6 @@ def one_thread(thawed: None) -> Iterator[None]:
 
 @pytest.fixture
 def replayed() -> Iterator[Callable[[], int]]:
-    """How many operations were replayed since the test began."""
+    """A function that returns how many operations were replayed since the test began."""
     with counted_replays() as count:
         yield count

@@ -1,9 +1,9 @@
-"""Which tests hold on which CPUs.
+"""Which tests apply on which CPUs.
 
-Problem: what a convolution takes is known kernel by kernel, of oneDNN's kernels with AVX-512 and
-with AVX2; elsewhere the model takes the largest of what is known, which is no figure to test.
-Invariant: what is asked is what oneDNN uses, not what the CPU has. May import lowtide.
-Rejected: wider tolerances, which would hide a wrong formula where it is known.
+Problem: the workspace of convolutions is known kernel by kernel, for oneDNN with AVX-512 and with
+AVX2; on other CPUs the model uses the largest known figure, which cannot be tested exactly.
+Invariant: what counts is the instruction set that oneDNN uses, not what the CPU has. May import
+lowtide. Rejected: wider tolerances, which would hide wrong formulas on CPUs where they are known.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Torch's own database of operators and modules, one program each, through a checkpoint.
+"""torch's own database of operators and modules, one program each, through a checkpoint.
 
-Problem: torch's test-only packages freeze its backends' flags and patch scripted functions, for
-good: a process that imports them is not one for other tests. Invariant: run as a program, it prints
-what became of each sweep as JSON, and judges nothing. What an operator reads has to be made again,
-and so has what it returns, where it is saved. Left out is what raises, has no gradient or
-differs from run to run without lowtide. Samples of torch choose shapes and arguments. Imports
+Problem: torch's test-only packages permanently freeze its backends' flags and patch scripted
+functions, so a process that imports them cannot run other tests. Invariant: run as a program, it
+prints the results of each sweep as JSON, and judges nothing. The inputs of an operator have to be
+recomputed, and so have its results, if they are saved. Left out is what raises, has no gradient, or
+varies from run to run without lowtide. Shapes and arguments come from torch's samples. Imports
 `against_plain`.
 Rejected: a list of operators, which is out of date with the next release.
 """
@@ -28,16 +28,16 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import lowtide
 from against_plain import bits, counted, plainly, tape_records
 
-SAMPLES = 2  # of an operator, the first and one from further on
-WITHIN = 12  # of how many
-# Not determined by their arguments, which two plain runs may fail to show.
+SAMPLES = 2  # samples per operator: the first and a later one
+WITHIN = 12  # the number of samples they are chosen from
+# Not determined by their arguments, though two plain runs may happen to agree.
 UNDETERMINED = {
     "linalg.lstsq",  # LAPACK's last bits depend on where in memory its matrices begin
 }
 
 
 def database(name: str) -> Any:
-    """One of torch's lists. What it imports has a base class from a package that is not needed."""
+    """One of torch's lists. Importing it needs a base class of `expecttest`; a stub is enough."""
     if "expecttest" not in sys.modules:
         standing_in = types.ModuleType("expecttest")
         standing_in.TestCase = object  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ class Program:
 
     def __call__(self, way: Callable[..., Any]) -> tuple[list[Any], set[str]]:
         """Everything to compare of one step: result, gradients, buffers and random state; and the
-        warnings, of which torch gives some once a process."""
+        warnings, some of which torch gives once per process."""
         flat, form = tree_flatten(self.arguments)
         leaves = [t.detach().clone().requires_grad_() for t in flat if _wants_gradient(t)]
         torch.manual_seed(1)
@@ -96,8 +96,8 @@ class Program:
         return [*map(bits, tensors), strides], {str(w.message) for w in said}
 
     def activation(self, leaf: Tensor) -> Tensor:
-        """Made again where it is asked for, with the bits of the leaf: what an operator needs of
-        its arguments (positive, symmetric, sorted) holds for them."""
+        """An activation that can be recomputed and has the bits of the leaf, so that it satisfies
+        what an operator requires of its arguments (positive, symmetric, sorted)."""
         made = (leaf * 2) * 0.5
         return torch.stack((made, made), -1).select(-1, 0) if self.gaps and made.dim() else made
 
@@ -119,7 +119,7 @@ def _saved(output: Tensor) -> Tensor:
 
 @dataclass
 class Swept:
-    """What became of all programs."""
+    """The results of all programs."""
 
     same: set[str] = field(default_factory=set)
     left_out: set[str] = field(default_factory=set)
@@ -166,7 +166,7 @@ def spread(samples: Iterator[Any]) -> list[Any]:
 
 
 def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Those that have gradients of this type, and determined results."""
+    """The operators with gradients of this dtype and deterministic results."""
     for operator in database("op_db"):
         has_gradient = operator.supports_autograd and operator.supported_backward_dtypes("cpu")
         if has_gradient and dtype in has_gradient and operator.name not in UNDETERMINED:
@@ -181,7 +181,7 @@ def sweep_operators(dtype: torch.dtype, *, in_place: bool = False) -> Swept:
             continue
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sparse tensors, in the making of samples
+            warnings.simplefilter("ignore")  # about sparse tensors, while samples are made
             samples = spread(operator.sample_inputs("cpu", dtype, requires_grad=True))
         for place, sample in enumerate(samples):
             arguments = ((sample.input, *sample.args), sample.kwargs)
@@ -211,7 +211,7 @@ def sweep_modules() -> Swept:
 
 
 def sweep_what_differs() -> Swept:
-    """Programs of which a sweep that sees anything says that they are wrong."""
+    """Programs that are wrong by design: a working sweep must report them."""
     swept, calls = Swept(), itertools.count()
     x = torch.rand(4, requires_grad=True)
     swept.run("counts", Program(lambda t: t + (next(calls) > 1), ((x,), {}), gaps=False))

@@ -1,4 +1,4 @@
-"""Accelerate around a model with a budget: nothing more than `lowtide.fit` is needed.
+"""Accelerate with a fitted model: nothing but `lowtide.fit` is needed.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -56,7 +56,7 @@ def no_fit(model: nn.Module) -> None:
 def train(
     precision: str, before: Callable[[nn.Module], Any], after: Callable[[nn.Module], Any]
 ) -> list[Tensor]:
-    """Three updates of two micro-steps each; every loss, and the state at the end."""
+    """Three updates of two micro-steps each; returns every loss, and the state at the end."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
     model = net()

@@ -1,6 +1,6 @@
 """What is different on a GPU, without one: tests on an emulated accelerator (`tests/accelerator`).
 
-They run in a process of their own, as torch knows such a device for good.
+They run in a process of their own, as registering such a device with torch is permanent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide.compiled import build
 from once import on_one_recorder
 
 HERE = Path(__file__).parent
-ONCE = "test_device_script.py"  # which runs both recorders by itself
+ONCE = "test_device_script.py"  # runs on both recorders by itself
 FILES = [
     pytest.param(path.name, marks=on_one_recorder if path.name == ONCE else ())
     for path in sorted((HERE / "accelerator").glob("test_*.py"))

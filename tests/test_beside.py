@@ -1,4 +1,4 @@
-"""Plans that are looked for beside training: steps go on by those they have, with the same bits."""
+"""Plans searched for in the background: steps go on under the plans they have, with equal bits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) ->
 
 
 class Gate:
-    """Searches wait in front of it."""
+    """Makes searches wait until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.threads = threading.Event(), set[str]()
@@ -76,7 +76,7 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
         peak_of(twin, x)
         assert same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
-    for _ in range(6):  # the first is planned where it is met, the second would be again
+    for _ in range(6):  # the first step is planned at once, the second in the background
         step()
     assert gate.threads == {"lowtide-plans"}
     [first] = limit._plans
@@ -87,7 +87,7 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
     step()
     [better] = limit._plans
     assert better is limit._active[-1].prepared
-    assert first.lessons == better.lessons == LESSONS  # asked for once
+    assert first.lessons == better.lessons == LESSONS  # searched for only once
     assert better.graph != first.graph
     assert not limit._beside.busy
 

@@ -1,7 +1,7 @@
 """Rule 13 where no plan covers a step: the limit holds all the same, or the step is refused.
 
-Rules of docs/semantics.md are cited by number. Steps change by branches that data decide, by their
-batch, by ending early, by what is wired to what, and by gradients that are there or not.
+Rules of docs/semantics.md are cited by number. Steps change through branches that depend on data,
+their batch, an early end, the wiring of the layers, and gradients that exist already or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLLOWED = [
     (name, way)
     for name in ("hf_gpt2_sdpa", "monai_unet_3d", "hf_resnet", "monai_dense_net_121")
     for way in ("budget", "fit")
-    if (name, way) != ("monai_dense_net_121", "fit")  # the slowest, and no other path
+    if (name, way) != ("monai_dense_net_121", "fit")  # the slowest, and it covers nothing new
 ]
 
 
@@ -55,7 +55,7 @@ class Branching(nn.Module):
 
 
 def drawn(model: Branching, choose: random.Random) -> Callable[[Branching], None]:
-    """One of the ways through a model."""
+    """A random path through a model."""
     depth = len(model.layers)
     left_out = set(choose.sample(range(1, depth), choose.choice([0, 1, 2])))
     last = choose.choice([depth, depth, depth - 1, depth - 2])
@@ -116,7 +116,7 @@ def test_the_limit_holds_in_every_step(seed: int) -> None:
 
 
 def test_most_changed_steps_are_not_refused() -> None:
-    """The test above would pass if every step were refused."""
+    """Checks the test above, which would pass if every step were refused."""
     model = Branching(8)
     limit = lowtide.budget(int(0.5 * peak_of(model, torch.randn(512, 32))))
     choose = random.Random(0)
@@ -146,7 +146,7 @@ def test_a_step_that_differed_is_not_watched_for_ever() -> None:
 
 
 def test_a_forward_that_ends_early_with_its_backward_outside_of_the_budget() -> None:
-    """What ran is the beginning of the planned step, which shows once nothing is recorded."""
+    """What ran is the beginning of the planned step; that it has ended is known only later."""
     model, x = Branching(8, width=64), torch.randn(256, 64)
     plain = copy.deepcopy(model)
     limit = lowtide.budget(int(0.7 * peak_of(model, x)))
@@ -183,8 +183,8 @@ def test_gradients_that_were_there_when_the_step_was_planned() -> None:
 
 
 def test_steps_of_an_accumulation_have_plans_of_their_own() -> None:
-    """At the limit that a step needs which allocates its gradients, the others are not planned for
-    more, and do not take its plan away."""
+    """At the limit needed by a step that allocates its gradients, the other steps are not planned
+    for more, and do not replace its plan."""
     model, x = Branching(6, width=96), torch.randn(96, 96)
     peak_of(model, x)
     model.zero_grad()
@@ -207,14 +207,14 @@ def test_a_backward_that_cannot_fit_is_refused_before_it_runs() -> None:
     limit = lowtide.budget(plain // 3)  # gradients alone are more
     with limit:
         loss = model(x).square().mean()
-    for _ in range(2):  # and again, should somebody ask again
+    for _ in range(2):  # refused again if called again
         with pytest.raises(lowtide.BudgetError) as caught:
             loss.backward()
         assert caught.value.minimum > limit.limit
         assert "The smallest limit known to do is" in str(caught.value)
         assert "computed from sizes so far" in str(caught.value)
     assert not gradients(model)
-    with limit:  # what fits is not held up by what did not
+    with limit:  # after a refusal, a step that fits runs
         loss = model.layers[0](x).square().mean()
     loss.backward()
 
@@ -326,12 +326,12 @@ def test_following_the_advice_ends_soon(name: str, way: str) -> None:
         nbytes = named
         refusals += 1
     assert 1 <= refusals <= 4
-    assert nbytes <= 2 * plain  # convolutions of a few KiB take a scratchpad of up to 40
+    assert nbytes <= 2 * plain  # convolutions of a few KiB take a scratchpad of up to 40 KiB
     assert max(peaks) <= nbytes
 
 
 class Looks(nn.Module):
-    """What a plan holds is first read by an operation whose result is thrown away."""
+    """A value that the plan holds is first read by an operation whose result is discarded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
         assert torch.equal(model.weight.grad, gradient)
     budget.report()
     plan = budget._plans.expected(0)
-    assert ANCHOR in plan.choices  # the product is held, which nobody saves
+    assert ANCHOR in plan.choices  # the product is held although nothing saves it
     assert budget._last is not None
     assert not budget._last.switched
 
@@ -376,7 +376,7 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
 def test_whoever_makes_a_budget_for_every_step_is_told_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Such a budget keeps its limit, and has nothing to plan with."""
+    """Such a budget keeps its limit, but has nothing to plan from."""
     model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
 
     def one_step(budget: lowtide.Budget) -> None:

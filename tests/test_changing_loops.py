@@ -1,5 +1,5 @@
-"""Rule 13 in loops whose steps change: leaves that are frozen and not, steps that take turns, steps
-that are never the same.
+"""Rule 13 in loops whose steps change: leaves that are frozen and unfrozen, steps that alternate,
+steps that never recur.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -65,7 +65,7 @@ def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) ->
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each plan that was made."""
+    """A list that gets one entry for each plan that is made."""
     made: list[int] = []
     plan_next: Callable[..., None] = lowtide.Budget._plan_next
 
@@ -97,7 +97,8 @@ def test_unfrozen_parameters_are_counted_in_their_first_step() -> None:
 
 @pytest.mark.parametrize("how", ["frozen", "no_grad"])
 def test_what_was_frozen_is_planned_anew(how: str, replayed: Callable[[], int]) -> None:
-    """The plan of the frozen step, followed on, replays each block from the first one on."""
+    """If the frozen step's plan were still followed, each block would be replayed from the first
+    one on."""
     model, x = Net(words=100), torch.randint(100, (512,))
     share = int(0.7 * peak_of(model, x))
     twin = copy.deepcopy(model)
@@ -144,7 +145,7 @@ def test_frozen_again_the_earlier_plans_are_followed_at_once(planned: list[int])
 
 
 def test_leaves_that_are_frozen_inside_of_the_context() -> None:
-    """When it is entered they are never those of the step."""
+    """When the context is entered, the leaves are not yet those of the step."""
     model, x = Net(words=100), torch.randint(100, (512,))
     limit = lowtide.budget(0.8)
     for number in range(6):
@@ -177,7 +178,7 @@ def test_steps_that_take_turns_are_all_measured_and_planned_no_more(planned: lis
 
 
 def test_steps_with_their_beginning_in_common_are_planned_no_more(planned: list[int]) -> None:
-    """What ends otherwise is known only at its end, when it has followed another plan so far."""
+    """A step with another end is recognised only there; until then it follows another plan."""
     model, head, x = Net(words=100), nn.Linear(4, 300), torch.randint(100, (512,))
     limit = lowtide.budget(0.7)
 
@@ -202,7 +203,7 @@ def test_steps_that_never_come_again_are_not_planned_for_ever(planned: list[int]
     for count in range(300, 330):
         assert peak_of(model, torch.randint(100, (count,)), limit) <= share
     assert len(planned) < 8
-    for _ in range(4):  # one that stays is planned all the same
+    for _ in range(4):  # a step that recurs is planned all the same
         assert peak_of(model, torch.randint(100, (340,)), limit) <= share
     assert limit.report().planned
 

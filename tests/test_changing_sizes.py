@@ -1,7 +1,7 @@
 """Rule 13 where each batch has a size of its own: plans serve smaller steps of the same operations.
 
-Rules of docs/semantics.md are cited by number. A step counts as covered where it followed the plan
-of a larger one.
+Rules of docs/semantics.md are cited by number. A step counts as covered if it followed the plan of
+a larger one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two inputs with sizes of their own: what comes first does not tell how large the rest is."""
+    """Two inputs of independent sizes: the first does not tell how large the rest is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def peak_of(model: nn.Module, x: Any, limit: lowtide.Budget | None = None) -> in
 
 
 def train(model: nn.Module, limit: lowtide.Budget, batches: Iterable[Any]) -> list[str]:
-    """How each step went, its limit and its gradients compared with those of the plain step."""
+    """What each step did; checks its limit, and its gradients against those of the plain step."""
     twin, ways = copy.deepcopy(model), []
     for number, x in enumerate(batches):
         peak_of(twin, x)
@@ -144,7 +144,7 @@ def test_a_smaller_step_replays_what_the_plan_says(replayed: Callable[[], int]) 
 
 
 def test_a_first_operation_of_one_size_does_not_hide_the_others() -> None:
-    """A plan is changed over to where the sizes differ, and what comes before is the same."""
+    """The step changes to another plan where the sizes begin to differ; until there both agree."""
     model = Pair()
     batches = [(rows(400), rows(count)) for count in (600, 600, 600, 500, 590, 450, 580, 300)]
     limit = lowtide.budget(int(0.7 * peak_of(model, batches[0])))
@@ -163,7 +163,7 @@ def test_neither_of_two_inputs_is_larger() -> None:
 
 
 def test_a_fraction_is_one_of_the_largest_step_that_was_measured() -> None:
-    """What a plan for a still larger one would take is nothing to have a part of."""
+    """Not of what a plan for still larger steps would take."""
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(0.6)
     train(model, limit, map(rows, (400, 404, 408, 412, 416)))
@@ -193,7 +193,7 @@ class Heavy(nn.Module):
 
 
 def test_a_fraction_where_an_earlier_step_has_left_memory() -> None:
-    """What that has left is in the largest peak that was measured, and no part of this step's."""
+    """That memory is part of the largest measured peak, but not of this step's."""
     model = Heavy()
     twin, limit, largest = copy.deepcopy(model), lowtide.budget(0.7), 0
 
@@ -212,7 +212,7 @@ def test_a_fraction_where_an_earlier_step_has_left_memory() -> None:
         peak = step(model, counts, limit)
         granted = limit.report().limit
         assert granted is not None
-        assert len(counts) == 1 or peak <= 0.7 * largest  # the first of all has no limit yet
+        assert len(counts) == 1 or peak <= 0.7 * largest  # the very first step has no limit yet
         assert granted <= 0.701 * largest
 
 
@@ -228,7 +228,7 @@ def test_a_plan_from_fake_tensors_serves_smaller_steps() -> None:
 
 
 def test_other_operations_are_no_smaller_step() -> None:
-    """As many operations on as few bytes, but one of them is another."""
+    """The same number of operations on fewer bytes, but one of them is different."""
 
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +321,7 @@ class Tables(nn.Module):
 def test_steps_of_which_only_the_gradients_differ(
     make: Callable[[], nn.Module], first: Any, second: Any
 ) -> None:
-    """Each operation makes as many bytes in the one as in the other, and backward does not."""
+    """Operations make equally many bytes in both steps, but their backwards do not."""
     model = make()
     plain = peak_of(model, first)
     assert abs(peak_of(model, second) - plain) < 1000  # the peak is where backward begins
@@ -331,7 +331,7 @@ def test_steps_of_which_only_the_gradients_differ(
 
 
 def test_a_step_that_leaves_the_plan_of_a_larger_one_is_known_by_its_own_bytes() -> None:
-    """Else it would be planned, and refused, as if it were the larger one."""
+    """Otherwise it would be planned, and refused, as the larger one."""
     model, head = nn.Sequential(*(tower() for _ in range(4))), nn.Linear(32, 3000)
     large, small = rows(500), rows(430)
 
@@ -365,7 +365,7 @@ def test_a_step_that_leaves_the_plan_of_a_larger_one_is_known_by_its_own_bytes()
 
 
 def test_a_much_smaller_step_gets_a_plan_of_its_own() -> None:
-    """That for a larger one recomputes more than it would have to."""
+    """The larger one's plan recomputes more than is needed."""
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
     train(model, limit, map(rows, [600] * 4))
@@ -381,7 +381,7 @@ def test_a_much_smaller_step_gets_a_plan_of_its_own() -> None:
 
 
 def test_a_step_that_comes_again_gets_a_plan_of_its_own() -> None:
-    """Also where that for a larger one costs little more: it would for the rest of the training."""
+    """Even if the larger one's plan costs little more: it would do so for the rest of training."""
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
     train(model, limit, map(rows, [600] * 4))
@@ -399,7 +399,7 @@ def test_steps_that_grow_are_outgrown_by_few_of_them() -> None:
 
 
 def test_steps_that_grow_fast_are_outgrown_too() -> None:
-    """From next to nothing, each by eight rows: at first by far more than a little."""
+    """They grow by eight rows each from a tiny step, so at first by a large factor."""
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(234))))
     ways = []
@@ -434,7 +434,7 @@ def test_by_how_much_a_step_is_larger() -> None:
 
 
 def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:
-    """Memory of kernels that grows as their inputs shrink is known to nobody before it is seen."""
+    """A kernel whose memory grows as its inputs shrink is not known before it is measured."""
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
     train(model, limit, map(rows, [600] * 3))

@@ -1,6 +1,6 @@
 """`lowtide.checkpoint` and `lowtide.checkpoint_sequential` as drop-ins for torch's.
 
-What the engine under them promises stands in test_rules_*.py; here are the calls themselves.
+The engine's promises are tested in test_rules_*.py; this file is about the calls themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from against_plain import Way, check, counted, gradients, leaf, recorded
 from lowtide import UsageError
 from lowtide.policies import KeepNamed
 
-# Every keyword that torch's checkpoint takes, with values that change what torch's does.
+# Every keyword of torch's checkpoint, with values that change what torch's does.
 KEYWORDS: list[dict[str, Any]] = [
     {"use_reentrant": True},
     {"use_reentrant": False},
@@ -46,12 +46,12 @@ def test_torchs_keywords_are_taken_and_change_nothing(keywords: dict[str, Any]) 
         return gradients(way(region, x, 2.0, shift=0.5, **given).sum(), x)
 
     replayed = check(scenario)
-    # the exponential saves its output, the sine and the dropout are made on the way
+    # the exponential saves its output; the sine and the dropout are replayed on the way to it
     assert replayed["exp"] == replayed["sin"] == 1
 
 
 def test_torchs_keywords_are_those_of_torchs_signature() -> None:
-    """A keyword that a later torch adds shows here, and is not passed to the function unseen."""
+    """A keyword that a later torch adds fails here; it must not be passed on to the function."""
     import inspect
 
     taken = {k for keywords in KEYWORDS for k in keywords} | {"function", "args", "kwargs"}
@@ -149,7 +149,7 @@ def test_without_grad_the_function_is_simply_called() -> None:
 
 
 def test_a_generator_of_tensors_as_a_function_is_not_run_early() -> None:
-    """A lazy result is made where it is consumed: outside of the region, and right all the same."""
+    """A lazy result is computed where it is consumed: outside the region, and still right."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         x = leaf(4)
@@ -202,7 +202,7 @@ def test_sequential_checkpoints_the_pieces_that_torch_does(segments: int) -> Non
             self.place, self.log = place, log
 
         def forward(self, x: Tensor) -> Tensor:
-            # Inside a region of either kind, saved-tensor hooks stand.
+            # Inside a region of either kind there are saved-tensor hooks.
             if not torch._C._autograd._top_saved_tensors_default_hooks(False):
                 self.log.append(self.place)
             return x.sin()

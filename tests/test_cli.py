@@ -244,7 +244,7 @@ def test_a_step_that_runs_backward_itself_is_run_as_it_is(
     ran = json.loads(printed(capsys, "run", *line))
     shown = json.loads(printed(capsys, "report", *line))
     labels = [trial["label"] for trial in ran["trials"]]
-    first = "planned" if times == 1 else "unplanned"  # a plan is for the first of two
+    first = "planned" if times == 1 else "unplanned"  # of two backwards, only the first is planned
     assert labels == ["plain", first, "planned", "planned"]
     assert len(shown["trials"]) == 3
     plain, *planned = ran["trials"]
@@ -321,7 +321,7 @@ def test_a_language_model_by_name_gets_tokens_and_labels() -> None:
 
 
 def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str) -> None:
-    """The plan is for another step, and nothing under its limit is possible for this one."""
+    """The plan is for another step, and this one cannot be kept within its limit."""
     small, large = load("program:build", (), ("count=2",)), load("program:build", (), ("count=9",))
     plan = lowtide.plan(small.function, *small.args, limit=0.9)
     tried = try_steps(large.function, large.args, {}, plan, 1, steps=2)
@@ -432,7 +432,7 @@ def test_a_long_error_is_cut_in_the_middle() -> None:
 def test_a_row_says_what_its_own_step_followed(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model that returns no loss leaves its plan where the loss is taken, and gets another."""
+    """A model that returns no loss leaves its plan where the loss is computed, and is replanned."""
     line = [f"{program}:build", "--limit", "60%", "--steps", "4", "--json"]
     trials = json.loads(printed(capsys, "run", *line))["trials"]
     assert {trial["label"] for trial in trials[2:]} == {"planned"}
@@ -515,7 +515,7 @@ def test_every_verb_says_what_it_takes(verb: str, capsys: pytest.CaptureFixture[
     assert caught.value.code == 0
     told = capsys.readouterr().out
     assert f"usage: lowtide {verb}" in told
-    # Per cent signs of a help text are not read as a format.
+    # Percent signs in a help text are not taken for a format.
     assert ("0.5 or 50%" in " ".join(told.split())) == (verb not in ("saved", "curve"))
 
 

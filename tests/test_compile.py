@@ -1,8 +1,8 @@
-"""torch.compile around and inside regions and budgets: right, and said where something is lost.
+"""torch.compile around and inside regions and budgets: right, with a warning if something is lost.
 
-Code that Dynamo compiled is not recorded, so a compiled function runs eagerly where the tape
-records; that must not raise, must not change its results, must not last after the recording, and
-must be said. docs/status.md lists the combinations.
+Compiled code cannot be recorded, so a compiled function runs eagerly inside a recording; that must
+not raise, change its results, or last after the recording, and there must be a warning.
+docs/status.md lists the combinations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowtide.errors import CompiledWarning, UsageError
 from lowtide.policies import KeepNamed, KeepOperators, KeepProducts, Policy
 from once import on_one_recorder
 
-# torch's own, while it compiles
+# torch's own warnings, while it compiles
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 
-NEW = _compat.torch_has((2, 12))  # whose compiler takes a policy for a constant
+NEW = _compat.torch_has((2, 12))  # its compiler treats a policy as a constant
 needs_new = pytest.mark.skipif(not NEW, reason="refused on this torch")
 
 
@@ -75,7 +75,7 @@ def step(model: nn.Module, call: Callable[[Tensor], Tensor], around: Any = None)
 
 
 class Backend:
-    """Compiles to what it was given, and counts how often that runs."""
+    """A backend that returns the graph as it is, and counts how often it runs."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -129,7 +129,7 @@ def test_compiled_module_inside(inside: Any, warm: bool, fullgraph: bool) -> Non
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_inside_the_recording(backend: str) -> None:
-    """Compiled for the first time, by a call that stands in the recording itself."""
+    """The first call, which compiles, is inside the recording."""
     plain, model = Net(), Net()
     expected = step(plain, plain)
 
@@ -251,14 +251,14 @@ def test_region_in_compiled_code(backend: str, policy: Policy | None) -> None:
 
     expected = step(model, torch.compile(theirs, backend=backend, fullgraph=True))
     assert same(expected, step(model, torch.compile(ours, backend=backend, fullgraph=True)))
-    if backend == "aot_eager":  # whose recomputation draws the same mask
+    if backend == "aot_eager":  # its recomputation draws the same mask
         assert same(step(model, functools.partial(model, scale=0.5, mask=mask)), expected)
 
 
 @on_one_recorder
 @pytest.mark.parametrize("policy", WITH_POLICIES)
 def test_structures_and_regions_in_regions_in_compiled_code(policy: Policy | None) -> None:
-    """Dictionaries and tuples in and out, one region in another, all in one graph."""
+    """Dictionaries and tuples as arguments and results, nested regions, all in one graph."""
     model = Net()
 
     def inner(parts: dict[str, Any], *, masks: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def test_a_decorated_function_in_compiled_code() -> None:
 def test_policies_in_compiled_code_are_refused_on_an_old_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["lowtide.checkpoint"]  # the name means the function
+    module = sys.modules["lowtide.checkpoint"]  # `lowtide.checkpoint` itself is the function
     monkeypatch.setattr(module, "_POLICIES_ARE_CONSTANTS", False)
     compiled = torch.compile(
         lambda x: lowtide.checkpoint(torch.sin, x, policy=KeepProducts()),
@@ -351,7 +351,7 @@ def test_checkpointed_modules_in_compiled_code() -> None:
 
 
 def test_inductor() -> None:
-    """The compiler that people use; inside a region it does not run, so the bits are eager's."""
+    """The default compiler. It does not run inside a region, so the bits are eager's."""
     model = Net()
     compiled = torch.compile(model)
     expected = step(model, model)

@@ -1,7 +1,7 @@
-"""CUDA without a GPU: what can be told without a device (rule 3, 13).
+"""CUDA without a GPU: what can be tested without a device (rules 3 and 13).
 
-What makes an accelerator different from the CPU is tested on an emulated one, `tests/accelerator`;
-what a real one does is checked by tests/device/check_device.py, on a machine that has it.
+How an accelerator differs from the CPU is tested on an emulated one, `tests/accelerator`; real ones
+are checked by tests/device/check_device.py, on a machine that has one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide.memory import marks
 
 
 def test_random_state_of_cuda_is_read_without_a_device() -> None:
-    """A CUDA generator is not asked for where there is none (rule 3)."""
+    """Without a device, no CUDA generator is requested (rule 3)."""
     assert _compat.default_generator(torch.device("cpu")) is torch.default_generator
     assert _compat.default_generator(torch.device("meta")) is None
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Custom autograd Functions: what their backward takes is in the model of the first step.
+"""Custom autograd Functions: the model of a first step includes what their backward takes.
 
-Their forward runs without grad, so autograd's own nodes tell nothing of it.
+Their forward runs without grad, so autograd's nodes do not describe it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import lowtide
 
 
 class _Formula(torch.autograd.Function):
-    """GELU by plain arithmetic, as language models have it."""
+    """GELU as a formula of basic operations, as in some language models."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class _Formula(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """A residual block that is gone through again, as reversible nets and checkpoints do."""
+    """A residual block that runs again in backward, as in reversible nets and checkpoints."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: nn.Module, *parameters: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def test_the_first_step_keeps_the_limit(how: str, share: float) -> None:
 
 
 def test_iterations_are_counted_once() -> None:
-    """Fifteen of them would be several times the step."""
+    """Counting all fifteen would give several times the step's memory."""
     torch.manual_seed(0)
     model, x = _Equilibrium(), torch.randn(512, 32)
     plain = _run(model, x, None)

@@ -1,7 +1,7 @@
-"""A graph that dies before any backward: its memory is the plain step's, and no plan's.
+"""A graph that dies before any backward: its memory counts in the plain step, but not in a plan.
 
-A generator whose output is detached and a teacher without `no_grad` save for a backward that does
-not come.
+A generator whose output is detached, or a teacher without `no_grad`, saves tensors for a backward
+that never comes.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ def _mlp(width: int) -> nn.Sequential:
 
 
 class _Pair(nn.Module):
-    """A network whose graph dies, and one that learns from what it made."""
+    """A network whose graph dies, and one that trains on its output."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_the_first_step_knows_that_no_backward_comes(how: str, share: float | st
 
 
 def test_a_graph_half_of_which_dies() -> None:
-    """Of what two branches read, only what the dead one saved for itself is gone."""
+    """Of what two branches read, only what the dead branch alone saved is released."""
     torch.manual_seed(0)
     trunk, dead, live = _mlp(128), _mlp(192), _mlp(64)
     x = torch.randn(512, 16)
@@ -171,7 +171,7 @@ def _branches(trunk: nn.Module, dead: nn.Module, live: nn.Module, x: Tensor) -> 
 
 
 class _Adaptive(nn.Module):
-    """Looks at what it has made, and goes on with it."""
+    """Looks at its activations, and goes on to use them."""
 
     def __init__(self, looks: bool) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class _Adaptive(nn.Module):
 
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_what_was_looked_at_is_planned_like_the_rest(share: float) -> None:
-    """A graph that died was the first to save it: it is the step's all the same."""
+    """A graph that died saved it first; it belongs to the step all the same."""
     reports = []
     for looks in (False, True):
         torch.manual_seed(0)

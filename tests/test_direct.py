@@ -1,4 +1,4 @@
-"""What autograd saves comes to the compiled recorder without a call of Python's: what, and when."""
+"""The compiled recorder receives saved tensors without a call into Python: which ones, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compiled() -> Iterator[None]:
 
 @pytest.fixture
 def handed_over() -> Callable[[], int]:
-    """How many saved tensors came that way since the test began."""
+    """A function: how many saved tensors were received that way since the test began."""
     core = engine.core()
     before = core.count_direct()
     return lambda: int(core.count_direct() - before)
@@ -44,7 +44,7 @@ def some(x: Tensor) -> Tensor:
 def test_what_a_region_saves_comes_directly(handed_over: Callable[[], int]) -> None:
     x = torch.randn(5, requires_grad=True)
     lowtide.checkpoint(some, x).backward()
-    assert handed_over() == 3  # sin its input, exp and tanh their results
+    assert handed_over() == 3  # sin saves its input, exp and tanh their results
 
 
 def test_what_is_saved_outside_of_a_recording_does_not(handed_over: Callable[[], int]) -> None:
@@ -125,7 +125,7 @@ def test_a_limit_that_is_refused_while_autograd_saves_is_raised_as_it_is() -> No
     net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
     with pytest.raises(lowtide.BudgetError), lowtide.budget(100):
         net(torch.randn(64, 64))
-    net(torch.randn(64, 64)).sum().backward()  # and plain training goes on
+    net(torch.randn(64, 64)).sum().backward()  # plain training still works
 
 
 def test_detect_anomaly_names_the_line_of_the_forward() -> None:

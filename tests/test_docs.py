@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, and the code on its pages runs as it stands there."""
+"""The documentation builds without a warning, and the code on its pages runs as printed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = on_one_recorder
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# On these pages each block builds on the last; `tests/test_guides.py` runs the other guides.
+# On these pages each code block builds on the last; `tests/test_guides.py` runs the other guides.
 PAGES = ("index.md", "questions.md", "coming-from.md", "guides/seeing.md", "guides/llm.md")
 
 
@@ -35,7 +35,7 @@ def test_the_code_of_a_page_runs(
             pytest.importorskip(library)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    path = tmp_path / "page.py"  # a file, so that lines of it can be named
+    path = tmp_path / "page.py"  # a file, so that reports can name its lines
     path.write_text(code, encoding="utf-8")
     try:
         exec(compile(code, str(path), "exec"), {"__name__": "page"})

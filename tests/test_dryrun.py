@@ -1,4 +1,4 @@
-"""Dry runs: the graph on fake tensors is that of the real step, and nothing is touched."""
+"""Dry runs: the graph from fake tensors equals that of the real step, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_an_operator_that_fails_on_shapes_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # and nothing is told before
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):  # and without a warning
         dry_run(nn.Linear(4, 4), (torch.randn(2, 5),), {})
     assert caplog.records == []
     assert not log.disabled
@@ -118,7 +118,7 @@ def test_the_graph_is_that_of_the_real_step(name: str) -> None:
     function, args = STEPS[name]()
     dry, real = dry_run(function, args, {}), real_step(function, *args)
     assert (dry.source, real.source) == ("fake", "recorded")
-    first = len(real.graph.ops) - len(dry.graph.ops)  # what asks what is in a parameter
+    first = len(real.graph.ops) - len(dry.graph.ops)  # what reads the content of a parameter
     assert [op.name for op in dry.graph.ops] == [op.name for op in real.graph.ops[first:]]
     sizes = [[dry.graph.values[v].nbytes for v in op.outputs] for op in dry.graph.ops]
     assert sizes == [
@@ -134,7 +134,7 @@ def test_the_plain_peak_is_that_of_the_real_step(name: str) -> None:
     def step() -> None:
         function(*args).backward()
 
-    step()  # oneDNN makes some workspaces once
+    step()  # oneDNN allocates some workspaces once
     for parameter in Found(function, args, {}).state():
         parameter.grad = None
     measured = lowtide.measure(step, device="cpu").peak_bytes
@@ -288,7 +288,7 @@ def test_the_warning_is_of_the_callers_line(way: Callable[..., Any]) -> None:
     model = nn.Linear(4, 4)
 
     def step(x: Tensor) -> Tensor:
-        out: Tensor = model(x).sum() * float(x.numpy().sum())  # which fake tensors have not
+        out: Tensor = model(x).sum() * float(x.numpy().sum())  # fake tensors have no `numpy()`
         return out
 
     with pytest.warns(DryRunWarning) as told:
@@ -324,7 +324,7 @@ def test_what_backward_starts_from() -> None:
 
 
 def test_repeated_layers_are_recorded_like_the_first() -> None:
-    # The short way through repeated shapes must know a view that does not say it is one.
+    # The fast path for repeated shapes must recognise a view that is not declared as one.
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(8)])
     step = dry_run(model, (torch.ones(2, 4, 16),), {})
     made = {op.name: {len(op.outputs)} for op in step.graph.ops}

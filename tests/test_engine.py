@@ -1,4 +1,4 @@
-"""The compiled recorder and the one in Python: same records, same replays, and who runs when."""
+"""The compiled recorder and the Python one: same records, same replays, and which one runs when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ needs_compiler = pytest.mark.skipif(not BUILDABLE, reason="no compiled recorder 
 
 
 class Told(RegionDecisions):
-    """Writes down what a recorder tells of each operation and each save."""
+    """Logs what a recorder reports about each operation and each save."""
 
     __slots__ = ("lines", "saves")
     asks = True
@@ -65,7 +65,7 @@ class Told(RegionDecisions):
 
 
 class Holding(Told):
-    """And holds whatever is saved."""
+    """The same, and holds whatever is saved."""
 
     __slots__ = ("gone",)
 
@@ -160,7 +160,7 @@ def recorded(function: Callable[[Tensor], Any], told: T) -> tuple[T, Tensor]:
 
 @pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
 def test_a_value_that_is_dropped_while_its_user_has_it_is_still_known(way: str) -> None:
-    """The next operation that reads it can be replayed all the same."""
+    """An operation that reads it later can still be replayed."""
     x = torch.randn(64, requires_grad=True)
     with engine.use(way), Recording(Told()) as tape:
         recorder = tape.recorder
@@ -201,7 +201,7 @@ def test_both_recorders_write_the_same(name: str) -> None:
 
 
 def asking(x: Tensor) -> Tensor:
-    """Three times it asks for a number, whose graph dies."""
+    """Computes a number with `item()` three times; the graphs of these numbers die."""
     first = x * 2  # value 0
     first.norm().item()  # 1, saved as a result
     rows = first[1:] + 1  # 2
@@ -227,7 +227,7 @@ def test_what_only_graphs_that_died_have_saved_is_let_go_and_known(way: str) -> 
 
 
 class Dropping(Holding):
-    """Holds the first value only; a graph dies in the middle of a replay."""
+    """Holds only the first value; a graph dies in the middle of a replay."""
 
     __slots__ = ("graphs",)
 
@@ -281,7 +281,7 @@ def test_switches_of_cuda_are_recorded_once_cuda_was_used(
 
 @needs_compiler
 def test_an_operation_of_the_compiled_recorder_reads_as_one_of_python() -> None:
-    """Reports and listeners look at operations without knowing who recorded them."""
+    """Reports and listeners inspect operations without knowing which recorder made them."""
     with engine.use("compiled"):
         seen: list[Any] = []
         lowtide.replay.listeners.append(seen.extend)
@@ -310,7 +310,7 @@ def test_an_operation_of_the_compiled_recorder_reads_as_one_of_python() -> None:
 def test_a_planned_backward_is_counted_without_asking_python(
     monkeypatch: pytest.MonkeyPatch, inside: bool, penalty: bool
 ) -> None:
-    """Inside of the budget as well; a gradient penalty in the forward is no part of it."""
+    """Inside the budget too; a gradient penalty in the forward is not part of that backward."""
     told: list[int] = []
     original = StepDecisions.requested
 
@@ -365,7 +365,7 @@ def test_a_step_begun_on_one_engine_ends_on_the_other() -> None:
 @needs_compiler
 @needs_compiler
 def test_the_table_of_the_compiled_recorder_is_a_mapping_that_forgets() -> None:
-    """In the order in which storages came, each up to its end."""
+    """It lists live storages, in the order in which they were first seen."""
     with engine.use("compiled"):
         core = engine.core()
     table, live = core.Table(), core.Box(0)
@@ -393,12 +393,12 @@ def test_the_table_of_the_compiled_recorder_is_a_mapping_that_forgets() -> None:
     table.clear()
     assert len(table) == 0
     del tensors
-    assert live[0] == 4 * 16  # nobody counts any more
+    assert live[0] == 4 * 16  # nothing counts any more
 
 
 @needs_compiler
 def test_what_passes_the_compiled_recorder_by_are_views() -> None:
-    """They go from autograd to their kernels directly: none may need to be written down."""
+    """They go from autograd straight to their kernels, so none of them may need recording."""
     with engine.use("compiled"):
         assert engine.core() is not None
     passed = set()
@@ -417,7 +417,7 @@ def test_what_passes_the_compiled_recorder_by_are_views() -> None:
 @needs_compiler
 @pytest.mark.parametrize("way", ["python", "compiled"])
 def test_views_that_nobody_sees_leave_all_as_it_was(way: str) -> None:
-    """What they show is told by the storage, whoever made the view."""
+    """A view is identified by its storage, however it was made."""
 
     def through(x: Tensor) -> Tensor:
         y = x.sin().view(4, 6).t()[1:].unsqueeze(0).expand(2, 5, 4).permute(1, 0, 2)
@@ -440,7 +440,7 @@ def test_views_that_nobody_sees_leave_all_as_it_was(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["python", "compiled"])
 def test_a_higher_order_operator_runs_once_and_is_kept(way: str) -> None:
-    """Such operators exist in Python only, and look for a kernel under every key that is on."""
+    """Such operators exist in Python only, and need a kernel for every active dispatch key."""
     from torch._higher_order_ops.wrap import wrap
 
     calls = []
@@ -478,7 +478,7 @@ def test_the_key_is_given_back_after_an_error() -> None:
     assert torch.equal(x.grad, plain)
 
 
-# ------------------------------------------------------------------ who runs
+# ------------------------------------------------------------------ which recorder runs
 
 
 def test_an_unknown_engine_is_refused() -> None:

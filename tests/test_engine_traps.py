@@ -1,4 +1,4 @@
-"""Cases that once made one engine or both differ from plain PyTorch, on each engine."""
+"""Cases in which one recorder or both once differed from plain PyTorch, on each recorder."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Around(Tensor):
 
 @pytest.mark.usefixtures("way")
 def test_a_write_through_a_subclass_around_a_recorded_tensor() -> None:
-    """It leaves no mark on the tensor itself (rule 4)."""
+    """It does not move the tensor's own version (rule 4)."""
 
     def function(x: Tensor) -> Tensor:
         x = x * 2
@@ -130,7 +130,7 @@ def test_without_autocast_such_a_kernel_is_replayed(name: str) -> None:
 
 
 def complex_kernels() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Operators whose kernels conjugate lazily what they have made; torch 2.15 has all of them."""
+    """Operators whose kernels conjugate intermediate results lazily; torch 2.15 has all of them."""
     found: dict[str, Callable[[Tensor], Tensor]] = {"pinv": torch.linalg.pinv}
     if hasattr(torch.linalg, "polar"):
         found["polar"] = lambda x: torch.linalg.polar(x)[1]
@@ -152,7 +152,7 @@ def step_of_complex(
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", complex_kernels())
 def test_a_kernel_that_conjugates_what_it_has_made(name: str) -> None:
-    """Under a mode of torch such a kernel reads its conjugates as if they were none (rule 5)."""
+    """Under a torch mode, such a kernel ignores the lazy conjugation of what it reads (rule 5)."""
     function = complex_kernels()[name]
     plain = step_of_complex(lambda f, x: f(x), function)
     found = step_of_complex(lowtide.checkpoint, function)
@@ -161,7 +161,7 @@ def test_a_kernel_that_conjugates_what_it_has_made(name: str) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_a_backward_inside_a_recording_conjugates_too() -> None:
-    """That of `lstsq` is one operator, which calls `pinv`. Its last bits vary on their own."""
+    """The backward of `lstsq` is one operator, which calls `pinv`. Its last bits are not stable."""
 
     def function(x: Tensor) -> Tensor:
         inner = x.detach().requires_grad_()
@@ -179,7 +179,7 @@ def test_a_backward_inside_a_recording_conjugates_too() -> None:
 def test_the_body_of_a_higher_order_operator_conjugates_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step, "_warned", True)  # once a process: left to the tests about it
+    monkeypatch.setattr(step, "_warned", True)  # given once per process: leave it to its own test
     torch.manual_seed(0)
     x, weight = torch.randn(5, 5, dtype=torch.complex64), torch.ones((), requires_grad=True)
 
@@ -206,7 +206,7 @@ def test_nested_tensors_of_strided_layout() -> None:
 
 
 def test_nested_tensors_of_strided_layout_under_a_budget() -> None:
-    """They have no shape to be asked for while room is made."""
+    """They have no shape that could be read while room is made."""
     linear, x = nn.Linear(3, 3), torch.randn(4, 3)
 
     def step() -> list[Tensor]:

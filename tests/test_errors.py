@@ -1,7 +1,7 @@
-"""Bad input: each gets a clear error or a stated behaviour, and the process trains on.
+"""Bad input: each gives a clear error or has a documented behaviour, and training can go on.
 
-What a budget cannot meet stands in test_rules_budget.py; changed externals, in
-test_rules_externals.py; modules that are already checkpointed, in test_foreign.py as well.
+Limits that cannot be kept are in test_rules_budget.py, changed externals in
+test_rules_externals.py, modules that are already checkpointed also in test_foreign.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.step import current_recorder
 
 @pytest.fixture(autouse=True)
 def trains_on() -> Iterator[None]:
-    """After every test here the process is as it was, and the next step is right."""
+    """After each test here the process is in its former state, and the next step is right."""
     before = (torch.is_grad_enabled(), torch.get_default_dtype())
     yield
     assert current_recorder() is None
@@ -144,7 +144,7 @@ def test_a_budget_inside_a_budget() -> None:
         y = x.sin()
         with pytest.raises(lowtide.UsageError) as caught, lowtide.budget(0.4):
             pass
-        z = y.exp().cos()  # the outer one goes on
+        z = y.exp().cos()  # the outer one still works
     assert "inside another budget or checkpointed region of the same thread" in str(caught.value)
     z.sum().backward()
     (expected,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
@@ -224,7 +224,7 @@ def test_fit_of_a_model_that_checkpoints_itself() -> None:
 
 def test_a_fitted_model_in_the_wrong_mode_is_the_plain_model() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
-    budget = lowtide.fit(model, "1 B")  # a limit that nothing meets
+    budget = lowtide.fit(model, "1 B")  # a limit that no step can keep
     with recorded() as seen:
         model(torch.randn(3, 4)).sum().backward()
     assert seen == []

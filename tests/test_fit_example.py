@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 
-CALLS: list[type] = []  # what a net caches itself is put back after a dry run
+CALLS: list[type] = []  # not restored after a dry run, as what a net caches itself would be
 
 
 class Net(nn.Module):
@@ -112,7 +112,7 @@ def test_an_example_is_one_of_training() -> None:
 
 
 class Classifier(nn.Module):
-    """As transformers' models: the loss, and what it was made from."""
+    """Like transformers' models: returns the loss, and what it was made from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Classifier(nn.Module):
 
 @pytest.mark.usefixtures("one_thread", "short_search")
 def test_an_output_that_has_a_name_until_the_step_is_over() -> None:
-    """It is in memory while backward runs."""
+    """User code holds it, so it is in memory while backward runs."""
     net, x, labels = Classifier(), torch.randn(512, 64), torch.randint(400, (512,))
 
     def step() -> None:

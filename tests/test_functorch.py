@@ -20,7 +20,7 @@ from against_plain import WAYS, Way, check
 from by_hand import counted_replays, same
 from lowtide.errors import UnsupportedError
 
-# torch's own, at the first use of forward-mode differentiation
+# torch's own warning, at the first use of forward-mode differentiation
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -49,7 +49,7 @@ def by_vmap(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def by_vmap_of_a_mask(model: nn.Module, x: Tensor) -> Tensor:
-    """As transformers build attention masks: a transform of integers beside the network."""
+    """As transformers builds attention masks: a transform of integers next to the network."""
     positions = torch.arange(4)
     mask = vmap(lambda q: vmap(lambda k: q >= k)(positions))(positions)
     return (model(x) @ mask.to(x.dtype)).square().mean()
@@ -118,7 +118,7 @@ def test_refused_inside(loss: Loss, how: str) -> None:
     step(loss, "plain")  # torch itself can
     with pytest.raises(UnsupportedError, match=r"torch\.func transform .* ran inside a lowtide"):
         step(loss, how)
-    assert same(step(by_jvp, "plain"), step(by_jvp, how))  # and training goes on
+    assert same(step(by_jvp, "plain"), step(by_jvp, how))  # and training still works
 
 
 def in_region(model: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""The code in the guides runs as it stands there."""
+"""The code in the guides runs as printed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def blocks() -> Iterator[object]:
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         for number, code in enumerate(BLOCK.findall(text), 1):
             yield pytest.param(code, id=f"{name}-{number}")
-    for name in ("planning", "compile"):  # each builds on the last
+    for name in ("planning", "compile"):  # each code block builds on the last
         text = (GUIDES / f"{name}.md").read_text(encoding="utf-8")
         yield pytest.param("\n".join(BLOCK.findall(text)), id=name)
 
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator() -> Iterator[None]:
-    """Accelerate keeps one state a process, and refuses a second precision."""
+    """Accelerate keeps one state per process, and refuses a second precision."""
     yield
     state = sys.modules.get("accelerate.state")
     if state is not None:
@@ -42,7 +42,7 @@ def fresh_accelerator() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")
-# torch's own, while it compiles
+# torch's own warning, while it compiles
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("code", list(blocks()))

@@ -22,7 +22,7 @@ from once import on_one_recorder
 
 pytestmark = [
     on_one_recorder,
-    # torch's own, while it compiles
+    # torch's own warnings, while it compiles
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks with BatchNorm and dropout; between two of them Dynamo may be made to break off."""
+    """Blocks with BatchNorm and dropout; optionally with a graph break between two of them."""
 
     def __init__(self, *, breaks: bool = False, norm: bool = True, blocks: int = 4) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ def plain_steps(build: Callable[[], nn.Module], compiler: str, count: int) -> An
 def test_the_bits_of_the_plain_compiled_step_inside_the_limit(compiler: str, share: float) -> None:
     """With dropout and BatchNorm, whose statistics move once.
 
-    What Inductor's kernels take beside is a model's guess (docs/guides/compile.md); what they save
-    is not.
+    What Inductor's kernels take besides is a model's estimate (docs/guides/compile.md); what they
+    save is exact.
     """
     build = functools.partial(Net, blocks=2 if compiler == "inductor" else 4)
     expected, plain = plain_steps(build, compiler, 3)
@@ -129,14 +129,14 @@ def test_the_bits_of_the_plain_compiled_step_inside_the_limit(compiler: str, sha
 
 
 def saved_between(call: Callable[[Tensor], Tensor], x: Tensor = X) -> int:
-    """Bytes that a forward leaves for its backward, as counted by the allocator."""
+    """Bytes that a forward keeps for its backward, measured by the allocator."""
     held: list[Tensor] = []
     return lowtide.measure(lambda: held.append(call(x)), device="cpu").allocated_bytes
 
 
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
 def test_what_is_predicted_is_measured(share: float) -> None:
-    """Without a code generator there is nothing to guess: to the byte, but for random states."""
+    """Without generated code nothing is estimated: exact to the byte, except for random states."""
     model = Net(norm=False)
     backend = lowtide.CompileBudget(share, compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
@@ -191,7 +191,7 @@ def test_arguments() -> None:
 
 
 class Patches(nn.Module):
-    """A convolution, whose input and weight Inductor copies to channels last and saves so."""
+    """A convolution, whose input and weight Inductor saves as channels-last copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Patches(nn.Module):
 
 
 class Mixer(nn.Module):
-    """LayerNorm, GELU and dropout, whose parts Inductor joins and puts in an order of its own."""
+    """LayerNorm, GELU and dropout, whose parts Inductor fuses and reorders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def compiled_peak(build: Callable[[], nn.Module], x: Tensor) -> int:
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_what_generated_code_takes_is_read_from_it(share: float) -> None:
-    """Before it runs: to the byte, but for scalars and what kernels outside of it take."""
+    """Before it runs: exact to the byte, except for scalars and the workspace of other kernels."""
     limit = int(share * compiled_peak(Mixer, ROWS_OF_32))
     model, backend = Mixer(), lowtide.CompileBudget(limit)
     compiled = torch.compile(model, backend=backend)
@@ -267,7 +267,7 @@ def test_what_generated_code_takes_is_read_from_it(share: float) -> None:
 def test_a_wrong_model_keeps_the_limit_all_the_same(
     monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    """One that promises too much is corrected, one that promises too little refuses nothing."""
+    """A model that is too optimistic is corrected; one that is too pessimistic refuses nothing."""
     limit = int(0.65 * compiled_peak(Mixer, ROWS_OF_32))
     original = Scheduler.run
 
@@ -303,7 +303,7 @@ def test_code_that_cannot_be_read_leaves_room_for_the_model(
 
 
 class Decoder(nn.Module):
-    """Attention and a gated perceptron over 64 tokens; its least peak is far from the model's."""
+    """Attention and a gated perceptron over 64 tokens; its lowest peak is predicted badly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ def test_the_limit_that_a_refusal_names_is_kept(build: Callable[[], nn.Module], 
 
 
 def test_torchs_minimum_cuts_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets of torch's share most of their cuts; what is saved at each is what it would be."""
+    """torch's choices at several budgets share most of their cuts; sharing changes no choice."""
     from torch._functorch import partitioners
 
     asked: Counter[Any] = Counter()
@@ -376,7 +376,7 @@ def line(kind: Any, name: str, of: str = "", nbytes: int = 0, node: str = "") ->
 
 
 def test_lines_of_generated_code() -> None:
-    """Buffers end with their last name; pieces of a call with the call's own result too."""
+    """A buffer is freed with its last name; pieces of a call's result also with that result."""
     walk = generated.Walk({"saved": 0, "given": 1}, {0: 8}, {"mm": 100})
     lines = (
         line("take", "a", nbytes=64),
@@ -384,11 +384,11 @@ def test_lines_of_generated_code() -> None:
         line("same", "b", "a"),
         line("free", "a"),
         line("free", "saved"),
-        line("free", "given"),  # not ours: no bytes come back
+        line("free", "given"),  # an input: frees no bytes
         line("several", "call"),  # 64 - 8 + 48
         line("piece", "one", "call", 32),
         line("piece", "two", "call", 16),
-        line("free", "one"),  # the call still has it
+        line("free", "one"),  # still held by the call's result
         line("take", "c", nbytes=96),  # 200
         line("free", "call"),
         line("free", "b"),
@@ -403,7 +403,7 @@ def test_lines_of_generated_code() -> None:
 
 
 def test_two_graphs_under_one_limit() -> None:
-    """The first step saves little before the break; from the second on all is known."""
+    """The first step saves little before the break; from the second on both graphs are known."""
 
     def build() -> nn.Module:
         return Net(breaks=True)
@@ -440,7 +440,7 @@ def test_a_fraction_of_several_graphs() -> None:
 
 
 def test_blocks_that_share_their_code() -> None:
-    """Each call of the one graph holds its own bytes."""
+    """Each call of the shared graph holds its own bytes."""
 
     class Stack(nn.Module):
         def __init__(self) -> None:
@@ -507,14 +507,14 @@ def test_shapes_that_change() -> None:
 
 
 def test_a_size_that_was_not_planned_for_is_said() -> None:
-    """Dynamo makes a second size symbolic by itself, and a third one runs the second's code."""
+    """Dynamo makes sizes symbolic at the second one, so a third size runs the second's code."""
     model, backend = Net(blocks=2), lowtide.CompileBudget(0.85, compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
     for rows in (512, 1024, 768):
         step(model, compiled, X[:rows])
     with pytest.warns(lowtide.CompiledWarning, match="planned for inputs and .* dynamic=False"):
         step(model, compiled, X)
-    step(model, compiled, X)  # once
+    step(model, compiled, X)  # warned of once
     assert len(backend.report().graphs) == 2
 
 
@@ -538,7 +538,7 @@ class Writes(nn.Module):
 
 
 def test_inputs_and_buffers_that_are_overwritten() -> None:
-    """As the step that is not compiled; torch's own partitioner makes what read them again."""
+    """Same as the uncompiled step; torch's own partitioner would recompute what read them."""
     plain, model = Writes(), Writes()
     expected = step(plain, plain, X.clone())
     backend = lowtide.CompileBudget(0.85, compiler="aot_eager")
@@ -549,7 +549,7 @@ def test_inputs_and_buffers_that_are_overwritten() -> None:
 
 
 def test_a_region_inside_is_decided_by_the_limit() -> None:
-    """`lowtide.checkpoint` in compiled code is a wish; there is room, so nothing runs twice."""
+    """In compiled code `lowtide.checkpoint` is a hint: there is room, so nothing runs twice."""
     model = Net()
     model.blocks[1].forward = _checkpointed(model.blocks[1])  # type: ignore[method-assign]
     backend = lowtide.CompileBudget("1 GB", compiler="aot_eager")

@@ -1,4 +1,4 @@
-"""Convolutions on CPUs with narrower vectors than AVX-512: other kernels, other workspaces."""
+"""Convolutions on CPUs without AVX-512: other kernels, other workspaces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shape:
     dilation: int = 1
     groups: int = 1
     more: int | None = None
-    """Of a transposed one: the padding of its result."""
+    """`output_padding` of a transposed convolution."""
     last: bool = False
 
     @property
@@ -52,7 +52,7 @@ class Shape:
         )
 
     def calls(self, device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-        """Its forward, with a bias, and its backward."""
+        """Calls of its forward, with a bias, and of its backward."""
         aten = torch.ops.aten
         x = torch.ones(self.source, device=device)
         if self.last:
@@ -63,7 +63,7 @@ class Shape:
         bias = torch.ones(biases, device=device)
         forward = (x, weight, bias, *self.options())
         given = torch.ones_like(aten.convolution(*forward))
-        if self.last:  # without memory, a result does not lie as the kernel's would
+        if self.last:  # without memory, a result does not get the kernel's memory format
             given = given.to(memory_format=form)
         backward = (given, x, weight, [biases], *self.options(), [True, True, True])
         return {
@@ -103,8 +103,8 @@ SHAPES = {
     "last, transposed": Shape((4, 24, 40, 40), (24, 16, 2, 2), 2, more=0, last=True),
 }
 
-# What is unfolded at a time, or how many channels a block has, comes of a search that the model
-# does not repeat: it takes the most.
+# How much is unfolded at a time, or how many channels a block has, is found by a search that the
+# model does not repeat; it assumes the most.
 SEARCHED = {
     "padding wider than a kernel has": Shape((2, 16, 48, 48), (16, 16, 9, 9), padding=4),
     "last, blocks of three or four": Shape((2, 64, 24, 24), (64, 64, 3, 3), padding=1, last=True),
@@ -152,8 +152,8 @@ def test_what_is_not_known_is_no_less_than_it_takes(name: str, threads: int) -> 
 
 # ---------------------------------------------------------------------------- on any CPU
 
-# MiB of the forward and of the backward on one thread. With AVX2 as they were measured; with
-# AVX-512 as the formulas had them that were fitted there.
+# MiB of the forward and of the backward on one thread: with AVX2 as measured, with AVX-512 by the
+# formulas that were fitted there.
 FIGURES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "half blocks": ((5.50, 6.51), (6.500, 6.513)),
     "few, as they are": ((13.50, 9.01), (15.750, 13.518)),
@@ -199,7 +199,7 @@ def test_each_set_of_instructions_has_a_model(name: str, monkeypatch: pytest.Mon
 
 
 def shortfalls() -> list[str]:
-    """Of the convolutions above, those that take more than is modelled; in a process of its own."""
+    """The convolutions above that take more than predicted; runs in a process of its own."""
     torch.set_num_threads(1)
     found = []
     for name, shape in (SHAPES | SEARCHED).items():

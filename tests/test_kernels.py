@@ -1,8 +1,8 @@
-"""What aten's kernels take besides what they make, against the model of an unmeasured step.
+"""The workspace of aten's kernels, compared with the model for an unmeasured step.
 
-A kernel that is composed of several others has temporaries that no record of the step shows; a
-limit that is kept by prediction needs them. What is modelled too high is left alone here: it costs
-room, never the limit.
+A kernel that is composed of several others has temporaries that the tape does not show, but that
+must be predicted to keep a limit. Predictions that are too high are not tested here: they waste
+room, but never break the limit.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def operator(name: str) -> Any:
 )
 def test_the_model_is_not_too_low(name: str, args: tuple[Any, ...]) -> None:
     call = operator(name)
-    call(*args)  # what a kernel makes once is not part of it
+    call(*args)  # what a kernel allocates only once does not count
     peak = lowtide.measure(lambda: call(*args), device="cpu").peak_bytes
     made = made_by(call, args, {})
     tensors = [t for a in args for t in flatten(a) if isinstance(t, Tensor)]

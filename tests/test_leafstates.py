@@ -1,4 +1,4 @@
-"""What leaves are like: both ways of looking see the same, and a plan's verdict follows them."""
+"""The states of leaves: both implementations see the same, and plans depend on them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_a_byte_for_each_leaf(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_leaf_that_has_become_the_result_of_an_operation(way: str) -> None:
-    """Python's `grad` of it would warn."""
+    """Reading its `grad` in Python would warn."""
     tensor = torch.ones(2)
     tensor.mul_(torch.ones(2, requires_grad=True))
     look, reference = WAYS[way](), (weakref.ref(tensor),)
     assert list(look(reference)) == [HERE + REQUIRES]
     tensor.retain_grad()
     tensor.sum().backward()
-    assert list(look(reference)) == [HERE + REQUIRES]  # that gradient is no leaf's
+    assert list(look(reference)) == [HERE + REQUIRES]  # its gradient is not a leaf's
 
 
 def seen_with(leaves: list[torch.Tensor], had: set[int], frozen: list[torch.Tensor]) -> Seen:

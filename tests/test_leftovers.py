@@ -1,5 +1,5 @@
-"""What a step has made goes with it, also in the first step of a process and where it is refused:
-nothing waits for Python to collect garbage (rules 8 and 10)."""
+"""What a step made is freed with it, even in the first step of a process and if it is refused:
+nothing waits for Python's garbage collector (rules 8 and 10)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIVE: list[weakref.ref[Tensor]] = []
 
 
 class Skips(nn.Module):
-    """The program has a name on every activation, so a small limit refuses it halfway."""
+    """User code holds every activation, so a small limit refuses the step halfway."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Skips(nn.Module):
 
 
 def attempt(limit: lowtide.Budget, model: nn.Module) -> str:
-    """One step, of which the caller sees whether it was refused."""
+    """One step; returns whether it "ran" or was "refused"."""
     try:
         with limit:
             loss = model(torch.randn(512, 64)).square().mean()
@@ -80,7 +80,7 @@ def test_nothing_of_a_step_outlives_it(share: float) -> None:
 
 
 def test_an_error_that_is_said_again_is_another_one() -> None:
-    """One that is kept would keep the frames in which it was raised."""
+    """Keeping the first one would keep the frames in which it was raised."""
     first = lowtide.BudgetError("full", limit=3, minimum=5)
     again = first.again()
     assert again is not first
@@ -99,7 +99,7 @@ assert "torch._dynamo" in sys.modules
 
 
 def test_nor_in_the_first_step_of_a_process() -> None:
-    """In which torch imports Dynamo, which keeps the frames that it was imported from."""
+    """torch imports Dynamo there, which keeps the frames that it was imported from."""
     program = FIRST.format(tests=str(__file__).rpartition("/")[0], limit=600_000)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120

@@ -66,7 +66,7 @@ def test_torchs_transformer() -> None:
 )
 def test_models_of_single_layers(model: nn.Module, names: tuple[str, ...]) -> None:
     levels = found(model)
-    if names == ("0",):  # the wrapper around one unit is the model itself
+    if names == ("0",):  # the only unit's wrapper is the model itself
         names = ("0.0", "0.1")
     assert levels == {1: names, 2: (), 3: (), 4: (), 5: ()}
 

@@ -1,4 +1,4 @@
-"""lowtide.lightning: fits of a LightningModule, bit for bit with the plain fit.
+"""lowtide.lightning: fits of a LightningModule, bit for bit equal to the plain fit.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -50,7 +50,7 @@ class Part(nn.Module):
 
 
 class Net(LightningModule):
-    """Its layers are made in `configure_model`, its training step does not call `forward`."""
+    """Makes its layers in `configure_model`; its training step does not call `forward`."""
 
     def __init__(self, late: bool = True) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
 
 
 def fit(folder: Path, *callbacks: Any, module: Any = None, **options: Any) -> list[Tensor]:
-    """Every loss of a fit, and the state it leaves."""
+    """Every loss of a fit, and the final state."""
     module = Net() if module is None else module
     seed_everything(1, verbose=False)
     trainer(folder, *callbacks, **options).fit(module)
@@ -116,14 +116,14 @@ def fit(folder: Path, *callbacks: Any, module: Any = None, **options: Any) -> li
     ids=["plain", "bf16", "clipped", "validated often"],
 )
 def test_a_fit(options: dict[str, Any], tmp_path: Path, replayed: Callable[[], int]) -> None:
-    """Layers of `configure_model`, accumulation, validation before, in between and after."""
+    """Layers from `configure_model`, accumulation, validation before, during and after."""
     expected = fit(tmp_path, **options)
     assert replayed() == 0
     callback = MemoryBudget(0.7)
     assert same(fit(tmp_path, callback, **options), expected)
     assert replayed() > 0
     assert callback.budget is not None
-    assert callback.budget.report().steps == 8  # validation is no step of it (rule 12)
+    assert callback.budget.report().steps == 8  # validation is not counted (rule 12)
 
 
 class Figures(Callback):
@@ -215,7 +215,7 @@ def test_the_last_batch_may_take_what_the_others_were_granted(tmp_path: Path) ->
     before, last = figures.steps[2:]
     assert 0 < before["lowtide/measured_peak"] <= before["lowtide/limit"]
     assert last["lowtide/limit"] == before["lowtide/limit"]
-    assert last["lowtide/measured_peak"] == before["lowtide/measured_peak"]  # that of another step
+    assert last["lowtide/measured_peak"] == before["lowtide/measured_peak"]  # of the other step
 
 
 def test_nothing_stays_on_the_module(tmp_path: Path, replayed: Callable[[], int]) -> None:
@@ -239,7 +239,7 @@ def test_nothing_stays_on_the_module(tmp_path: Path, replayed: Callable[[], int]
 
 
 def resumed(folder: Path, *limits: float) -> list[Tensor]:
-    """A fit broken off after an epoch, and a second one that goes on from its checkpoint."""
+    """A fit interrupted after an epoch, and a second one that resumes from its checkpoint."""
     first, second = Net(), Net()
     seed_everything(1, verbose=False)
     run = trainer(folder, *map(MemoryBudget, limits), max_epochs=1)

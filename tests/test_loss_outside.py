@@ -1,4 +1,4 @@
-"""Rule 13 where the loss is not in the context: what it takes counts, and what fits is planned."""
+"""Rule 13 if the loss is outside the context: its memory counts, and what fits is planned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wide(y: Tensor) -> Tensor:
 def train(
     model: nn.Module, x: Tensor, loss: Loss, steps: int = 4
 ) -> tuple[list[int], list[Tensor]]:
-    """Peaks of the steps, and what came out of them."""
+    """Peaks and results of the steps."""
     peaks, out = [], []
 
     def step() -> None:
@@ -71,7 +71,7 @@ def test_the_limit_holds_once_the_loss_was_seen(loss: Loss, share: float) -> Non
     report = budget.report()
     assert report.plain_peak == plain
     assert report.planned_peak == peaks[-1]
-    assert report.measured_peak == peaks[1]  # by a plan of its own: it changes with the times
+    assert report.measured_peak == peaks[1]  # only this step's: plans change with measured times
     assert 0 < report.replayed_operations < report.recorded_operations
 
 
@@ -100,7 +100,7 @@ def test_a_loss_that_takes_too_much_is_refused_with_what_would_do() -> None:
 
 
 def test_a_larger_batch_leaves_room_for_its_loss() -> None:
-    """Its own is not known before it was measured: it is taken to be in proportion."""
+    """Its own loss is not known before it is measured: it is assumed to be proportional."""
     model, small, large = deep(), torch.randn(512, 128), torch.randn(1024, 128)
     (plain, *_), _ = train(copy.deepcopy(model), large, squares, 1)
     limit = int(0.7 * plain)
@@ -114,7 +114,7 @@ def test_a_larger_batch_leaves_room_for_its_loss() -> None:
 
 
 def step_graph(turn: int) -> Graph:
-    """A dry run of a small network, whose loss is told to take so much."""
+    """A dry run of a small network, with a loss that is said to take `turn` bytes."""
     graph = lowtide.plan(deep(16, 4), torch.randn(64, 16)).step.graph
     return replace(graph, turn=turn)
 
@@ -127,7 +127,7 @@ def test_what_follows_the_forward_is_a_moment_of_its_own() -> None:
     assert held > 0
     assert result.peak == 10**6 + held
     assert result.peak_at == ("forward", len(graph.ops))
-    assert minimum(graph).peak == 10**6  # everything can go before that moment
+    assert minimum(graph).peak == 10**6  # everything can be dropped before that moment
     half = solve(graph, 10**6 + held // 2)
     assert half.status == "fits"
     assert 10**6 < half.peak <= 10**6 + held // 2
@@ -148,7 +148,7 @@ def test_it_is_written_and_read_and_agreed_on() -> None:
 
 
 class Sampled(nn.Module):
-    """Its backward is a function in Python, of which a first step knows nothing."""
+    """Its backward is a Python function, of which nothing is known in a first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_with_fewer_gradients_to_allocate_it_may_fit() -> None:
     with pytest.raises(lowtide.BudgetError), budget:
         pass
     for p in model.parameters():
-        assert p.grad is not None  # they are there now, and are added to
+        assert p.grad is not None  # from now on gradients accumulate
     with budget:
         loss = model(x)
     loss.backward()

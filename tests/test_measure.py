@@ -1,4 +1,4 @@
-"""`lowtide.measure` and the memory events under it: exact bytes, and nobody else disturbed."""
+"""`lowtide.measure` and the memory events below it: exact bytes, and no profiler disturbed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def run_profiler() -> int:
-    """A profile of the user's; how many operators it saw."""
+    """Run a user's profiler; returns how many operators it saw."""
     with torch.profiler.profile() as profile:
         torch.ones(3)
     return sum(row.count for row in profile.key_averages() if row.key == "aten::ones")
@@ -233,7 +233,7 @@ def test_a_second_thread_is_refused() -> None:
 
 
 class Cycle:
-    """Something that only the garbage collector frees."""
+    """An object that only the garbage collector frees."""
 
     def __init__(self, held: object) -> None:
         self.held = held
@@ -312,7 +312,7 @@ def test_printing() -> None:
     assert str(measured) == "peak 3.0 MiB, left allocated -2.0 KiB, 1.500 s on cpu"
 
 
-# --- the profiler belongs to whoever came first -----------------------------------------------
+# --- the first to use the profiler keeps it ----------------------------------------------------
 
 
 def test_an_active_profiler_keeps_running() -> None:

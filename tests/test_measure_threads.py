@@ -1,6 +1,6 @@
-"""Threads that measure: torch has one recorder a process, and its profiler is one thread's.
+"""Threads that measure: torch has one memory recorder per process, and its profiler is per thread.
 
-The threads here take turns, so that each finds the others where the test wants them.
+The threads here run in turns, so that each test controls where the others are.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ takes_over = pytest.mark.skipif(
 
 @contextmanager
 def other_thread() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """A thread that lives as long as this does, and what runs a function there."""
+    """A function that runs functions on one other thread, which lives until the context ends."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda function: pool.submit(function).result()
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
-    """Run a function on a thread that has ended afterwards."""
+    """Run a function on a new thread, and wait until that has ended."""
     with other_thread() as run:
         return run(function)
 
@@ -92,7 +92,7 @@ def test_budgets_on_threads_that_ended_while_others_were_refused() -> None:
     with other_thread() as first:
         first(lambda: budgets[0].__enter__())
         for budget in budgets[1:]:
-            in_thread(lambda budget=budget: whole_steps(budget))  # not measured: the first is
+            in_thread(lambda budget=budget: whole_steps(budget))  # not measured: only the first is
             assert budget.report().measured_peak is None
         with pytest.raises(UsageError, match="another thread already records memory events"):
             peak_here()
@@ -110,7 +110,7 @@ def test_a_step_of_another_thread_that_is_over_gives_way() -> None:
     with other_thread() as run:
         run(lambda: whole_steps(theirs))  # and it would take its measurement in the next step
         assert peak_here() == 1024
-        run(lambda: whole_steps(theirs, 2))  # starts anew, on a thread whose profiler was still on
+        run(lambda: whole_steps(theirs, 2))  # starts again, on a thread with its profiler still on
         assert theirs.report().measured_peak is not None
         run(lambda: whole_steps(theirs, 49))
         whole_steps(ours, 4)

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 class Patches(nn.Module):
-    """The first layer of a vision transformer at the peak: a wide kernel, whose backward is a
-    product of its own, and a gradient that is transposed."""
+    """The first layer of a vision transformer is at the peak: a wide kernel, whose backward is a
+    matrix product, and a gradient that is transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class Feed(nn.Module):
 
 
 class Residuals(nn.Module):
-    """As in a ResNet: what a block was given is let go right before its result is added to in
-    place, and the way around it is a pointwise convolution with a stride."""
+    """As in a ResNet: a block's input is released right before its result is added to in place, and
+    the shortcut is a strided pointwise convolution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Residual(nn.Module):
 
 
 class Dense(nn.Module):
-    """The gradient of each part of what is joined is a slice, which a convolution copies."""
+    """The gradient of each part of a concatenation is a slice, which a convolution copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Dense(nn.Module):
 
 
 class Masked(nn.Module):
-    """Attention with a mask and dropout, which no fused kernel of the CPU has."""
+    """Attention with a mask and dropout, for which the CPU has no fused kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Masked(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own attention, whose products are those of a transposed input."""
+    """torch's own attention, whose products read a transposed input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Encoder(nn.Module):
 
 
 class Recalled(nn.Module):
-    """As in a U-Net++: what was made early has a name until all of it is over, and the forward has
+    """As in a U-Net++: early values are held by user code until the end of the forward, which has
     more in memory at once than the backward."""
 
     def __init__(self) -> None:
@@ -136,8 +136,8 @@ class Recalled(nn.Module):
 
 
 class Cached(nn.Module):
-    """As with a cache of keys and values, which is emptied halfway: after that there is as much in
-    memory at once as before."""
+    """As with a cache of keys and values that is emptied halfway: afterwards as much is in memory
+    at once as before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Cached(nn.Module):
 
 
 def spread(x: Tensor) -> Tensor:
-    """Takes much memory in the forward, and none in the backward."""
+    """Takes a lot of memory in the forward, and none in the backward."""
     with torch.no_grad():
         return torch.cat([x] * 24).abs().amax()
 
@@ -201,7 +201,7 @@ def test_the_minimum_that_is_named_is_kept(name: str) -> None:
     assert plan.peak == pytest.approx(first, rel=0.005)
     report = budget.report()
     assert report.replayed_operations > 0
-    assert report.planned_peak == plan.peak  # it was the step that was planned
+    assert report.planned_peak == plan.peak  # the step was the planned one
     assert max(first, *(measured_step(model, x, budget) for _ in range(2))) <= least
 
 
@@ -234,13 +234,13 @@ def test_what_is_let_go_before_an_operation_is_not_its_workspace(
     workspaces = [op.workspace for op in graphs[0].ops if op.name in ("aten::add_", "aten::relu")]
     assert len(workspaces) == 12
     assert set(workspaces) == {0}
-    # By construction: what was measured, for the plan that ran.
+    # By construction, for the plan that ran, the simulated peak is the measured one.
     assert Simulator(graphs[0]).run(plan.retention.retain).peak == first
 
 
 @exact_workspaces
 def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a search in the measured step comes to."""
+    """Whatever a search in the measured step finds."""
     model, x = made("dense")
     plan = lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak)
 
@@ -262,7 +262,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
 def test_a_refusal_after_a_dry_run_says_what_had_been_predicted() -> None:
     model, x = made("dense")
     plan = lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak)
-    budget = lowtide.budget(replace(plan, limit=plan.peak - 1000))  # as if it had been too low
+    budget = lowtide.budget(replace(plan, limit=plan.peak - 1000))  # as if predicted too low
     first = measured_step(model, x, budget)
     with pytest.raises(lowtide.BudgetError) as caught:
         measured_step(model, x, budget)
@@ -286,7 +286,7 @@ def test_a_dry_run_sees_the_operations_of_the_recorder_in_force(
     measured_step(model, x, budget)
     budget.report()
     assert dry.fingerprint == graphs[0].fingerprint
-    assert dry.values == graphs[0].values  # what is in memory anyway, and until when
+    assert dry.values == graphs[0].values  # including what user code holds, and until when
 
 
 @pytest.mark.parametrize("name", ["recalled", "cached", "masked"])
@@ -410,7 +410,7 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         ),
     }
     for operator, (function, args) in calls.items():
-        result = function(*args)  # some workspaces are made once
+        result = function(*args)  # some workspaces are allocated once
         results = result if isinstance(result, tuple) else (result,)
         made = sum(t.untyped_storage().nbytes() for t in results if t is not None)
         peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
@@ -423,7 +423,7 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
 def test_room_for_a_convolution_is_not_less_than_it_takes(name: str, dtype: torch.dtype) -> None:
-    """A step that is not planned makes room before it runs, and so stays inside its limit."""
+    """An unplanned step makes room before an operation runs, and so stays within its limit."""
     into, size, _, _, more = KERNELS[name]
     rest = options(KERNELS[name])
     x, weight = torch.randn(into, dtype=dtype), torch.randn(size, dtype=dtype)
@@ -435,7 +435,7 @@ def test_room_for_a_convolution_is_not_less_than_it_takes(name: str, dtype: torc
         room_for("aten::convolution", function, args, {}, nearest=near) for near in (False, True)
     )
     assert asked + (40 << 10) >= nearest  # what oneDNN takes however small a tensor is
-    if dtype == torch.float32 or "pointwise" in name:  # in half types others are not all known
+    if dtype == torch.float32 or "pointwise" in name:  # half types: others are not all known
         assert asked >= 0.95 * peak - (40 << 10)
 
 

@@ -35,7 +35,7 @@ NETS = (
 def modelled_and_measured(
     monkeypatch: pytest.MonkeyPatch, step: Any, limit: float = 1.0
 ) -> tuple[Graph, Graph]:
-    """A first step's graph as it is known when its backward begins, and when it is over."""
+    """A first step's graph as modelled when its backward begins, and as measured at its end."""
     module = sys.modules["lowtide.budget"]
     graphs: list[Graph] = []
     settle, learn = module.Budget._settle, module.Budget._learn
@@ -66,7 +66,7 @@ def compare(modelled: Graph, measured: Graph, within: float, small: int) -> None
 def compare_memory(modelled: Graph, measured: Graph, within: float, small: int) -> None:
     highest = max(event.peak_other for event in measured.events)
     for guess, real in zip(modelled.events, measured.events, strict=True):
-        # never much too low where it matters, that is near the peak
+        # Never much too low where it matters, near the peak.
         if real.peak_other > 0.8 * highest:
             assert guess.peak_other >= real.peak_other * (1 - within) - small
     assert max(e.peak_other for e in modelled.events) <= highest * (1 + within) + small
@@ -86,12 +86,12 @@ def test_a_backward_is_modelled_as_it_is_measured(
         loss.backward()
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
-    # Tiny nets: what oneDNN takes whatever the size is, is much of them.
+    # In tiny nets, what oneDNN takes whatever the size is a large part.
     compare(modelled, measured, 0.1, 128 << 10)
 
 
 class Joined(nn.Module):
-    """What a dense block does: the gradients of what is joined are views of one buffer."""
+    """As in a dense block: gradients of concatenated parts are views of one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Joined(nn.Module):
 
 
 class Tied(nn.Module):
-    """One parameter read twice: its two gradients are added up."""
+    """One parameter read twice: its two gradients are added."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Tied(nn.Module):
 
 
 class Sliced(nn.Module):
-    """Parts of a tensor: the gradient of each is made whole, from zeros."""
+    """Slices of a tensor: the gradient of each is expanded to the whole, filled with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
@@ -145,7 +145,7 @@ def test_gradients_that_share_memory(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 class Reads(nn.Module):
-    """Leaves that are read several times: as they are, through one view, or part by part."""
+    """Leaves that are read several times: directly, through one view, or part by part."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ READS = ("early", "unbind", "chunk", "split", "some", "turned", "narrow", "slice
 def test_gradients_of_leaves_that_are_read_several_times(
     way: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is made of each part waits, and is added up in place where nobody else refers to it."""
+    """The gradient of each part waits, and is accumulated in place if nothing else refers to it."""
     torch.manual_seed(0)
     model, x = Reads(way), torch.randn(100, 128)
     if there:
@@ -209,7 +209,7 @@ def test_gradients_of_leaves_that_are_read_several_times(
 
 
 class Packed(nn.Module):
-    """Query, key and value as pieces of one product, as in GPT-2."""
+    """Query, key and value as chunks of one product, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Packed(nn.Module):
 
 
 class Unused(nn.Module):
-    """Most pieces of a value have no gradient: zeros stand for those of a `split`."""
+    """Most chunks of a value have no gradient; for those of a `split`, zeros are used."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_gradients_of_pieces_that_nothing_reads(way: str, monkeypatch: pytest.Mo
         loss.backward()
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
-    compare_memory(modelled, measured, 0.02, 544 << 10)  # a piece, which is counted a bit too long
+    compare_memory(modelled, measured, 0.02, 544 << 10)  # a chunk that is counted slightly too long
 
 
 class Recurrent(nn.Module):
@@ -273,7 +273,7 @@ PIECES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", PIECES)
 def test_gradients_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a `split` or `unbind` lie there one by one before the whole is made of them."""
+    """Those of a `split` or `unbind` are all in memory before they are put together."""
     model, shape = PIECES[name]
     x = torch.randn(shape)
 
@@ -284,7 +284,7 @@ def test_gradients_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         loss.backward()
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
-    # Values in one memory, written step by step, may change places with each other.
+    # Values of one storage that is written step by step may be interchanged.
     compare_memory(modelled, measured, 0.12, 32 << 10)
 
 
@@ -312,7 +312,7 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
 
     refused = None
     for number in range(4):
-        # In the first, values of one memory that is written piece by piece may change places.
+        # In the first, values of one storage that is written piece by piece may be interchanged.
         room = 1.03 if number == 0 and kind is not nn.LSTM else 1
         try:
             assert lowtide.measure(step, device="cpu").peak_bytes <= room * limit
@@ -320,11 +320,11 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
             refused = error
             break
     assert refused is None or refused.minimum > limit
-    assert refused is None or share < 0.95 or kind is nn.LSTM  # whose backward is one operation
+    assert refused is None or share < 0.95 or kind is nn.LSTM  # its backward is one operation
 
 
 def test_a_constant_that_is_saved_is_known_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 5: somebody unseen may have filled it, so that no plan can let it go."""
+    """Rule 5: something unseen may have filled it, so no plan can drop it."""
 
     def step(budget: lowtide.Budget) -> None:
         x = torch.ones(1000, requires_grad=True)
@@ -347,7 +347,7 @@ def cost_of(func: Any, *args: Any, **kwargs: Any) -> Cost | None:
 
 @pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
 def test_norms_and_softmax_copy_what_is_not_contiguous(turned: tuple[int, ...]) -> None:
-    """As the normalisation of a permuted volume in a Swin transformer."""
+    """As when normalizing a permuted volume in a Swin transformer."""
     aten = torch.ops.aten
     first, second = (
         torch.randn(64, 33, 40).mT if place in turned else torch.randn(64, 40, 33)
@@ -435,7 +435,7 @@ FLAGS = torch.ones(500, dtype=torch.bool)
 def test_many_numbers_made_of_a_few_are_refused_before_they_are_made(
     pairs: Callable[[Tensor], Tensor],
 ) -> None:
-    """Rule 13: nothing that was seen before is nearly as large."""
+    """Rule 13: nothing seen before is nearly as large."""
     x = torch.randn(500, requires_grad=True)
     made = 500 * 500 * x.element_size()
 
@@ -447,7 +447,7 @@ def test_many_numbers_made_of_a_few_are_refused_before_they_are_made(
 
 
 def test_formulas_read_shapes_only() -> None:
-    """Compiled graphs carry fake tensors of a mode that need not be the one that is on."""
+    """Compiled graphs have fake tensors of a mode that need not be the active one."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     source, weight = torch.randn(1, 8, 12, 12, 12), torch.randn(8, 8, 3, 3, 3)
@@ -478,7 +478,7 @@ def test_what_one_backward_takes() -> None:
         2 * nbytes, 2 * nbytes, (False, False), (True, True), (False,)
     )
     assert cost_of(aten.cat.default, [x, y]) == Cost(0, 0, (True, True), (False, False), (False,))
-    # Written in place: its own result is what is saved.
+    # In place: the operation's own result is saved.
     assert cost_of(aten.relu_.default, x) == Cost(nbytes, nbytes, (False,), (True,), (True,))
     assert cost_of(aten.eq.Tensor, x, y) == Cost(0, 0, (None, None), (False, False), ())
 
@@ -497,7 +497,7 @@ FILLING: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FILLING)
 def test_a_backward_fills_zeros_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under a mode, and on tensors without memory, torch does so out of place."""
+    """Under a dispatch mode, and on tensors without memory, torch does so out of place."""
     x = torch.randn(256, 512, requires_grad=True)
 
     def step(budget: lowtide.Budget) -> None:
@@ -511,7 +511,7 @@ def test_a_backward_fills_zeros_in_place(name: str, monkeypatch: pytest.MonkeyPa
 
 
 class Pooled(nn.Module):
-    """The largest of neighbours, as in nets over points."""
+    """The maximum over neighbours, as in point-cloud nets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -524,7 +524,7 @@ class Pooled(nn.Module):
 
 
 class Bilinears(nn.Module):
-    """The backward of each takes many times what it makes."""
+    """The backward of each takes many times the memory of its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ FIRST: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
-# Where workspaces are only bounded, a step may be refused at the limit that was named for it.
+# If workspaces are only bounded, a step may be refused at the limit that a refusal named.
 BOUNDED = {"narrow, 3D": [exact_workspaces]}
 
 
@@ -577,7 +577,7 @@ def test_a_first_step_keeps_its_limit_or_is_refused(name: str, share: float) -> 
 
     plain()
     limit = int(share * lowtide.measure(plain, device="cpu").peak_bytes)
-    for _ in range(2):  # as asked for; and if that is refused, the limit that would do
+    for _ in range(2):  # the requested limit; if that is refused, the one that the refusal names
         budget = lowtide.budget(limit)
 
         def step(budget: lowtide.Budget = budget) -> None:
@@ -595,7 +595,7 @@ def test_a_first_step_keeps_its_limit_or_is_refused(name: str, share: float) -> 
 
 
 def test_outputs_that_nothing_reads_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient for its statistics would make torch take a backward of many temporaries."""
+    """With a gradient for its statistics, torch would use a backward with many temporaries."""
     norm, x = nn.GroupNorm(8, 64), torch.randn(4, 64, 1000, requires_grad=True)
 
     def step(budget: lowtide.Budget) -> None:

@@ -1,4 +1,4 @@
-"""MONAI's larger nets by budget, and its SupervisedTrainer, bit for bit with the plain step.
+"""MONAI's larger nets by budget, and its SupervisedTrainer, bit for bit equal to the plain step.
 
 `test_monai.py` has the checkpointed U-Net and DenseNet. Rules of docs/semantics.md are cited by
 number.
@@ -70,10 +70,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(build: Callable[[], nn.Module], size: int, around: Any = None) -> list[Tensor]:
-    """Three updates; everything that they leave behind."""
+    """Everything that three updates leave."""
     torch.manual_seed(0)
     model = build().train()
-    for parameter in model.parameters():  # diffusion nets begin with layers of zeros
+    for parameter in model.parameters():  # diffusion nets initialize some layers to zero
         if not parameter.any():
             nn.init.normal_(parameter, std=0.05)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -131,7 +131,7 @@ def test_in_three_dimensions(replayed: Callable[[], int]) -> None:
     assert replayed() > 0
 
 
-# --- flags that are on ------------------------------------------------------------------------
+# --- models whose own flag is on ----------------------------------------------------------------
 
 
 def vector_quantized() -> nn.Module:
@@ -174,7 +174,7 @@ def test_a_flag_that_is_on_is_explained(build: Callable[[], nn.Module], flag: st
 
 
 def test_a_flag_inside_a_budget_is_still_right() -> None:
-    """A `with` does not know the model; what recomputes itself there runs its Python again."""
+    """A `with` does not know the model; a module that checkpoints itself runs its Python again."""
 
     def flagged() -> nn.Module:
         return swin(use_checkpoint=True, drop_rate=0.0)
@@ -187,7 +187,7 @@ def test_a_flag_inside_a_budget_is_still_right() -> None:
 
 
 def supervised(limit: float | int | None = None, **options: Any) -> tuple[list[Tensor], Any]:
-    """Two epochs of MONAI's engine on images with metadata, validation in between."""
+    """Two epochs of MONAI's engine on images with metadata, with validation in between."""
     pytest.importorskip("ignite")
     from monai.data import DataLoader, Dataset
     from monai.data.synthetic import create_test_image_2d
@@ -244,7 +244,7 @@ def supervised(limit: float | int | None = None, **options: Any) -> tuple[list[T
 
 
 def test_supervised_trainer(replayed: Callable[[], int]) -> None:
-    """Activations are MONAI's MetaTensors all through the net."""
+    """Activations are MONAI's MetaTensors throughout the net."""
     expected, _ = supervised()
     assert replayed() == 0
     found, budget = supervised(0.75)

@@ -1,9 +1,9 @@
 """Rule 1, for every operator and module that torch itself tests.
 
 Problem: the other tests reach the operators that models use; the promise is about all of them.
-Invariant: a program in which nothing is made again fails, so that no sweep passes by keeping
-everything; counts are lower bounds, as each release has operators of its own. The sweeps run in a
-process of their own, for what they import. Rejected: one test an operator, a thousand of them.
+Invariant: a program in which nothing is recomputed fails, so no sweep passes by keeping everything;
+counts are lower bounds, as each release has different operators. The sweeps run in a process of
+their own because of what they import. Rejected: one test per operator, a thousand of them.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def test_signature_and_unwrapping_see_the_plain_forward() -> None:
     ActivationCheckpointWrapper(block)
     assert inspect.signature(block.forward) == expected
     assert block.forward.__self__ is block
-    # Accelerate unwraps as far as it goes and binds what it finds: the layers must be in it.
+    # Accelerate unwraps as far as possible and binds the result, which must include the layers.
     assert not hasattr(block.forward.__func__, "__wrapped__")
     assert inspect.signature(block.forward.__func__) == inspect.signature(Block.forward)
     assert block.forward.__name__ == "forward"

@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: what it imports, which way, and how it installs."""
+"""Tests of the package as a whole: what it imports, in which direction, and how it installs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = on_one_recorder
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "lowtide"
-# One integration a file; each imports its library, so that none is imported unless asked for.
+# One integration per file; each imports its library, so none is imported unless asked for.
 INTEGRATIONS = {"lowtide.accelerate", "lowtide.lightning", "lowtide.monai", "lowtide.transformers"}
 
 
@@ -40,7 +40,7 @@ MODULES = modules()
 
 
 def fresh(program: str, *flags: str) -> str:
-    """Run a program in a new interpreter that treats warnings as errors; what it printed."""
+    """Run a program in a new interpreter that treats warnings as errors; returns its output."""
     done = subprocess.run(
         [sys.executable, "-W", "error", *flags, "-c", program],
         capture_output=True,
@@ -103,7 +103,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 
 def imported(name: str, *, types: bool = False) -> set[str]:
-    """Modules of the package that a module imports when it is used, or for its types as well."""
+    """Modules of the package that a module imports at run time; with `types`, also for typing."""
     path = MODULES[name]
     tree = ast.parse(path.read_text())
     for node in () if types else ast.walk(tree):
@@ -137,7 +137,7 @@ def test_imports_run_one_way() -> None:
         assert name not in way, f"a circle of imports: {' -> '.join((*way, name))}"
         if name not in done:
             for other in sorted(IMPORTS[name]):
-                # A package's __init__ gathers its own modules; they may not lean on it.
+                # A package's __init__ collects its own modules; they must not import it.
                 visit(other, (*way, name))
             done.add(name)
 
@@ -166,12 +166,12 @@ def test_docstrings_name_what_is_imported() -> None:
 
 
 def top(name: str) -> str:
-    """The package, or the module beside the packages, that a module is of."""
+    """The package that a module is in, or the module itself if it is in none."""
     return name.split(".")[1] if "." in name else "lowtide"
 
 
 def top_imports() -> dict[str, set[str]]:
-    """What each package, and each module beside them, imports of the others."""
+    """What each package, and each top-level module, imports from the others."""
     found: dict[str, set[str]] = {top(name): set() for name in MODULES}
     for name, others in IMPORTS.items():
         found[top(name)] |= {top(other) for other in others} - {top(name)}
@@ -183,7 +183,7 @@ def test_packages_import_one_way() -> None:
 
 
 def map_of_the_code() -> tuple[dict[str, int], dict[str, set[str]]]:
-    """The line on which each package or module stands, and the files that are listed below it."""
+    """The line number of each package or module in the map, and the files listed below it."""
     page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     lines, files = {}, {}
     names: list[str] = []
@@ -218,22 +218,22 @@ def under(prefix: str) -> set[str]:
     return {name for name in MODULES if name == prefix or name.startswith(prefix + ".")}
 
 
-# What the packages between the tape and what is called may import.
+# What each package between the tape and the public interface may import.
 FLOORS = {
     "models": "_compat errors",
     "kernels": "_compat errors tape",
     "memory": "_compat kernels tape",
-    # What a backward takes that did not run is told from the forward, not from a plan.
+    # What a backward will take is predicted from the forward, not from a plan.
     "backward": "_compat kernels memory planner tape",
-    # Whoever watches a step does not know what is decided in it.
+    # Observing a step is independent of what is decided in it.
     "observing": "_compat backward kernels memory planner tape",
-    # What follows a plan does not look for one.
+    # Following a plan does not include searching for one.
     "running": "_compat engine kernels limits measure observing planner tape",
-    # A dry run is recorded and watched as a real step is, and knows no budget.
+    # A dry run is recorded and observed like a real step, and knows no budget.
     "dryrun": "_compat engine errors kernels memory models observing planner running step tape",
-    # What plans the steps of a budget knows nothing of recordings.
+    # Planning a budget's steps is independent of recording them.
     "learning": "_compat engine errors memory observing planner report running",
-    # Whatever draws stands above whatever plans.
+    # Figures for pictures are made above planning.
     "analysis": "dryrun errors frontier levels planner plans policies saved tape",
     "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved",
 }
@@ -290,7 +290,7 @@ PRIVATE = {"_cdata", "_version", "_base", "_schema", "_parameters", "_buffers", 
 
 
 def private_attributes(tree: ast.AST) -> set[str]:
-    """What a file reads of them, the attributes of its own objects aside."""
+    """Which of `PRIVATE` a file reads, except as attributes of `self`."""
     return PRIVATE & {
         node.attr
         for node in ast.walk(tree)

@@ -142,7 +142,7 @@ def test_the_timeline_is_walked_with_the_keyboard(tab: browser.Tab, path: Path) 
     tab.open(path)
     tab.value("document.getElementById('time-chart').focus()")
     moments = DOCUMENT["planned"]["moments"]
-    assert together(tab) == DOCUMENT["planned"]["peak"]  # it opens at the peak
+    assert together(tab) == DOCUMENT["planned"]["peak"]  # the page opens at the peak
     tab.key("Home")
     assert together(tab) == sum(moments[0][3:])
     tab.key("ArrowRight")
@@ -181,7 +181,7 @@ def test_it_is_readable_everywhere(tab: browser.Tab, path: Path, width: int, dar
     ink, paper = (luminance(colour) for colour in colours)
     assert (ink > paper) is dark
     assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) > 7
-    # No label of the timeline lies on another.
+    # No label of the timeline overlaps another.
     overlaps = tab.value(
         "(() => { const t = [...document.querySelectorAll('#time-chart text')].map(e =>"
         " e.getBoundingClientRect()); let n = 0; t.forEach((a, i) => t.slice(i + 1).forEach(b => {"
@@ -194,7 +194,7 @@ def test_it_is_readable_everywhere(tab: browser.Tab, path: Path, width: int, dar
         ".map(e => e.ariaLabel)"
     )
     assert cut_off == []
-    # Nothing that is said beside a bar runs out of its card.
+    # No text next to a bar overflows its card.
     beside = tab.value(
         "[...document.querySelectorAll('.strip-row')].filter(r => r.querySelector('.say')"
         ".getBoundingClientRect().right > r.getBoundingClientRect().right + 1).length"

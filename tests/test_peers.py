@@ -1,8 +1,8 @@
-"""What the tests of PyTorch, fairscale and MONAI ask of checkpointing, asked of lowtide.
+"""What the tests of PyTorch, fairscale and MONAI require of checkpointing, tested with lowtide.
 
-Ideas of their tests, written anew: nested and selective checkpointing (PyTorch), normalization,
-lists and several outputs (fairscale), the checkpointed U-Net over many shapes (MONAI). Where a peer
-counts forward calls, operations run again are counted here. Rules of docs/semantics.md are cited by
+The ideas of their tests, rewritten: nested and selective checkpointing (PyTorch), normalization,
+lists and several outputs (fairscale), the checkpointed U-Net in many shapes (MONAI). Where a peer
+counts forward calls, replayed operations are counted here. Rules of docs/semantics.md are cited by
 number.
 """
 
@@ -42,7 +42,7 @@ def test_nested_regions_each_around_the_last(depth: int, early: str) -> None:
 
     replayed = check(scenario)
     assert replayed.operations > 0
-    assert replayed["cos"] <= depth * (depth + 1) // 2  # there is one at each level
+    assert replayed["cos"] <= depth * (depth + 1) // 2  # there is one `cos` at each level
     assert replayed["sin"] <= depth + 1
 
 
@@ -91,7 +91,7 @@ def test_double_backward_through_nested_regions(outer: bool) -> None:
 
 
 def test_several_backwards_through_one_region() -> None:
-    """`retain_graph`, then parts of the graph in turn."""
+    """With `retain_graph`, then through parts of the graph in turn."""
 
     def scenario(way: Way) -> Any:
         x, y = leaf(3, 3), leaf(3, 3)
@@ -146,7 +146,7 @@ def blocks(way: Way, x: Tensor, weights: list[Tensor], **keywords: Any) -> Tenso
     ],
 )
 def test_a_policy_function_of_torch(policy: Any, products: int, others: bool) -> None:
-    """The named operator is kept or run again, and the others the other way round."""
+    """The named operator is kept and the others are replayed, or the other way round."""
     rest = CheckpointPolicy.MUST_RECOMPUTE if others else CheckpointPolicy.MUST_SAVE
 
     def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def test_a_list_of_operators_instead_of_a_policy() -> None:
 
 
 def test_one_random_operation_kept_and_a_later_one_recomputed() -> None:
-    """Torch's selective checkpoint draws other numbers then."""
+    """torch's selective checkpoint draws different numbers in this case."""
 
     def decide(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         decide.calls += func is torch.ops.aten.native_dropout.default  # type: ignore[attr-defined]
@@ -251,7 +251,7 @@ def test_lists_dictionaries_and_things_that_are_no_tensors() -> None:
 
 
 def test_a_region_whose_inputs_need_no_gradient() -> None:
-    """Only its parameters do (rule 7); and a frozen model, whose inputs alone do."""
+    """Only its parameters do (rule 7); and a frozen model, where only the inputs do."""
 
     def scenario(way: Way) -> Any:
         model, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)

@@ -408,7 +408,7 @@ def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path
 def test_steps_of_a_plan_that_was_given_are_soon_no_longer_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its leaves are those of the dry run, so it stays beside the plan that was measured."""
+    """Its leaves are those of the dry run, so it is kept next to the measured plan."""
     model, x = network(6), batch()
     budget = lowtide.budget(lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x)))
     observers: list[Observer] = []
@@ -445,7 +445,7 @@ def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     assert len(points) > 3
     assert peaks[0] == points.plain_peak
     assert points[-1].limit == points.minimum_peak == points[0].minimum_peak
-    assert 0.99 * points.minimum_peak < peaks[-1] < points.minimum_peak  # a hair above it
+    assert 0.99 * points.minimum_peak < peaks[-1] < points.minimum_peak  # just below it
     assert costs == sorted(costs)
     assert costs[0] == 0
     assert all(a > b for a, b in itertools.pairwise(peaks))

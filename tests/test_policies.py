@@ -39,7 +39,7 @@ def attention(x: Tensor, w: Tensor) -> Tensor:
 
 
 def run(policy: Policy | None = None, **kwargs: Any) -> Replayed:
-    """Backward of `attention` under a policy: the right bits, and what was replayed."""
+    """Backward of `attention` under a policy: checks the bits, and returns what was replayed."""
     torch.manual_seed(0)
     x, w = leaf(4, 4), leaf(4, 4)
     expected = torch.autograd.grad(attention(x, w).sum(), (x, w))
@@ -54,8 +54,8 @@ def names(*words: str) -> Counter[str]:
     return Counter(f"aten::{word}" for word in words)
 
 
-# Every operation but the last, whose output nobody saves. The sine saves its input, so that keeping
-# its output saves the sine alone.
+# Every operation but the last, whose output nothing saves. The sine saves its input, so keeping its
+# output avoids replaying the sine only.
 EVERYTHING = names("mm", "sin", "mm", "_softmax", "mm", "exp")
 
 CASES: dict[str, tuple[Policy | None, Counter[str]]] = {
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Policy | None, Counter[str]]] = {
     "scores": (KeepNamed("scores"), names("mm", "sin", "mm", "exp")),
     "unknown_name": (KeepNamed("nobody"), EVERYTHING),
     "either": (KeepOperators("sin") | KeepNamed("scores"), names("mm", "mm", "exp")),
-    # with the exponential kept, the product that only it reads is not needed either
+    # with the exponential kept, the product that only it reads is not replayed either
     "both": (
         KeepOperators("sin", "exp") & KeepOperators("exp", "mm"),
         names("mm", "sin", "mm", "_softmax"),
@@ -142,7 +142,7 @@ def test_naming_outside_a_region_does_nothing() -> None:
 
 
 def test_a_named_tensor_that_is_kept_after_a_view() -> None:
-    """The name is the storage's: views of it are kept with it."""
+    """The name belongs to the storage: its views are kept with it."""
 
     def region(x: Tensor) -> Tensor:
         y = lowtide.name(x.sin().reshape(2, 8), "flat")

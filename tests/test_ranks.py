@@ -1,7 +1,7 @@
 """Four gloo ranks: FSDP2 in its variants, and budgets that plan and refuse alike (rule 14).
 
-As in `test_distributed.py`, whose models and step these are: every scenario is a step with lowtide
-and the same step without, compared bit for bit on each rank.
+As in `test_distributed.py`, whose models and step are used here, every scenario is a step with
+lowtide and the same step without, compared bit for bit on each rank.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
 
 
 def steps(limit: Any, rows: list[int], model: nn.Module | None = None) -> list[Tensor]:
-    """A training by DDP in which this rank's batches have so many rows."""
+    """DDP training in which this rank's batches have these numbers of rows."""
     model = ddp(Net()) if model is None else model
     left = []
     for number, count in enumerate(rows):
@@ -163,7 +163,7 @@ def steps(limit: Any, rows: list[int], model: nn.Module | None = None) -> list[T
 
 
 def plans_alike() -> Outcome:
-    """What each rank keeps and replays, with times that differ by far from rank to rank."""
+    """What each rank keeps and replays, although measured times differ widely between ranks."""
     limit = lowtide.budget(0.7, group=True)
     plain = steps(contextlib.nullcontext(), [256] * 5)
     with slowed():
@@ -180,7 +180,7 @@ def plans_alike() -> Outcome:
 
 @contextlib.contextmanager
 def slowed() -> Iterator[None]:
-    """On each rank another operator seems to be slow, so that each would plan another way."""
+    """On each rank another operator seems slow, so that each would make a different plan."""
     rank = dist.get_rank()
     slow = ["aten::gelu", "aten::addmm", "aten::native_layer_norm", "aten::sin"][rank]
     plain = Observer.operation
@@ -197,17 +197,17 @@ def slowed() -> Iterator[None]:
 
 
 def plans_apart() -> Outcome:
-    """The same with no group: the check that the test above could fail."""
+    """The same without a group: shows that the test above could fail."""
     limit = lowtide.budget(0.7)
     with slowed():
         steps(limit, [256] * 5)
-    limit._beside.wait()  # else it anneals in what comes next, which counts that
+    limit._beside.wait()  # else its annealing would be counted in the next scenario
     return {"retain": limit._plans.expected(0).plan.retain}
 
 
 def engines_that_differ() -> Outcome:
-    """Odd ranks have no compiled core. A step is planned for all by the first of them, and again by
-    each for itself where its backward has gradients to allocate that were there before."""
+    """Odd ranks have no compiled core. The first rank plans a step for all; each rank plans again
+    by itself if its backward must allocate gradients that existed before."""
     from lowtide import engine
     from lowtide.planner import auto
 
@@ -241,14 +241,14 @@ def engines_that_differ() -> Outcome:
 
 
 def shapes_that_differ() -> Outcome:
-    """Each rank has batches of its own: it plans by itself, and nobody waits."""
+    """Each rank has different batches: it plans by itself, and none waits for another."""
     rows = [128 + 32 * dist.get_rank()] * 4
     plain = steps(contextlib.nullcontext(), rows)
     return compare(plain, steps(lowtide.budget(0.7, group=True), rows))
 
 
 def one_rank_cannot() -> Outcome:
-    """Rank 2 has a larger batch than its limit takes, as the first step's measurement shows."""
+    """Rank 2 has a batch too large for its limit, as the measurement of its first step shows."""
     rank = dist.get_rank()
     size = 512 if rank == 2 else 64
     peak = lowtide.measure(lambda: steps(contextlib.nullcontext(), [64]), device="cpu").peak_bytes
@@ -259,13 +259,13 @@ def one_rank_cannot() -> Outcome:
     except BudgetError as error:
         text = str(error)
         told = {"error": "", "text": text, "minimum": error.minimum}
-        after = steps(contextlib.nullcontext(), [64])  # and the ranks can go on together
+        after = steps(contextlib.nullcontext(), [64])  # the ranks can still train together
         return {**told, "same": bool(after), "seconds": time.monotonic() - began, "peak": peak}
     return {"text": "nothing was refused"}
 
 
 def collectives_sent() -> Outcome:
-    """One number for a step that went as planned, and nothing in forward or backward."""
+    """One number per step that went as planned, sent outside forward and backward."""
     from test_distributed import collectives_in
 
     counts = {}
@@ -277,7 +277,7 @@ def collectives_sent() -> Outcome:
 
 
 def sync_batch_norm() -> Outcome:
-    """Which torch has on a GPU alone: its own error comes through."""
+    """torch has it on GPUs only: its own error comes through."""
     texts = []
     for call in (lambda f, x: f(x), lowtide.checkpoint):
         try:
@@ -431,7 +431,7 @@ def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
     found = merged([graph(1.0, 100, True), graph(3.0, 50), graph(2.0, 200, True)])
     assert found == graph(2.0, 200)
     assert found.fingerprint == graph(1.0, 100).fingerprint
-    # What the program of one rank has for less long counts from then on.
+    # A value counts from the moment when the first rank's user code no longer holds it.
     named = merged([graph(1.0, 1, named=0), graph(1.0, 1), graph(1.0, 1, named=0)])
     assert named == graph(1.0, 1)
     assert merged([graph(1.0, 1, named=0)] * 2) == graph(1.0, 1, named=0)

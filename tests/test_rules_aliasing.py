@@ -16,7 +16,7 @@ from against_plain import WAYS, Way, check, counted, gradients, leaf, recorded
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
-# Rule 6. Each takes a (4, 6) tensor that it may not write, and returns something of it.
+# Rule 6. Each takes a (4, 6) tensor that it may not write to, and returns something made from it.
 
 
 def views(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def test_a_saved_tensor_overwritten_later_is_made_again() -> None:
     assert torch.equal(expected, found)
 
 
-# Rule 7: requires_grad is what it would be.
+# Rule 7: requires_grad is as in the plain step.
 
 
 def test_a_frozen_stem_gives_outputs_without_grad() -> None:
@@ -225,7 +225,7 @@ def test_a_frozen_stem_gives_outputs_without_grad() -> None:
         out.sum().backward()
     assert head.weight.grad is not None
     assert stem.weight.grad is None
-    # tanh and what leads to it, for the gradient of the head's weight; exp saves its output
+    # tanh and its ancestors, for the gradient of the head's weight; exp saves its output
     assert replayed["exp"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Rule 4: writes that autograd does not see reach what it has saved, as in the plain step."""
+"""Rule 4: writes that autograd does not see change what it saved, as in the plain step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ WRITES = [
 
 def gradient(how: Callable[[Tensor], Tensor], version: int) -> Tensor:
     p = torch.linspace(-1, 1, 6).view(2, 3)
-    for _ in range(version):  # `.data` begins at 0 again
+    for _ in range(version):  # the counter of `.data` begins at 0 again
         p.mul_(1.0)
     p.requires_grad_()
     how(p).backward()
@@ -127,7 +127,7 @@ def test_a_budget_uses_what_data_left(function: Callable[..., Tensor], limit: fl
 
 
 def moved_statistics(p: Tensor) -> Tensor:
-    """A buffer that was filled, saved, and then moved by a normalization: as in spectral norm."""
+    """A buffer is filled, saved, and then changed by a normalization, as in spectral norm."""
     mean = torch.zeros(3)
     mean.copy_(p.detach().mean(0))
     used = torch.dot(mean, p.sum(0)).tanh()
@@ -175,14 +175,15 @@ def test_a_write_that_autograd_sees_is_not_taken_for_one_that_it_does_not() -> N
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradient(seen, 0)
-    # A region knows what was saved, and gives the gradient of it.
+    # A region has the saved content, and returns the gradient for it.
     p = torch.linspace(-1, 1, 6).view(2, 3)
     right = 1 - torch.tanh(p).square()
     torch.testing.assert_close(gradient(lambda x: lowtide.checkpoint(seen, x), 0), right)
 
 
 def test_chunks_with_counters_of_their_own_are_still_rematerialized() -> None:
-    """What `unsafe_chunk` gives shares memory and no counter; writes to one miss the others."""
+    """Chunks from `unsafe_chunk` share memory but no version counter, so writes to one do not move
+    the others' versions."""
 
     def gates(p: Tensor) -> Tensor:
         one, two = torch.sin(p).unsafe_chunk(2, 1)
@@ -203,7 +204,7 @@ def test_chunks_with_counters_of_their_own_are_still_rematerialized() -> None:
 def test_rows_of_a_written_tensor_are_followed_through_their_chunks(
     replayed: Callable[[], int],
 ) -> None:
-    """As in a GRU: a chunk's counter, which is at zero, is not taken for that of its base."""
+    """As in a GRU: a chunk's version counter, at zero, is not mistaken for that of its base."""
 
     def unrolled(p: Tensor) -> Tensor:
         rows = torch.sin(p)
@@ -218,8 +219,8 @@ def test_rows_of_a_written_tensor_are_followed_through_their_chunks(
     assert torch.equal(
         gradient_at(p, lambda x: lowtide.checkpoint(unrolled, x)), gradient_at(p, unrolled)
     )
-    # For each of four rows sin, its sum, the row's, and exp: nothing was taken for content that
-    # cannot be made again.
+    # For each of four rows: sin, its sum, the row's sum, and exp. Nothing was mistaken for content
+    # that cannot be replayed.
     assert replayed() == 4 * 4
 
 
@@ -232,7 +233,7 @@ def gradient_at(point: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_recurrent_net_takes_no_more_in_a_region(kind: type[nn.RNNBase]) -> None:
-    """Versions of memory that is written step by step are not retained one by one."""
+    """Values of a storage that is written step by step are not each retained."""
     torch.manual_seed(0)
     net, x = kind(64, 64, batch_first=True), torch.randn(64, 8, 64)
 
@@ -246,7 +247,7 @@ def test_a_recurrent_net_takes_no_more_in_a_region(kind: type[nn.RNNBase]) -> No
     step(plain)
     before = lowtide.measure(lambda: step(plain), device="cpu").peak_bytes
     after = lowtide.measure(lambda: step(lowtide.checkpoint), device="cpu").peak_bytes
-    # Under a dispatch mode torch's own `linear` takes a tensor more; all versions were 1.5 times.
+    # Under a dispatch mode torch's `linear` takes one more tensor. Retaining all values took 1.5.
     assert after < 1.2 * before
 
 

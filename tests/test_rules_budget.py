@@ -1,7 +1,7 @@
 """Rule 13: a budget is a promise, from the first step on and for every step that changes.
 
-Rules of docs/semantics.md are cited by number. The planner's own tests stand in tests/planner; the
-figures on whole models, in the benchmarks.
+Rules of docs/semantics.md are cited by number. The planner's own tests are in tests/planner; the
+figures for whole models, in the benchmarks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tower(depth: int = 8) -> Tower:
 
 
 def step(model: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
-    """Measured peak and gradients of one plain step; memory of old gradients is not in it."""
+    """Measured peak and gradients of one plain step; old gradients do not count."""
     model.zero_grad()
     measured = lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu")
     return measured.peak_bytes, [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -99,7 +99,7 @@ def test_the_first_step_holds_at_every_limit() -> None:
 
 
 def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
-    """The training loop of most people: the output has a name until the step is over."""
+    """The usual training loop: a variable holds the output until the step is over."""
     with context:
         out = model(x)
         loss = F.cross_entropy(out, labels)
@@ -107,7 +107,7 @@ def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor
 
 
 def results_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
-    """So have results that the loss reads, one of which backward asks for."""
+    """Variables also hold results that the loss reads, one of which backward asks for."""
     with context:
         with torch.no_grad():
             old = model(x).log_softmax(-1)
@@ -166,7 +166,7 @@ def test_the_limit_holds_when_steps_change(shapes: list[int], skips: list[int]) 
 
 
 def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.BudgetReport:
-    """After one step, which the budget may measure for itself."""
+    """The report after one step, which the budget may measure itself."""
     model.zero_grad()
     with limit:
         loss = model(x).square().mean()
@@ -176,11 +176,11 @@ def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.Bud
 
 @pytest.mark.usefixtures("one_thread", "short_search")
 def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
-    """Two shapes in turn: each step follows its own plan, and the smaller one need drop nothing."""
+    """Two shapes in turn: each step follows its own plan, and the smaller one drops nothing."""
     model, limit = tower(), lowtide.budget(0.6)
     small, large = torch.randn(128, 32), torch.randn(512, 32)
     for _ in range(3):
-        alone = report_of(limit, model, small)  # the largest yet
+        alone = report_of(limit, model, small)  # the largest step so far
     assert (alone.planned, alone.limit) == (True, int(0.6 * alone.plain_peak))  # type: ignore[operator]
     assert alone.replayed_operations > 0
     for _ in range(3):
@@ -198,7 +198,7 @@ def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
 
 @pytest.mark.usefixtures("one_thread", "short_search")
 def test_a_last_batch_that_is_small_is_not_refused() -> None:
-    """At 0.4 of its own peak it would be: most of that is gradients of parameters."""
+    """At 0.4 of its own peak it would be refused: most of that peak is parameter gradients."""
     data = [*torch.randn(4, 512, 32), torch.randn(3, 32)]
     reference, model, limit = tower(), tower(), lowtide.budget(0.4)
     for epoch in range(2):
@@ -209,7 +209,7 @@ def test_a_last_batch_that_is_small_is_not_refused() -> None:
             report = limit.report()
             assert report.limit is not None
             assert peak <= report.limit or not epoch  # the first step has no limit yet
-        if epoch:  # what the others were granted is enough; the first went by their plan
+        if epoch:  # the others' limit is enough; in the first epoch it followed their plan
             assert report.replayed_operations == 0
     own = lowtide.budget(0.4)
     step_under(own, model, data[-1], backward)
@@ -278,7 +278,7 @@ def test_what_cannot_fit_is_refused_with_the_smallest_limit_that_would_do() -> N
     assert "Use a smaller batch or a larger limit." in str(error)
     named = [error.minimum]
     found: list[Tensor] = []
-    while not found:  # each refusal names more, until one limit does
+    while not found:  # each refusal names more, until a limit suffices
         model, limit = tower(3), lowtide.budget(named[-1])
         try:
             for _ in range(3):
@@ -310,7 +310,7 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     x = torch.randn(128, 32)
     model, limit = tower(), lowtide.budget(0.6)
     step_under(limit, model, x, backward)
-    first = limit.report()  # dropped as it went, by no plan
+    first = limit.report()  # it dropped values without a plan
     assert (first.planned, first.kept_bytes, first.recomputed_bytes) == (False, None, None)
     assert "activations kept        unknown" in str(first)
     for _ in range(2):
@@ -349,7 +349,7 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
 
 
 class Whole(Tensor):
-    """Does not say what it consists of."""
+    """A subclass that does not say what it consists of."""
 
     inner: Tensor
 
@@ -367,7 +367,7 @@ class Whole(Tensor):
 
 @pytest.mark.parametrize("limit", [0.7, None])
 def test_what_cannot_be_recorded_is_refused_once_it_was_measured(limit: float | None) -> None:
-    """Tensors that nobody can take apart: nothing of what they save can be let go of."""
+    """Tensors that cannot be flattened: nothing of what they save can be dropped."""
     batch = Whole(torch.randn(1040, 32))
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
 
@@ -407,7 +407,7 @@ def test_a_budget_with_gradients_that_accumulate() -> None:
 
 
 class Attention(nn.Module):
-    """Holds names on what an operation may drop: their memory goes when the name does."""
+    """Variables hold what an operation may drop: its memory is freed when they are gone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.usefixtures("one_thread", "short_search")
 def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: float) -> None:
-    """A fraction is one of that peak (rule 13): the next step is planned for it."""
+    """A fraction refers to that peak (rule 13): the next step is planned for it."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Attention() for _ in range(depth))), torch.randn(4, 256, 16)
 
@@ -450,8 +450,8 @@ def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: fl
 def test_what_was_dropped_is_not_counted_twice(
     named: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user may name what was let go, and autograd may save it again: whatever a first step
-    happens to drop, what is learned from it is the same (rule 13)."""
+    """User code may hold what was dropped, and autograd may save it again: whatever a first step
+    drops, the same is learned from it (rule 13)."""
     disturb, usual = random.Random(seed), Observer.operation
 
     def operation(self: Observer, op: Any, *rest: Any) -> None:
@@ -461,7 +461,7 @@ def test_what_was_dropped_is_not_counted_twice(
     torch.manual_seed(0)
     blocks, x = nn.ModuleList(Attention() for _ in range(3)), torch.randn(4, 256, 16)
 
-    names: list[Tensor] = []  # until the end of backward
+    names: list[Tensor] = []  # held until the end of backward
     for block in blocks if named else ():
         block.query.register_forward_hook(lambda *call: names.append(call[-1]))
 
@@ -509,7 +509,7 @@ def test_two_forwards_before_their_backwards() -> None:
 
 
 class InPlace(nn.Module):
-    """A residual block whose sum and activation are written in place, as MONAI's UNet has them."""
+    """A residual block whose sum and activation are in place, as in MONAI's UNet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +535,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
             assert all(map(torch.equal, found, expected))
             assert peak <= plain * share
         report = budget.report()
-        assert report.planned, share  # no operation differed from those planned
+        assert report.planned, share  # no operation differed from the plan
         assert report.replayed_operations
         budget.detach()
 
@@ -544,7 +544,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.5])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_is_filled_after_it_was_saved_is_planned(inplace: bool, share: float) -> None:
-    """The noise of a random ReLU, which autograd saves before it is drawn."""
+    """As the noise of a random ReLU, which autograd saves before it is drawn."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.RReLU(inplace=inplace)) for _ in range(8)]
     model, x = nn.Sequential(*layers), torch.randn(1024, 64)

@@ -1,4 +1,4 @@
-"""Rules 10, 12 and 14: what goes wrong leaves nothing behind; off is off; threads are apart.
+"""Rules 10, 12 and 14: errors leave nothing behind; off is off; threads do not interfere.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -51,7 +51,7 @@ def surroundings() -> tuple[Any, ...]:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Whatever happens inside, the surroundings are as before and the next step is right."""
+    """Whatever happens inside, global state is as before and the next step is right."""
     before = surroundings()
     yield
     assert surroundings() == before
@@ -112,7 +112,7 @@ def test_an_error_of_torch_inside() -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_while_replaying(error: type[BaseException]) -> None:
-    """The replay listener stands for anything that fails between request and answer."""
+    """The replay listener stands in for anything that fails between request and answer."""
     x = leaf(6)
     y = lowtide.checkpoint(lambda x: F.dropout(x.sin(), 0.5).exp().cos(), x)
     calls: list[int] = []
@@ -131,12 +131,12 @@ def test_an_error_while_replaying(error: type[BaseException]) -> None:
             lowtide.replay.listeners.remove(failing)
         assert calls
         assert torch.equal(state, torch.get_rng_state())
-        y.sum().backward()  # the same graph can be asked again
+        y.sum().backward()  # the same graph can be used again
         assert x.grad is not None
 
 
 def test_an_error_in_the_middle_of_a_replay() -> None:
-    """An operator that fails on its second run, with random state and dtype swapped around it."""
+    """An operator fails in its replay, while random state and default dtype are replaced."""
     x = leaf(6)
 
     def region(x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_an_error_in_the_middle_of_a_replay() -> None:
         return (x * noise).sin().exp().cos()
 
     y = lowtide.checkpoint(region, x)
-    # the one draw on a live tape
+    # the only operation that draws on a live tape
     tape = [o for o in gc.get_objects() if issubclass(type(o), Operation)]
     (rand,) = [op for op in tape if op.facts.name == "aten::rand"]
 
@@ -215,7 +215,7 @@ def test_a_budget_serves_on_after_an_error() -> None:
 
 
 def test_exceptions_swallowed_inside_the_region() -> None:
-    """`except Exception` in user code sees no error of ours in a healthy forward."""
+    """`except Exception` in user code sees no error of lowtide's in a healthy forward."""
     caught: list[Exception] = []
 
     def scenario(way: Way) -> list[Tensor | None]:
@@ -238,8 +238,8 @@ def test_exceptions_swallowed_inside_the_region() -> None:
 def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
     allowed: str | float,
 ) -> None:
-    """Fallbacks after an error of torch's: the step is planned as any other."""
-    gc.collect()  # a graph whose backward failed, in another test, is a step that goes on
+    """User code that falls back after an error of torch's: the step is planned like any other."""
+    gc.collect()  # a graph whose backward failed in another test is an unfinished step
     net = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
     batch = torch.randn(64, 16)
     limit, other = lowtide.budget(allowed), lowtide.budget(allowed)
@@ -269,7 +269,7 @@ def test_what_torch_refused_and_user_code_caught_is_no_operation_of_the_step(
 
 
 def _out_of_bounds(x: Tensor) -> dict[str, Callable[[], object]]:
-    """Writes to `x` whose last index is not there: those before it have been written then."""
+    """Writes to `x` with a last index out of bounds: those before it are written first."""
     rows = torch.tensor([0, 1, 10**6])
     wide = rows[:, None].expand(3, x.shape[1])
     ones = torch.ones(3, x.shape[1])
@@ -394,7 +394,7 @@ def test_two_threads_with_two_budgets() -> None:
 
 
 def on_a_thread(function: Callable[[], Any]) -> Any:
-    """What it returns, or the exception that it raises."""
+    """Run a function on another thread; its result, or the exception that it raised."""
     found: list[Any] = []
 
     def run() -> None:
@@ -410,7 +410,7 @@ def on_a_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_one_budget_on_two_threads_at_once() -> None:
-    """The second is refused, and leaves the first and the budget as they were."""
+    """The second use is refused, and leaves the first and the budget as they were."""
     w, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16)
     limit = lowtide.budget("1 MiB")
 
@@ -457,7 +457,7 @@ def test_a_recorder_is_open_on_its_own_thread_only() -> None:
 
 
 def test_replays_run_in_recorded_order() -> None:
-    """All ranks of a process group replay alike: by sequence, not by request."""
+    """All ranks of a process group replay alike: in recorded order, not by request."""
     x = leaf(6)
     order: list[list[int]] = []
 
@@ -516,8 +516,8 @@ assert len(expected) == 2 and all(map(torch.equal, expected, found))
 
 
 def test_a_process_that_is_forked_while_recording_does_not_record() -> None:
-    """In a process of its own: torch built for CUDA that finds no device starts threads for
-    backward if fake tensors came before the first, and then refuses it in forked processes."""
+    """In a process of its own: a CUDA build of torch without a device starts backward's threads if
+    fake tensors were used before the first one, and then refuses backward in forked processes."""
     done = subprocess.run(
         [sys.executable, "-c", _FORKING],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Rule 4: externals are never written by a replay, and never read changed.
+"""Rule 4: a replay never writes externals, and never reads changed ones.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -20,7 +20,7 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def trains_on() -> None:
-    """The process can take a right step after whatever happened before."""
+    """Whatever happened before, the process can still run a right step."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh())
@@ -78,7 +78,7 @@ class Parcel:
     extra: dict[str, Tensor]
 
 
-# Each reads `shift` in the region in some way that no argument list shows.
+# Each reads `shift` in the region in a way that no argument list shows.
 READERS: dict[str, Callable[[Way, Tensor, Tensor], Tensor]] = {
     "closure": lambda way, x, shift: way(lambda x: (x + shift).sin().exp(), x),
     "kwarg": lambda way, x, shift: way(lambda x, *, by: (x + by).sin().exp(), x, by=shift),
@@ -120,7 +120,7 @@ def test_an_external_changed_after_backward_is_no_matter() -> None:
 
 
 def test_an_external_saved_as_it_is_and_changed_is_an_error_as_in_autograd() -> None:
-    """Hooks switch autograd's own check off: the handle makes it (rule 4)."""
+    """Hooks disable autograd's own check, so the handle makes it (rule 4)."""
     x, other = leaf(8), torch.randn(8)
     y = lowtide.checkpoint(lambda x: x * other, x)
     other.add_(1)
@@ -129,7 +129,7 @@ def test_an_external_saved_as_it_is_and_changed_is_an_error_as_in_autograd() -> 
 
 
 def test_a_change_that_no_version_counter_shows_is_not_seen() -> None:
-    """The stated limit: `.data` is a way around autograd's checks, and so around this one."""
+    """A documented limit: `.data` bypasses autograd's checks, and so this one."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         x, other = leaf(8), torch.randn(8)
@@ -200,7 +200,7 @@ def test_a_gan_runs_its_discriminator_twice_before_one_backward(way: Way, norm: 
 
 
 def test_a_gan_whose_second_forward_is_not_in_a_region() -> None:
-    """The buffers move where no recorder looks; what the region read of them it can make again."""
+    """The buffers move where nothing records; what the region read of them can be replayed."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         model = discriminator(norm=False)
@@ -213,7 +213,7 @@ def test_a_gan_whose_second_forward_is_not_in_a_region() -> None:
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_a_frozen_norm_whose_statistics_move_between(seen: bool) -> None:
-    """They move without a change of version: a replay reads them from a copy."""
+    """They move without a new version, so a replay reads them from a copy."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         norm = nn.BatchNorm1d(4)
@@ -229,7 +229,7 @@ def test_a_frozen_norm_whose_statistics_move_between(seen: bool) -> None:
 
 
 def test_statistics_that_are_saved_and_read_and_then_move() -> None:
-    """Autograd reads its saved statistics as they are in backward, a replay as they were."""
+    """Autograd reads saved statistics as they are at backward; a replay, as they were."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         frozen, trained = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)

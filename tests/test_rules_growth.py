@@ -45,7 +45,7 @@ def fitted(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def census() -> tuple[Counter[str], int, int]:
     """Live objects by type, live tensors, watched storages."""
-    watch.sweep()  # what is swept up now and then anyway
+    watch.sweep()  # which otherwise happens now and then
     gc.collect()
     types = Counter(type(o).__qualname__ for o in gc.get_objects())
     types["tape records"] = tape_records()
@@ -80,8 +80,8 @@ def test_steps_leave_no_growth(
         loss.backward()
         optimizer.step()
 
-    # Some objects more may be caches of torch and Python, and what other tests of this process left
-    # to the collector; a leak of one a step is far more.
+    # A few more objects may be caches of torch and Python, or what other tests of this process left
+    # to the collector; a leak of one per step is far more.
     steps = 1000 if ends == "backward" else 200
     for number in range(60):
         one(number)

@@ -1,4 +1,4 @@
-"""Rule 5: what cannot be replayed is kept; and the state that operations read unasked.
+"""Rule 5: what cannot be replayed is kept; and the global state that operations read.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -29,11 +29,11 @@ from lowtide.tape.values import Operation
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-# Memory that somebody unseen fills.
+# Memory that something unseen fills.
 
 
 class ThroughNumpy(torch.autograd.Function):
-    """Fills an empty tensor from numpy, and keeps things on `ctx` in every way there is."""
+    """Fills an empty tensor through NumPy, and keeps things on `ctx` in every possible way."""
 
     calls = 0
 
@@ -46,7 +46,7 @@ class ThroughNumpy(torch.autograd.Function):
         table.numpy()[:] = np.cos(x.detach().numpy())
         ctx.save_for_backward(out, table)
         ctx.factor = factor
-        ctx.attribute = x.detach().sin()  # a tensor that autograd does not know of
+        ctx.attribute = x.detach().sin()  # a tensor that autograd does not know about
         return out
 
     @staticmethod
@@ -56,7 +56,7 @@ class ThroughNumpy(torch.autograd.Function):
 
 
 class ThroughPointers(torch.autograd.Function):
-    """Writes by address, as kernels bound with ctypes do; the version counter sees nothing."""
+    """Writes by address, as kernels bound by ctypes do; no version counter moves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_a_custom_function_runs_once() -> None:
     assert ThroughNumpy.calls == 1
 
 
-# Operators that belong to somebody else.
+# Operators that are not torch's own.
 
 
 def test_a_custom_operator_is_kept() -> None:
@@ -159,7 +159,7 @@ def test_a_collective_runs_once(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-# State that is read without being an argument.
+# State that operations read without having it as an argument.
 
 
 def _with_default_dtype(x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def _with_default_dtype(x: Tensor) -> Tensor:
 def _without_onednn(x: Tensor) -> Tensor:
     weight = torch.linspace(-1, 1, 36).reshape(4, 1, 3, 3)
     image = x.reshape(1, 1, 2, 4).sin().repeat(2, 1, 4, 2)
-    with warnings.catch_warnings():  # `flags` sets all that it could set, which warns
+    with warnings.catch_warnings():  # `flags` sets every flag that it knows, which warns
         warnings.simplefilter("ignore")
         off = torch.backends.mkldnn.flags(enabled=False)
         off.__enter__()
@@ -186,7 +186,7 @@ def _without_onednn(x: Tensor) -> Tensor:
 
 
 def _without_nnpack(x: Tensor) -> Tensor:
-    """Where oneDNN is off as well, NNPACK is asked next."""
+    """If oneDNN is off too, NNPACK is tried next."""
     weight = torch.linspace(-1, 1, 36).reshape(2, 2, 3, 3)
     ramp = torch.linspace(1, 2, 32 * 2 * 49).reshape(32, 2, 7, 7, 1, 1)
     images = (x.reshape(2, 4).sin() * ramp).permute(0, 1, 2, 4, 3, 5).reshape(32, 2, 14, 28)
@@ -292,7 +292,7 @@ def test_state_that_stands_only_in_the_forward(
 
 
 def test_what_multiplies_matrices_inside_remembers_the_switches() -> None:
-    # the bits of a distance depend on the precision of float32 products, where a CPU has others
+    # On some CPUs the bits of a distance depend on the precision of float32 products.
     points = leaf(64, 8)
     seen: list[Operation] = []
     replay.listeners.append(seen.extend)
@@ -306,7 +306,7 @@ def test_what_multiplies_matrices_inside_remembers_the_switches() -> None:
 
 
 class _Shifted(TorchDispatchMode):
-    """A user's mode that has its own idea of an activation."""
+    """A user's mode that changes the result of an activation function."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -350,10 +350,10 @@ def test_a_mode_around_counts_what_the_program_runs() -> None:
 def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(
     way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch finds what it closes over by compiling it, which is off inside a recording."""
+    """torch finds its closure by compiling it, which is off inside a recording."""
     from torch._higher_order_ops.map import map as each
 
-    monkeypatch.setattr(step, "_warned", True)  # of that; once a process, which others ask for
+    monkeypatch.setattr(step, "_warned", True)  # given once per process; other tests want it
 
     weight = torch.linspace(-1, 1, 16).reshape(4, 4)
     rows = torch.linspace(0, 1, 8).reshape(2, 4)
@@ -405,7 +405,7 @@ def test_state_that_stands_only_in_the_backward(way: Way) -> None:
 
 
 def _of_integers(x: Tensor) -> Tensor:
-    """Numbers that have the default dtype because nothing says what they should be."""
+    """Numbers that get the default dtype, as nothing else determines it."""
     ramp = torch.arange(1, 9)
     positive = x.detach() > 0
     made = [
@@ -422,7 +422,7 @@ def _of_integers(x: Tensor) -> Tensor:
     [
         (torch.float64, torch.float32),
         (torch.float32, torch.float64),
-        (torch.float16, torch.bfloat16),  # as many bytes, and other numbers in them
+        (torch.float16, torch.bfloat16),  # the same size, but other numbers
         (torch.bfloat16, torch.float16),
     ],
 )
@@ -559,7 +559,7 @@ def test_opaque_tensors_of_onednn_in_a_recurrent_net() -> None:
 
 
 class Tagged(Tensor):
-    """A subclass that only adds Python: its memory is plain."""
+    """A subclass that adds only Python attributes: its memory is plain."""
 
 
 def test_a_plain_subclass() -> None:

@@ -1,7 +1,7 @@
-"""Rule 11: a model under lowtide is, to all who look, the plain model.
+"""Rule 11: a model under lowtide looks like the plain model.
 
-Rules of docs/semantics.md are cited by number. What single modules keep stands in
-test_override.py; here it is `lowtide.fit`, and the ways one beside the other.
+Rules of docs/semantics.md are cited by number. test_override.py is about single modules; this file
+about `lowtide.fit`, and combinations of ways.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_copies_and_pickles_are_plain_models_that_train(apply: Apply) -> None:
 
 @applied
 def test_copies_after_training_steps(apply: Apply) -> None:
-    """A budget that has plans, a tape that has run: still nothing of it goes along."""
+    """Even after a budget has plans and a tape has run, nothing of them is copied."""
     model, plain = make(), make()
     apply(model)
     for _ in range(3):

@@ -57,7 +57,7 @@ def test_depth(depth: int) -> None:
 
 
 def test_a_region_of_twenty_thousand_operations() -> None:
-    """Found, replayed and freed without recursion."""
+    """It is searched, replayed and freed without recursion."""
     x = leaf(2)
 
     def region(x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def test_a_region_of_twenty_thousand_operations() -> None:
         y.sum().backward()
     assert replayed.operations == 20_000
     assert x.grad is not None
-    assert torch.equal(x.grad, x.detach())  # neg an even number of times
+    assert torch.equal(x.grad, x.detach())  # negated an even number of times
 
 
 def test_a_chain_of_twenty_thousand_saved_operations() -> None:
@@ -97,7 +97,7 @@ def test_a_chain_of_twenty_thousand_saved_operations() -> None:
 
 @pytest.mark.parametrize("saved", [False, True], ids=["unsaved", "saved"])
 def test_a_long_chain_is_freed_without_a_backward(saved: bool) -> None:
-    """Twenty thousand records that hold each other go when the last handle does."""
+    """Twenty thousand records that hold each other are freed with the last handle."""
     x = leaf(2)
 
     def region(x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 def test_nesting_takes_less_memory_than_one_flat_region() -> None:
-    gc.collect()  # budgets of other tests that were left after a forward may still be measuring
+    gc.collect()  # budgets that other tests abandoned after a forward may still be measuring
     torch.manual_seed(0)
     blocks = nn.ModuleList(Block() for _ in range(6))
     x = torch.randn(1024, 64)
@@ -157,8 +157,8 @@ def test_nesting_takes_less_memory_than_one_flat_region() -> None:
     deep = peak(lowtide.checkpoint, lowtide.checkpoint)
     assert all(map(torch.equal, grads(), expected))
     activation = 1024 * 64 * 4
-    # A flat replay brings back all 36 products and sines; a nested one, the insides of one block
-    # and the inputs of the others.
+    # A flat replay recomputes all 36 products and sines; a nested one, the insides of one block and
+    # the inputs of the others.
     assert flat < plain + 4 * activation
     assert deep < flat - 20 * activation, f"{deep} against {flat} and {plain} plain"
 
@@ -188,7 +188,7 @@ def test_an_inner_policy_holds_inside_an_outer_region() -> None:
 
         return gradients(way(outer, x).sum(), x, w)
 
-    # The product inside is kept; the one outside of it is made again.
+    # The product inside is kept; the one outside of it is replayed.
     assert check(scenario)["mm"] == 1
 
 

@@ -1,4 +1,4 @@
-"""Rules 1 to 3: same bits, once, random state; and that no more is replayed than is asked for.
+"""Rules 1 to 3: same bits, once, random state; and no more is replayed than needed.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -22,7 +22,7 @@ from lowtide.tape.operators import facts_of
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-# Rule 1: what runs again is what leads to the requested tensor, and gives the same bits.
+# Rule 1: only what leads to the requested tensor is replayed, with the same bits.
 
 
 def test_only_the_operations_that_lead_to_the_requested_tensor_run() -> None:
@@ -36,13 +36,13 @@ def test_only_the_operations_that_lead_to_the_requested_tensor_run() -> None:
         return gradients(one.sum(), x)
 
     replayed = check(scenario)
-    # exp saves its output, cos its input; sin saves x, which is there.
+    # exp saves its output, cos its input; sin saves x, which is an external.
     assert replayed.names() == {"aten::sin": 1, "aten::cos": 1, "aten::exp": 1}
     assert replayed.nbytes == 3 * 8 * 4
 
 
 def test_the_tail_that_nobody_saves_is_not_replayed() -> None:
-    """What torch calls early stop: operations after the last saved tensor stay alone."""
+    """torch calls this early stop: operations after the last saved tensor are not replayed."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         x = leaf(8)
@@ -110,7 +110,7 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.log.append("forward")
-        for _ in range(random.randint(1, 3)):  # branches that a second run would take otherwise
+        for _ in range(random.randint(1, 3)):  # a second run would take other branches
             x = self.linear(self.norm(x).relu())
         return x * float(np.random.rand())
 
@@ -234,7 +234,7 @@ def test_a_backward_leaves_the_generator_as_replay_found_it() -> None:
 
 
 def _noise_of_no_device(h: Tensor) -> Tensor:
-    """As TorchScript calls them; Python's `torch.rand` says where."""
+    """Without a device argument, as TorchScript calls them; Python's `torch.rand` passes one."""
     first, second = torch.ops.aten.rand.default, torch.ops.aten.randn.default
     return (h * (first([64, 64]) + second([64, 64]))).tanh()
 

@@ -1,4 +1,4 @@
-"""Known traps from the threads of other projects' users, and other mechanisms around and inside.
+"""Known traps, from issues of other projects; and other mechanisms around and inside a region.
 
 Rules of docs/semantics.md are cited by number.
 """
@@ -30,7 +30,7 @@ def net() -> nn.Sequential:
     )
 
 
-# Other saved-tensor hooks (they are user code around saves: each save is seen once).
+# Other saved-tensor hooks (user code that is called for saves: it sees each save once).
 
 
 @every_way
@@ -91,7 +91,7 @@ def test_torchs_checkpoint_inside(use_reentrant: bool, way: Way) -> None:
 
 @pytest.mark.parametrize("use_reentrant", TORCH_MODES)
 def test_torchs_checkpoint_around(use_reentrant: bool) -> None:
-    """torch runs the function twice; what lowtide records each time is right each time."""
+    """torch runs the function twice; what lowtide records is right each time."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         model, x = net(), leaf(3, 4)
@@ -166,7 +166,7 @@ def test_arguments_reach_the_function_as_they_are() -> None:
     assert given[0][0][0] is marker
 
 
-# Decisions that a second run could take otherwise.
+# Decisions that a second run could take differently.
 
 
 @every_way
@@ -207,7 +207,7 @@ def test_shared_weights_under_autocast(way: Way) -> None:
     check(scenario, way)
 
 
-# What is refused, in words.
+# What is refused, with an explanation.
 
 
 def transform_inside() -> Tensor:
@@ -273,9 +273,9 @@ def test_hooks_that_are_disabled_are_a_refusal_of_ours(where: str, way: Way) -> 
     assert "no hooks, please" in text
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert current_recorder() is None
-    with torch.autograd.graph.save_on_cpu():  # they are on again
+    with torch.autograd.graph.save_on_cpu():  # hooks are enabled again
         pass
-    # An error of the program's own that says the same is left alone.
+    # The program's own error with the same text is not replaced.
     with pytest.raises(RuntimeError) as own:
         way(lambda x: _raise("no hooks, please"), leaf(4))
     assert type(own.value) is RuntimeError

@@ -1,4 +1,4 @@
-"""What a step's memory is for: rows that add up, timelines that meet the measured peak, reasons."""
+"""What a step's memory is for: sums that agree, timelines with the measured peak, and reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from test_dryrun import STEPS
 
 
 def saved_for_real(function: Callable[..., Any], *args: Any) -> int:
-    """Bytes that autograd holds after a real forward, each storage once; no parameter or input."""
+    """Bytes autograd holds after a real forward, each storage once; not parameters and inputs."""
     there = {t.untyped_storage().data_ptr() for t in Found(function, args, {}).state()}
     there |= {t.untyped_storage().data_ptr() for t in args}
     held: list[Tensor] = []
@@ -149,7 +149,7 @@ def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
 
 
 class Hidden:
-    """Something that a step reaches, and lowtide does not look into."""
+    """An object that a step reaches but lowtide does not look into."""
 
     __slots__ = ("tensor",)
 
@@ -247,7 +247,7 @@ def test_a_step_that_had_to_be_recorded_adds_up_as_well() -> None:
 
     def step(x: Tensor) -> Tensor:
         out = model(x).mean()
-        return out if out.item() < 1e9 else -out  # asks for what is in an activation
+        return out if out.item() < 1e9 else -out  # reads the content of an activation
 
     with pytest.warns(DryRunWarning):
         told = lowtide.explain(step, torch.randn(256, 16))
@@ -275,7 +275,7 @@ def test_what_follows_a_recorded_forward_is_shown() -> None:
 
 
 def test_what_a_sum_takes_that_is_not_the_steps_own_is_shown() -> None:
-    """A step that returns no scalar is summed up."""
+    """Backward of a step that returns no scalar starts from a sum."""
     told = lowtide.explain(nn.Sequential(nn.Linear(16, 4096), nn.Softplus()), torch.randn(64, 16))
     after = [m for m in told.plain.moments if m.phase == "forward"][-1]
     assert after.place == len(told.study.step.graph.ops)
@@ -285,7 +285,7 @@ def test_what_a_sum_takes_that_is_not_the_steps_own_is_shown() -> None:
 
 
 def test_of_a_step_that_had_to_be_recorded_only_the_recording_counts() -> None:
-    """The dry run that failed on the way had written down as much."""
+    """The dry run that failed had recorded part of the step already."""
     model = nn.ModuleDict({"first": nn.Linear(16, 64), "last": nn.Linear(64, 32)})
 
     def step(x: Tensor) -> Tensor:
@@ -356,7 +356,7 @@ def test_a_step_of_nothing_is_explained() -> None:
 
 
 def without_a_backward() -> dict[str, Callable[[], Tensor]]:
-    """Steps whose forward saves for a backward that never asks for it."""
+    """Steps whose forward saves tensors that no backward asks for."""
     model, batch = wide(2), torch.randn(64, 32)
     alone = nn.Parameter(torch.ones(()))
 
@@ -410,7 +410,7 @@ def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
 
 
 def test_a_peak_of_gradients_has_advice_about_gradients() -> None:
-    """Four samples and a megabyte of parameters: half the batch changes nothing worth a line."""
+    """Four samples and a megabyte of parameters: halving the batch is not worth advising."""
     model, batch = wide(8), torch.randn(4, 32)
     told = lowtide.explain(model, batch)
     share = told.plain.by_kind()["gradient"] / told.plain.peak
@@ -519,7 +519,7 @@ def test_why_an_output_does_or_does_not_require_grad() -> None:
     assert "Nothing that the step returns requires grad" in str(told)
 
 
-# ---------------------------------------------------------------------------- today's options
+# ---------------------------------------------------------------------------- usual options
 
 
 @pytest.mark.parametrize("name", ["per block", "per block, products kept", "level 2"])
@@ -546,7 +546,7 @@ def test_an_option_costs_what_it_costs_when_it_is_run(name: str) -> None:
 
 
 class Gated(nn.Module):
-    """A block with products that autograd does not save: what is made of them is saved."""
+    """A block with products that autograd does not save; it saves what is made from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +570,7 @@ def test_what_goes_into_a_block_is_held_even_where_autograd_does_not_save_it() -
 
 
 class Casting(nn.Module):
-    """A block that reads its input only to make another of it, as norms in half precision do."""
+    """A block that reads its input only to convert it, as norms in half precision do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -648,7 +648,7 @@ def test_a_trace_has_the_moments_of_the_timelines() -> None:
 def test_a_snapshot_of_a_step_on_cuda_is_its_allocators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By fakes: what is asked of torch, in which order."""
+    """With fakes: which functions of torch are called, and in which order."""
     asked: list[Any] = []
     monkeypatch.setattr("lowtide.tracing._on_cuda", lambda found: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("synchronize"))
@@ -688,7 +688,7 @@ def test_a_layout_that_the_backend_chooses_is_that_of_the_real_step() -> None:
         return F.instance_norm(convolutions[-1](last)).square().mean()
 
     batch = torch.randn(1, 24, 30, 30, 30)
-    step(batch)  # whatever oneDNN makes once
+    step(batch)  # oneDNN allocates some memory once
     plan = lowtide.plan(step, batch, limit=0.8)
     limit = lowtide.budget(plan)
     with limit:

@@ -1,5 +1,5 @@
-"""Rule 13 where backward runs several times inside one context: each ends a step, and they share
-one limit."""
+"""Rule 13 if backward runs several times inside one context: each backward ends a step, and all
+share one limit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def deep(inside: int = WIDTH, outside: int = WIDTH, depth: int = 6) -> nn.Module
 
 
 class Attack:
-    """Training on what an attack has made of the input: one gradient of the input after another."""
+    """Adversarial training: several gradients of the input, then a step on the changed input."""
 
     def __init__(self) -> None:
         self.model = deep()
@@ -46,7 +46,7 @@ class Attack:
 
 
 class Adversaries:
-    """A GAN: two networks, two optimizers, each of which steps in between."""
+    """A GAN: two networks with an optimizer each, which step between the backwards."""
 
     def __init__(self) -> None:
         self.maker, self.judge = deep(), deep(outside=1)
@@ -71,7 +71,7 @@ class Adversaries:
 
 
 class Sharpness:
-    """Sharpness-aware minimization: the gradient at the worst point nearby."""
+    """Sharpness-aware minimization: the gradient at the worst nearby point."""
 
     def __init__(self) -> None:
         self.model = deep()
@@ -95,7 +95,7 @@ class Sharpness:
 
 
 class Accumulation:
-    """Four small batches: from the second on their gradients are there."""
+    """Four small batches: from the second on, gradients exist already."""
 
     def __init__(self) -> None:
         self.model = deep()
@@ -112,7 +112,7 @@ class Accumulation:
 
 
 class TwoHeads:
-    """The second backward goes through what the first has gone through, and was kept for it."""
+    """The second backward goes through the graph of the first, which was retained for it."""
 
     def __init__(self) -> None:
         self.body, self.first, self.second = deep(), deep(depth=2), deep(depth=2)
@@ -129,7 +129,7 @@ class TwoHeads:
 
 
 class Adapted:
-    """Meta-learning to first order: the loss of parameters that gradients have moved."""
+    """First-order meta-learning: the loss at parameters that gradients have moved."""
 
     def __init__(self) -> None:
         self.model = deep()
@@ -162,7 +162,7 @@ LOOPS: list[Callable[[], Attack | Adversaries | Sharpness | Accumulation | Adapt
 def train(
     make: Callable[[], object], context: Callable[[], Context], steps: int = 4
 ) -> tuple[list[int], list[Tensor]]:
-    """Peaks of the steps in bytes, and everything that came out of them."""
+    """Peaks of the steps in bytes, and all their results."""
     torch.manual_seed(0)
     loop = make()
     peaks, out = [], []
@@ -222,7 +222,7 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
 
 
 class Retained:
-    """Backward keeps the graph for another one, in the steps from a certain one on."""
+    """From a certain step on, backward retains the graph for another backward."""
 
     def __init__(self, first: int) -> None:
         self.model, self.x, self.left = deep(), torch.randn(BATCH, WIDTH), first
@@ -252,7 +252,7 @@ def test_what_is_replayed_for_a_graph_that_is_retained_does_not_pile_up(
 
 
 def test_a_whole_loop_in_one_context() -> None:
-    """Its steps are planned, and nothing of them is left but gradients and optimizer states."""
+    """Its steps are planned, and leave nothing but gradients and optimizer states."""
 
     def loop(context: Context) -> tuple[int, list[Tensor]]:
         torch.manual_seed(0)
@@ -294,7 +294,7 @@ def test_what_an_optimizer_does_after_backward_is_no_part_of_the_step() -> None:
 
 
 def test_a_backward_in_a_nested_region_ends_no_step() -> None:
-    """A region is a part of the tape that stands around it."""
+    """A region belongs to the tape of the recording around it."""
 
     def inside(model: nn.Module, x: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(model(x).square().mean(), x, retain_graph=True)

@@ -1,4 +1,4 @@
-"""A step as a memory snapshot: sums that are the timeline's, blocks that do not overlap."""
+"""A step as a memory snapshot: its sums are the timeline's, and its blocks do not overlap."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from test_see import wide
 
 
 def asks() -> tuple[Any, tuple[Any, ...]]:
-    """A step that looks at what is in an activation, so that a real one is recorded."""
+    """A step that reads the content of an activation, so that a real one is recorded."""
     model = wide(3)
 
     def step(x: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def planned(subject: Study, share: float | None) -> Plan:
 
 
 def went_through(made: dict[str, Any]) -> tuple[int, dict[int, int], dict[int, int]]:
-    """The peak of the events, the bytes at the end of each clock tick, and who is left: address
-    and size. Checks as it goes that nothing overlaps and that whatever is freed was there."""
+    """The peak of the events, the bytes at the end of each clock tick, and the blocks left at the
+    end (address, size). Checks that no blocks overlap and that only live blocks are freed."""
     [segment], [events] = made["segments"], made["device_traces"]
     first, last = segment["address"], segment["address"] + segment["total_size"]
     live: dict[int, int] = {}
@@ -107,7 +107,7 @@ def test_the_events_are_the_timeline_to_the_byte(name: str, share: float | None)
 
 
 def rotary() -> tuple[Any, tuple[Any, ...]]:
-    """Rotated queries and keys: kept sums of products that nobody keeps."""
+    """Rotated queries and keys: sums that are kept, of products that are not."""
     layers = nn.ModuleList(nn.Linear(32, 64) for _ in range(4))
     cosine, sine = torch.rand(2, 16, 32)
 
@@ -172,7 +172,7 @@ def test_frames_name_what_was_made_operator_line_and_module() -> None:
     assert ["aten::gelu", "0.1"] in [[f["name"] for f in stack[1:]] for stack in frames]
 
 
-# What MemoryViz.js reads, and of which type.
+# The fields that MemoryViz.js reads, and their types.
 _EVENT = {"action": str, "addr": int, "size": int, "stream": int, "frames": list, "time_us": int}
 _SEGMENT = {"device": int, "address": int, "total_size": int, "stream": int, "blocks": list}
 _BLOCK = {"size": int, "requested_size": int, "state": str, "frames": list}
@@ -195,10 +195,10 @@ def test_it_has_every_field_that_the_viewer_reads() -> None:
     assert all(has(frame, _FRAME) for event in events for frame in event["frames"])
     clocks = [event["time_us"] for event in events]
     assert clocks == sorted(clocks)
-    # It looks for this one in a way that fails where it is not there.
+    # The viewer fails if this category is missing.
     assert "unknown" in {event.get("category") for event in events}
     assert all(("category" in e) == e["action"].endswith("alloc") for e in events)
-    # Its reader of pickles knows these codes alone.
+    # Its pickle reader knows only these opcodes.
     codes = {code.name for code, _, _ in pickletools.genops(pickle.dumps(made, PICKLE_PROTOCOL))}
     assert codes <= {
         "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "EMPTY_DICT",
@@ -218,7 +218,7 @@ def test_torch_accepts_it(tmp_path: Path) -> None:
     assert f"total_reserved: {_memory_viz._format_size(segment['total_size'])}" in stats
     said = _memory_viz.trace(made)
     assert f"{len(made['device_traces'][0])} entries" in said
-    assert "MEM[" not in said  # every block lies in the segment
+    assert "MEM[" not in said  # every block is inside the segment
     for flames in (_memory_viz.memory, _memory_viz.segments):
         assert "0.qkv;" in flames(made, format_flamegraph=str)
     assert "snapshot.pickle" in _memory_viz.trace_plot(made)

@@ -1,7 +1,7 @@
 """Two gloo ranks: FSDP1, and models of which each rank has a stage.
 
-As in `test_distributed.py`, whose models and step these are: every scenario is a step with lowtide
-and the same step without, compared bit for bit on each rank.
+As in `test_distributed.py`, whose models and step are used here, every scenario is a step with
+lowtide and the same step without, compared bit for bit on each rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ MICRO = 4
 
 
 def trained(schedule: str, how: str) -> list[Tensor]:
-    """Some steps of a pipeline, of which each rank has every second of four blocks or one half."""
+    """Some steps of a pipeline; each rank has every second of four blocks, or one half of them."""
     from torch.distributed import pipelining
 
     torch.manual_seed(0)

@@ -1,5 +1,5 @@
 """docs/status.md lists combinations with the tests that hold them: they exist, and their results
-stand in docs/combinations.md, which `benchmarks/combinations.py` writes."""
+are in docs/combinations.md, which `benchmarks/combinations.py` writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def script() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["combinations"] = module  # dataclasses look their module up
+    sys.modules["combinations"] = module  # needed by its dataclasses
     spec.loader.exec_module(module)
     return module
 

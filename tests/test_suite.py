@@ -1,4 +1,4 @@
-"""The benchmark suite runs as documented, and its file tells what happened."""
+"""The benchmark suite runs as documented, and its file contains the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 @pytest.fixture(scope="module")
 def suite() -> Any:
-    """`benchmarks.suite`, which is imported from the root as `python -m` does it."""
+    """`benchmarks.suite`, imported from the root as by `python -m`."""
     for library in ("transformers", "matplotlib"):
         pytest.importorskip(library)
     sys.path.insert(0, str(ROOT))
@@ -34,7 +34,7 @@ def suite() -> Any:
 
 @pytest.fixture
 def found(suite: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The rows of one tiny network by method, with the rest of the file."""
+    """The rows of one tiny network, by method, and the rest of the file."""
     suite.main(["--quick", "--models", "gpt2", "--rounds", "2", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "## lowtide at each peer's peak" in printed

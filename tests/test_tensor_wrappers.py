@@ -1,4 +1,4 @@
-"""Wrapper subclasses: what they save is packed in parts, and their insides are recomputed."""
+"""Wrapper subclasses: they are saved part by part, and the operations inside are replayed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def know_of_wrappers() -> None:
-    """From here on they are recorded in Python."""
+    """From here on the Python recorder is used."""
     pair = TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_()
     lowtide.checkpoint(lambda: pair.sin())
     assert engine.name() == "python"
@@ -44,7 +44,7 @@ def know_of_wrappers() -> None:
 class Rows:
     """A batch of rows of several lengths."""
 
-    parts = 1  # tensors that one consists of, and that take memory
+    parts = 1  # how many tensors with memory a wrapper consists of
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Attention(Rows):
 
 
 class Pairs(Rows):
-    """Tensors that consist of two."""
+    """Wrappers that consist of two tensors."""
 
     parts = 2
 
@@ -124,7 +124,7 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def outcome(case: Rows, context: Any = None) -> tuple[int, list[Tensor]]:
-    """The peak of a step, and what comes of it."""
+    """The peak of a step, and its results."""
     found: list[Tensor] = []
 
     def step() -> None:
@@ -159,7 +159,7 @@ def test_a_budget_over_wrappers(kind: str, share: float) -> None:
             assert peak <= share * plain
             assert report.planned
             assert report.planned_peak is not None
-            assert abs(report.planned_peak - peak) < 8 << 10  # a copy of the generator's state
+            assert abs(report.planned_peak - peak) < 8 << 10  # allows for a generator's state
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -177,7 +177,7 @@ def test_a_region_over_wrappers(kind: str) -> None:
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("kind", CASES)
 def test_the_first_recording_keeps_them_whole(kind: str, limited: bool, way: str) -> None:
-    """The compiled recorder sees what they consist of, and not whose it is."""
+    """The compiled recorder sees the tensors inside, but not which wrapper they belong to."""
     case = CASES[kind]()
     plain, expected = outcome(case)
     budget = lowtide.budget(int(0.6 * plain)) if limited else None
@@ -217,7 +217,7 @@ def test_backward_twice_and_again_differentiable(kind: str) -> None:
 
 
 def test_lengths_that_are_computed_inside() -> None:
-    """Offsets that the tape could make again: lengths are told apart by the tensor itself."""
+    """Offsets could be replayed; but nested tensors identify their lengths by that tensor."""
     torch.manual_seed(0)
     layer, lengths = nn.Linear(16, 16), torch.tensor([3, 50, 7])
     values = torch.randn(60, 16)
@@ -237,7 +237,7 @@ def test_lengths_that_are_computed_inside() -> None:
 
 
 def test_a_wrapper_that_was_changed_before_backward_is_refused() -> None:
-    """A write to the whole does not move the versions of its parts (rule 4)."""
+    """A write to a wrapper does not move the versions of its parts (rule 4)."""
     pair = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
     weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
     out = lowtide.checkpoint(lambda: (pair * weight).sin())
@@ -249,7 +249,7 @@ def test_a_wrapper_that_was_changed_before_backward_is_refused() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 def test_what_a_collective_still_fills_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd saves it before the operator that reads it has waited."""
+    """Autograd saves it before the operator that reads it has waited for it."""
     from torch.distributed import _functional_collectives as functional
 
     def arrives(tensor: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class Loose(TwoTensor):
 
 
 class Shared(TwoTensor):
-    """Has its parts in a dictionary that its aliases have too, behind setters."""
+    """Has its parts in a dictionary that its aliases share, behind setters."""
 
     def __init__(self, a: Tensor, b: Tensor, parts: Any = None) -> None:
         self.parts = {"a": a, "b": b} if parts is None else parts
@@ -316,7 +316,7 @@ class Shared(TwoTensor):
 
 @pytest.mark.parametrize("kind", [Loose, Shared])
 def test_what_a_wrapper_consists_of_stays_the_programs(kind: type[TwoTensor]) -> None:
-    """One that becomes another class is kept whole, of one that shares its parts none is taken."""
+    """A wrapper that becomes another class is kept whole; one that shares its parts keeps them."""
     pair = kind(torch.randn(4, 4), torch.randn(4, 4))
     weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
     (expected,) = torch.autograd.grad((pair * weight).sin().sum(), weight)
@@ -327,7 +327,7 @@ def test_what_a_wrapper_consists_of_stays_the_programs(kind: type[TwoTensor]) ->
 
 
 def test_what_a_nested_tensor_knows_of_its_lengths_stays() -> None:
-    """Kept in a dictionary that `detach` shares, behind setters."""
+    """It is in a dictionary that `detach` shares, behind setters."""
     case = Rows()
     shape = case.batch.to_padded_tensor(0.0).shape
     out = lowtide.checkpoint(case.model, case.batch)
@@ -350,7 +350,7 @@ def stepped(weight: Tensor) -> None:
 def test_a_wrapper_that_autograd_did_not_save_is_checked_too(
     context: str, write: Callable[[Tensor], None]
 ) -> None:
-    """A replay reads its parts, whose own versions do not move (rule 4)."""
+    """A replay reads the parts, whose own versions do not move (rule 4)."""
     for nested in (False, True):
         pair = TwoTensor(torch.randn(64, 64), torch.randn(64, 64))
         weight = nn.Parameter(TwoTensor(pair, pair.clone()) if nested else pair)

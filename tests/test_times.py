@@ -1,6 +1,6 @@
-"""How long an operation takes, as a plan has it: of all calls like it, not of one.
+"""The time of an operation in a plan: it is taken over all similar calls, not from one.
 
-Steps are planned from times that these tests make up, so that what was slow by chance is known.
+Steps are planned from times that these tests invent, so that it is known what was slow by chance.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lowtide.planner import Graph
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Times = Callable[[int, int, str], float]
-"""Seconds of an operation: of the how-manieth step, its place there, and its name."""
+"""Seconds of an operation, from the number of the step, its place in the step, and its name."""
 
 
 class Tower(nn.Module):
-    """Layers that are alike, and one operation that is there once."""
+    """Similar layers, and one operation that occurs once."""
 
     def __init__(self, depth: int = 6) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Tower(nn.Module):
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Times], None]]:
-    """Has steps that are watched take the times that a function says."""
+    """A function that sets the times of observed steps."""
     plain = Observer.operation
     begun: list[Observer] = []
 
@@ -62,11 +62,11 @@ def step(model: nn.Module, limit: lowtide.Budget) -> None:
 
 
 def planned(model: nn.Module, limit: lowtide.Budget, steps: int) -> Graph:
-    """What the plan after some steps was made from."""
+    """The graph from which the plan after some steps was made."""
     for _ in range(steps):
         step(model, limit)
     limit.report()
-    for found in limit._beside.found():  # the next step would take it up
+    for found in limit._beside.found():  # the next step would do this
         limit._plans.add(found)
     return limit._plans.expected(0).graph
 
@@ -118,7 +118,7 @@ def test_modelled_times_are_not_mixed_with_measured_ones(timed: Callable[[Times]
 
 
 def test_a_step_that_is_not_watched_knows_the_times_of_calls_it_has_seen() -> None:
-    """It parts from the planned one: operations from there on were not timed in it."""
+    """It leaves the planned step: operations from there on were not timed in it."""
     model, limit = Tower(), lowtide.budget(0.6)
     planned(model, limit, 4)
     assert limit._active == []

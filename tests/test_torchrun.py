@@ -26,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-# A loop by DDP in which rank 1 has a limit that its first step cannot keep.
+# A DDP loop in which rank 1 has a limit that its first step cannot keep.
 PROGRAM = """
 import sys
 import torch
@@ -52,7 +52,7 @@ print("rank", rank, "came to the end")
 
 
 def torchrun(processes: int, *arguments: str | Path) -> tuple[int, str]:
-    """How a run ended and what it said."""
+    """The exit code and the output of a run."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
          str(processes), *map(str, arguments)],
@@ -90,7 +90,7 @@ def test_frameworks_on_two_ranks(library: str, name: str, arguments: tuple[str, 
 
 
 def test_a_rank_that_is_refused_ends_the_others_with_its_own_error(tmp_path: Path) -> None:
-    """In the middle of a step, where the other rank waits for it in its backward."""
+    """It is refused in the middle of a step, while the other rank waits for it in backward."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     began = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_rank_that_is_refused_ends_the_others_with_its_own_error(tmp_path: Pat
     assert code != 0
     assert "came to the end" not in said
     assert said.count("lowtide.errors.BudgetError: the step does not fit in 195.3 KiB") == 1
-    assert time.monotonic() - began < 120  # and not the half hour of a collective's own limit
+    assert time.monotonic() - began < 120  # not the half hour of a collective's timeout
 
 
 def test_the_ranks_of_a_group_are_refused_with_one_error(tmp_path: Path) -> None:
@@ -108,6 +108,6 @@ def test_the_ranks_of_a_group_are_refused_with_one_error(tmp_path: Path) -> None
     assert code != 0
     assert "came to the end" not in said
     error = "lowtide.errors.BudgetError: 1 of 2 ranks cannot keep their limit, so all of them stop"
-    assert said.count(error) >= 1  # torchrun may end the second before it has said its own
+    assert said.count(error) >= 1  # torchrun may end the second before it prints its own
     assert "Connection closed" not in said
     assert "Rank 1 needs most: the step does not fit in" in said

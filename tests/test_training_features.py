@@ -1,7 +1,7 @@
-"""What people put around a step: autocast and GradScaler, hooks, optimizers in backward, replicas.
+"""Usual features around a step: autocast and GradScaler, hooks, optimizers in backward, replicas.
 
-Bit for bit with the plain step, in every way of applying lowtide. Rules of docs/semantics.md are
-cited by number.
+Bit for bit equal to the plain step, in every way of applying lowtide. Rules of docs/semantics.md
+are cited by number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def made(way: str) -> tuple[Net, Any]:
-    """A model to train in that way, and what stands around its forward and loss."""
+    """A model prepared in that way, and the context for its forward and loss."""
     model = Net(lowtide.checkpoint if way == "checkpoint" else None)
     if way == "fit":
         lowtide.fit(model, 0.75)
@@ -165,8 +165,8 @@ def test_a_model_in_half_precision(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_activation_and_gradient_hooks_fire_once(way: str, replayed: Callable[[], int]) -> None:
-    """Forward, pre-forward, full backward, tensor and parameter hooks, those that change values
-    included."""
+    """Forward, pre-forward, full backward, tensor and parameter hooks, including those that change
+    values."""
 
     def training(how: str) -> list[Tensor]:
         model, limit = made(how)
@@ -254,13 +254,13 @@ def in_backward(way: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_optimizer_in_backward(way: str, replayed: Callable[[], int]) -> None:
-    """A parameter's gradient is complete only when nothing is left that reads the parameter."""
+    """A parameter's gradient is complete only when nothing that reads the parameter is left."""
     check(in_backward, way, replayed)
 
 
 def test_a_parameter_that_is_still_read_when_it_is_updated() -> None:
-    """A use of its own without a gradient is not waited for: it would be replayed with the new
-    values, as torch's checkpoint does without a word. Refused (rule 4)."""
+    """A use without a gradient is not waited for, and would be replayed with the new values, as in
+    torch's checkpoint, silently. It is refused (rule 4)."""
     weight = nn.Parameter(torch.full((4, 4), 0.5))
     other = torch.ones(4, 4, requires_grad=True)
 
@@ -284,7 +284,7 @@ def test_a_parameter_that_is_still_read_when_it_is_updated() -> None:
 
 @pytest.mark.parametrize("way", ["fit", "modules"])
 def test_data_parallel_without_devices(way: str, replayed: Callable[[], int]) -> None:
-    """On a machine without a GPU it calls its module."""
+    """On a machine without a GPU, DataParallel just calls its module."""
 
     def training(how: str) -> list[Tensor]:
         model, _ = made(how)
@@ -301,7 +301,7 @@ def test_data_parallel_without_devices(way: str, replayed: Callable[[], int]) ->
 
 
 def test_data_parallel_replicas() -> None:
-    """What it makes for several devices, called here by hand: regions go along, a budget cannot."""
+    """Replicas as for several devices, called by hand: regions are copied, a budget cannot be."""
     model, _ = made("fit")
     replica = model._replicate_for_data_parallel()
     with pytest.raises(UnsupportedError, match=r"nn\.DataParallel runs copies of this model on"):
@@ -317,7 +317,7 @@ def test_data_parallel_replicas() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_capture_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a fake: without a GPU nothing can be captured."""
+    """With a fake, as nothing can be captured without a GPU."""
     model, limit = made(way)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

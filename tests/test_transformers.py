@@ -1,4 +1,4 @@
-"""lowtide.transformers: models, Trainer and peft adapters, bit for bit with the plain run.
+"""lowtide.transformers: models, Trainer and peft adapters, bit for bit equal to the plain run.
 
 All models are built from a configuration; nothing is downloaded. Rules of docs/semantics.md are
 cited by number.
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from lowtide.transformers import MemoryBudget, enable, set_checkpointing_function
 
-# peft's, of transformers
+# peft's warning, about transformers
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "short_search"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
@@ -94,7 +94,7 @@ def test_the_bits_of_the_plain_step(way: str, replayed: Callable[[], int]) -> No
     assert same(step(model, use_cache=False), step(plain, use_cache=False))
     assert replayed() == before
     assert list(model.state_dict()) == list(plain.state_dict())
-    if way != "own function":  # transformers leaves its own attributes when it switches off
+    if way != "own function":  # transformers leaves attributes of its own when switched off
         assert [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in llama().modules()]
 
 
@@ -125,7 +125,7 @@ def test_a_policy_keeps_the_products(replayed: Callable[[], int]) -> None:
 
 @pytest.mark.parametrize("way", ["limit", "regions"])
 def test_the_cache_grows_once(way: str) -> None:
-    """Elsewhere a second forward appends to it again, or the cache is switched off."""
+    """In other tools a second forward appends to it again, or the cache is switched off."""
     plain, model = llama().train(), llama().train()
     lengths = []
     with WAYS[way](model):
@@ -179,7 +179,7 @@ def test_other_architectures(
     kind: str, options: dict[str, Any], replayed: Callable[[], int]
 ) -> None:
     base = getattr(transformers, kind)
-    # Without the cache: switched on by its flag, the library leaves it out, for other bits.
+    # Without the cache: the library disables it when its flag is on, which changes the bits.
     config = base.config_class(vocab_size=VOCABULARY, pad_token_id=0, use_cache=False, **options)
 
     def build() -> nn.Module:
@@ -243,7 +243,7 @@ def adapted(way: str = "", *, before: bool = False) -> nn.Module:
     torch.manual_seed(4)
     model = peft.get_peft_model(model, config)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at the start, with which lora_A would get no gradient
+        if "lora_B" in name:  # zero at the start, so that lora_A would get no gradient
             nn.init.normal_(parameter, std=0.1)
     if way and not before:
         WAYS[way](model)
@@ -272,7 +272,7 @@ def test_adapters_in_every_layer_get_their_gradients(
 def train(
     model: nn.Module, folder: Path, callbacks: tuple[Any, ...] = (), **options: Any
 ) -> tuple[Trainer, list[Tensor]]:
-    """A short training; the trainer, and every parameter after it."""
+    """A short training; returns the trainer, and every parameter afterwards."""
     generator = torch.Generator().manual_seed(7)
     rows = torch.randint(0, VOCABULARY, (24, 40), generator=generator)
     settings: dict[str, Any] = {
@@ -309,7 +309,7 @@ def losses(trainer: Trainer) -> list[float]:
 def test_trainer(
     way: str, options: dict[str, Any], tmp_path: Path, replayed: Callable[[], int]
 ) -> None:
-    """Gradient accumulation, evaluation in between, the optimizer and its schedule."""
+    """With gradient accumulation, evaluation in between, an optimizer and its schedule."""
     plain, expected = train(llama(), tmp_path, **options)
     model = llama()
     WAYS[way](model)
@@ -360,7 +360,7 @@ def test_trainers_own_checkpointing_beside_the_callback_is_refused(tmp_path: Pat
 
 
 def test_trainers_own_checkpointing_after_a_limit_is_refused(tmp_path: Path) -> None:
-    """Trainer switches it on when the training begins, after the model was given its budget."""
+    """Trainer switches it on when training begins, after the model got its budget."""
     model = llama()
     enable(model, limit=0.7)
     with pytest.raises(UsageError, match="gradient_checkpointing is True; call model"):

@@ -1,7 +1,7 @@
-"""Steps whose backward never runs, and who may measure after them.
+"""Steps whose backward never runs, and what may measure after them.
 
-A step that came to nothing (a loss that is NaN, an optimizer step that is skipped) is measured
-until it is let go of; torch has one recorder a process, and the next step wants it.
+An abandoned step (a loss that is NaN, an optimizer step that is skipped) is measured until it is
+released; torch has one memory recorder per process, and the next step needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT = 0.7
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
-    """What gives way does so because it is known to be over, not because garbage was found.
+    """A measurement ends because its step is known to be over, not because garbage was collected.
 
     The very first step of a process leaves garbage that holds its frames, and so its loss.
     """
@@ -55,7 +55,7 @@ def forward(model: nn.Module, budget: lowtide.Budget) -> Tensor:
 
 
 def measured_peak(steps: int = 3) -> int | None:
-    """Of a few whole steps of another model, under a budget of its own."""
+    """The measured peak of a few whole steps of another model, under another budget."""
     model, budget = blocks(1), lowtide.budget(LIMIT)
     for _ in range(steps):
         forward(model, budget).backward()
@@ -73,7 +73,7 @@ def test_a_step_without_a_backward_gives_way_to_another_budget(times: int) -> No
     for _ in range(times):
         forward(model, budget)
     assert measured_peak() is not None
-    assert budget.report().steps == times  # the budget is alive all the time
+    assert budget.report().steps == times  # keeps the budget alive
 
 
 def test_a_step_without_a_backward_gives_way_to_a_measurement() -> None:
@@ -86,12 +86,12 @@ def test_a_step_without_a_backward_gives_way_to_a_measurement() -> None:
     for _ in range(3):
         model.zero_grad()
         forward(model, budget).backward()
-    assert budget.report().measured_peak is not None  # and it is measured again itself
+    assert budget.report().measured_peak is not None  # and it is measured again
 
 
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_backward_that_failed_gives_way(planned: bool) -> None:
-    """Its loss may stay, in a notebook; it may be tried again."""
+    """Its loss may stay alive, as in a notebook, and backward may be tried again."""
     model, twin, budget = blocks(), blocks(), lowtide.budget(LIMIT)
     for _ in range(4 if planned else 0):
         forward(model, budget).backward()
@@ -116,7 +116,7 @@ def test_a_budget_that_began_meanwhile_is_measured_all_the_same() -> None:
     first, second = lowtide.budget(LIMIT), lowtide.budget(LIMIT)
     model, other = blocks(), blocks(1)
     dropped = forward(model, first)
-    loss = forward(other, second)  # counts on the recording of the first, which has a backward yet
+    loss = forward(other, second)  # while the first is measured, as its backward is still to come
     del dropped
     loss.backward()
     del loss
@@ -127,7 +127,7 @@ def test_a_budget_that_began_meanwhile_is_measured_all_the_same() -> None:
 
 def test_a_step_between_its_forward_and_its_backward_is_not_over() -> None:
     budget, model = lowtide.budget(LIMIT), blocks()
-    for _ in range(2):  # which it measures; those after that go as planned
+    for _ in range(2):  # these are measured; later ones follow the plan
         loss = forward(model, budget)
         with pytest.raises(UsageError, match="run its backward first, or let go of its loss"):
             lowtide.measure(lambda: None, device="cpu")
@@ -168,7 +168,7 @@ def in_a_backward(function: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_nothing_gives_way_inside_a_backward(ended: bool) -> None:
-    # What is stopped in there is on again after it, and nobody could measure any more.
+    # What is stopped in a backward is on again after it, and nothing could measure any more.
     budget, refused = lowtide.budget(LIMIT), []
     loss = forward(blocks(), budget)
     if ended:
@@ -200,14 +200,14 @@ def test_a_measurement_inside_a_backward() -> None:
     def measure() -> None:
         peaks.append(lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes)
 
-    measure()  # after which nothing is on
+    measure()  # after this no profiler is on
     in_a_backward(measure)
     measure()
     assert peaks == [1024, 1024, 1024]
 
 
 def test_a_step_ends_while_another_thread_frees_memory() -> None:
-    """Threads of a device let go of a graph when they get to it: the table changes meanwhile."""
+    """Device threads free a graph at any time, so the table may change meanwhile."""
     names, kept = Names(), [torch.zeros(4).untyped_storage() for _ in range(3)]
 
     class Entry:
@@ -217,7 +217,7 @@ def test_a_step_ends_while_another_thread_frees_memory() -> None:
             self.storage = storage
 
         def __call__(self) -> Any:
-            names.table.pop(2, None)  # as a storage does that goes on another thread
+            names.table.pop(2, None)  # as if a storage were freed on another thread
             return self.storage
 
     names.table = {place: Entry(storage) for place, storage in enumerate(kept)}  # type: ignore[misc]

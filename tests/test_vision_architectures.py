@@ -1,6 +1,6 @@
 """Nets of vision_architectures with `lowtide.ActivationCheckpointing` in place of their own.
 
-The library asks for a whole documentation tool chain, so that development installs it without:
+The library depends on a whole documentation tool chain, so it is installed without dependencies:
 `pip install --no-deps vision-architectures loguru munch` is enough for these tests.
 """
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def library(theirs: bool) -> Callable[[str], Any]:
-    """The library imported anew, with its own class or with lowtide's in its place."""
+    """The library, freshly imported, with its own class or with lowtide's in its place."""
     for name in [name for name in sys.modules if name.partition(".")[0] == LIBRARY]:
         del sys.modules[name]
     if not theirs:

@@ -2,13 +2,12 @@
 
 Holds semantics rules 1 (same bits), 2 (once), 3 (random state), 6 (aliasing), 7 (requires_grad)
 and 9 (nesting) on whole training steps: three of them, with momentum, so that a state that drifts
-in the first one shows in the next. The last part holds the harness itself to seeing what it is
-there to see.
+in the first one shows in the next. The last part tests that the harness detects what it should.
 
 With LOWTIDE_FULL=1 in the environment the slow models run too, and every model at every limit.
-May import: the public API of lowtide, at run time, so that a broken engine does not hide what the
-harness says. Rejected: one test a model that tries every way in turn; the first to fail would hide
-the others.
+May import: the public API of lowtide, at run time, so that a broken engine does not hide the tests
+of the harness. Rejected: one test per model that tries every way in turn; the first failure would
+hide the others.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ BY_MODULE = (
 LIBRARIES = ("monai_", "hf_")
 
 pytestmark = [
-    # Given by torch once a process about what a model does, whichever runs first.
+    # torch gives these once per process, for whichever model runs first.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
     *(() if FULL else [pytest.mark.usefixtures("short_search")]),
@@ -78,8 +77,8 @@ def chosen(keep: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecor
 
 @pytest.fixture(autouse=True)
 def less_for_libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the libraries' networks, only those that stand for their kinds are searched for plans as
-    users' are, on the recorder where any are: with all of them it is half of this file's time."""
+    """Reduce the search for plans, except for networks that stand for their kinds, on the recorder
+    that searches in full: searching for all of them would take half of this file's time."""
     case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
     if case and not FULL and case.name.startswith(LIBRARIES) and case.name not in BY_MODULE:
         search_less(monkeypatch)
@@ -140,10 +139,10 @@ def budgeted(limit: float | int) -> Method:
 
 
 def within(case: Case, method: Callable[[float | int], Method], limit: float) -> Trace:
-    """The trace under a limit, or where that is refused, under the smallest that gets through.
+    """The trace under a limit, or, if that is refused, under the smallest that is not.
 
-    Before a step was ever recorded to its end, an error can only name what gets past the operation
-    that did not fit, so it takes some refusals to get there; each must ask for more.
+    Until a step has been recorded to its end, a refusal can only name a limit that gets past the
+    operation that did not fit, so several refusals may follow; each must name more.
     """
     import lowtide
 

@@ -68,7 +68,7 @@ def device_of(size: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise SystemExit("--size gpu needs a CUDA device, and there is none here.")
-    # Bits can be compared only where the device itself gives the same bits twice.
+    # Bits can be compared only if the device itself is deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
@@ -76,12 +76,12 @@ def device_of(size: str) -> torch.device:
 
 
 def smaller(case: Case) -> str:
-    """The size at which several batches are tried."""
+    """The size to use where several batches are tried."""
     return "tiny" if case.name == "unet3d" else "cpu"
 
 
 class Report:
-    """The results file, written anew after each network, so that a broken run leaves its rows."""
+    """The results file, rewritten after each network, so an interrupted run leaves its rows."""
 
     def __init__(self, chosen: argparse.Namespace, device: torch.device) -> None:
         self.out: Path = chosen.out

@@ -1,7 +1,7 @@
 """The networks of the suite, in three sizes.
 
-Invariant: `cpu` is what the other benchmarks use, where they have it. `tiny` shows that everything
-runs; its times are mostly fixed costs. `gpu` is meant for one card of 80 GB or more.
+Invariant: `cpu` is the size of the other benchmarks, for networks that they have. `tiny` shows that
+everything runs; its times are mostly fixed costs. `gpu` is for one card of 80 GB or more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case(Workload):
     title: str
     count: int
     examples: Callable[[int], Batch]
-    """A batch of so many."""
+    """Makes a batch of this many samples."""
     chain: Callable[[nn.Module], Place] | None = None
     checkpointed: Callable[[], nn.Module] | None = None
     """The same network, checkpointed by its library."""
@@ -48,7 +48,7 @@ class Case(Workload):
 
 
 def sized(work: Workload, title: str, count: int, examples: Callable[[int], Batch], **more: Any):
-    """`work` with data of a size."""
+    """`work` with batches of `count` samples."""
     build = more.pop("build", work.build)
     batch = partial(examples, count)
     return Case(work.name, build, batch, work.loss, work.blocks, title, count, examples, **more)
@@ -93,7 +93,7 @@ def listed(*path: str) -> Callable[[nn.Module], Place]:
 
 
 def with_loss(model: nn.Module) -> nn.Module:
-    """Name the loss: a warning of its absence would break what torch.compile sees in two."""
+    """Name the loss; otherwise the library warns, and the warning causes a graph break."""
     model.loss_type = "ForCausalLM"
     return model
 
@@ -292,7 +292,7 @@ NEEDS = {"vision_swin": "vision_architectures"}
 
 
 def missing(name: str) -> str | None:
-    """Why a network cannot be had here, or None."""
+    """Why a network is not available here, or None."""
     library = NEEDS.get(name)
     if library is None or importlib.util.find_spec(library) is not None:
         return None

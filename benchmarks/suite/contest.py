@@ -1,8 +1,8 @@
 """One network, all methods: peaks, bits and seconds.
 
-Invariant: each method runs the same three batches from the same random state, each allocation
-counted, and its loss, gradients, buffers and generator are compared with the plain step's; then all
-that worked run in turns. A method that fails is a row with its error.
+Invariant: each method runs the same three batches from the same random state, measured allocation
+by allocation, and its loss, gradients, buffers and generator are compared with the plain step's;
+then all methods that worked are timed in turns. A method that fails is a row with its error.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .methods import (
 )
 
 STEPS = 3
-_NEAR = 0.01  # of the plain peak: limits this near to each other are one, the smaller
+_NEAR = 0.01  # of the plain peak: of limits closer to each other than this, only the smaller is run
 
 
 @dataclass
 class Row:
-    """What one method did. Bytes and seconds; None: not known."""
+    """The results of one method, in bytes and seconds; None: not known."""
 
     method: str
     family: str
@@ -51,7 +51,7 @@ class Row:
     base: str = PLAIN
     limit: int | None = None
     peaks: list[int] = field(default_factory=list)
-    """Of each step, above what stood when it began."""
+    """For each step, above what was in memory when it began."""
     bits: str = ""
     """"same", or how many tensors differ from the plain step's."""
     seconds: float | None = None
@@ -59,13 +59,13 @@ class Row:
     spread: tuple[float, float] | None = None
     """Quartiles."""
     minimum: int | None = None
-    """The smallest limit that would do, of a refused one."""
+    """If a limit was refused: the smallest that would suffice."""
     error: str = ""
     note: str = ""
 
     @property
     def peak(self) -> int | None:
-        """Under a limit of every step; else of those after the first, which may compile."""
+        """The largest peak of a step; without a limit, the first is left out, as it may compile."""
         counted = self.peaks if self.limit is not None else self.peaks[1:]
         return max(counted, default=None)
 
@@ -75,7 +75,7 @@ class Row:
 
 
 class Contender:
-    """A network made ready, and a step of it that can be called again and again."""
+    """A prepared network, and its step, which can be called repeatedly."""
 
     def __init__(self, case: Case, ready: Ready) -> None:
         self.ready = ready
@@ -92,7 +92,7 @@ class Contender:
         clear(self.ready.model)
 
     def state(self, loss: Tensor) -> list[Tensor]:
-        """What a step leaves behind, on the CPU."""
+        """Everything that a step changes, copied to the CPU."""
         model = self.ready.model
         left = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
         bits = [t.detach().cpu().clone() for t in (*left, *model.buffers())]
@@ -117,7 +117,7 @@ class Contest:
     # ------------------------------------------------------------------ one method
 
     def enter(self, row: Row, method: Method, steps: int = STEPS) -> Row:
-        """Run a method's first steps; those that work are timed later on."""
+        """Run a method's first steps; methods that work are timed later."""
         self.rows[row.method] = row
         try:
             contender = Contender(self.case, method(self.case, self.plain))
@@ -164,9 +164,9 @@ class Contest:
         """Every method; lowtide at `shares` of the plain peak and at each peer's peak.
 
         Args:
-            shares: of the plain peak.
-            budgets: of torch.compile's activation memory; none: it is left out.
-            rounds: steps of each that are timed.
+            shares: limits, as shares of the plain peak.
+            budgets: activation memory budgets for torch.compile; if empty, it is left out.
+            rounds: how many steps of each method are timed.
         """
         plain = self.enter(Row(PLAIN, "plain"), lambda case, model: Ready(twin(model)))
         if plain.peak is None:
@@ -183,7 +183,7 @@ class Contest:
         return list(self.rows.values())
 
     def _sequential(self) -> None:
-        """`checkpoint_sequential` with the count of the lowest peak."""
+        """`checkpoint_sequential`, with the number of segments that has the lowest peak."""
         name = "checkpoint_sequential"
         counts = segment_counts(self.case, self.plain)
         if not counts:
@@ -224,7 +224,7 @@ class Contest:
             self.enter(again, partial(under, row.minimum))
 
     def _lowest(self) -> lowtide.Plan:
-        """The plan of the smallest peak that a dry run finds."""
+        """The plan with the lowest peak that a dry run finds."""
         with self._seeded():
             forward = partial(self.case.loss, self.plain)
             least = lowtide.plan(forward, self.data[0]).minimum_peak
@@ -238,7 +238,7 @@ class Contest:
 
     def _time(self, rounds: int) -> None:
         clock = clock_of(self.device)
-        turns(self.runs, 1, clock)  # what is left to learn is learned
+        turns(self.runs, 1, clock)  # a last round in which budgets may learn
         for name, spent in turns(self.runs, rounds, clock).items():
             row = self.rows[name]
             row.seconds = statistics.median(spent)
@@ -247,14 +247,14 @@ class Contest:
 
 
 def timed(contender: Contender, batch: Batch) -> None:
-    """A step to its very end."""
+    """A step, waiting until the device has finished it."""
     contender.clear()
     if contender.step(batch).is_cuda:
         torch.cuda.synchronize()
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """CPU time, or the wall clock where a device works."""
+    """CPU time; the wall clock if an accelerator does the work."""
     return time.perf_counter if device.type == "cuda" else time.process_time
 
 

@@ -1,9 +1,9 @@
-"""The largest batch that fits a given memory, and samples a second at it.
+"""The largest batch that fits a given memory, and samples per second at it.
 
-Invariant: "fits" is measured: the peak of a real step, forward and backward, is at or under the
-memory. Peaks grow evenly with the batch, so two of them tell where to look; for lowtide these are
-the minima of dry runs, and real steps have the last word. Parameters and the state of an optimizer
-come on top and are alike for all.
+Invariant: "fits" is measured: the peak of a real step, forward and backward, is at most the given
+memory. Peaks grow linearly with the batch, so two of them tell where to look; for lowtide they are
+the minima of dry runs, which real steps then confirm. Parameters and the state of an optimizer come
+on top and are the same for all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .contest import Contender, clock_of, timed
 from .methods import Method, Ready, per_block, twin, under
 
 _REFUSED = (lowtide.BudgetError, torch.OutOfMemoryError)
-_WARM = 3  # steps that teach a budget
+_WARM = 3  # steps from which a budget learns
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Fit:
     peak: int | None = None
     seconds: float | None = None
     needs: dict[int, int] = field(default_factory=dict)
-    """Bytes by batch, as far as looked at."""
+    """Bytes for each batch that was tried."""
 
     @property
     def rate(self) -> float | None:
-        """Samples a second."""
+        """Samples per second."""
         return None if not self.seconds else self.batch / self.seconds
 
 
@@ -102,7 +102,7 @@ class Search:
         return tuple(t.to(self.device) for t in self.case.examples(count))
 
     def _measured(self, method: Method, count: int) -> int:
-        """The largest peak of some steps of which the first is left out where nobody limits it."""
+        """The largest peak of some steps; without a limit, the first step is left out."""
         contender = Contender(self.case, method(self.case, self.plain))
         batch, peaks = self._batch(count), []
         for _ in range(_WARM if contender.ready.budget else 2):
@@ -113,7 +113,7 @@ class Search:
         return max(peaks if contender.ready.budget else peaks[1:])
 
     def _least(self, count: int) -> int:
-        """The smallest peak that a dry run finds a plan for."""
+        """The lowest peak for which a dry run finds a plan."""
         forward = partial(self.case.loss, self.plain)
         return lowtide.plan(forward, self._batch(count)).minimum_peak
 

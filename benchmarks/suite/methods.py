@@ -1,7 +1,7 @@
-"""What makes a network ready for a step, one function a method.
+"""How a network is prepared for a step, one function per method.
 
 Invariant: each works on a copy that shares the plain network's parameters, and changes nothing
-else; one that does not exist for a network raises `NotThereError` with the reason.
+else; a method that does not exist for a network raises `NotThereError` with the reason.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ class NotThereError(Exception):
 
 @dataclass
 class Ready:
-    """A network made ready in one way."""
+    """A network prepared by one method."""
 
     model: nn.Module
     budget: lowtide.Budget | None = None
     base: str = PLAIN
-    """The method whose time is this one's time with nothing recomputed."""
+    """The method that is this one without recomputation; its time is the base for added time."""
     wrap: Callable[[Callable[[Any], Tensor]], Callable[[Any], Tensor]] = lambda forward: forward
-    """What is made of forward and loss, a function of the batch."""
+    """Wraps forward and loss, a function of the batch."""
     around: Callable[[], AbstractContextManager[Any]] = field(default=contextlib.nullcontext)
-    """Entered around the first step, in which things are compiled."""
+    """A context for the first step, in which compilation happens."""
 
 
 Method = Callable[[Case, nn.Module], Ready]
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy with buffers of its own and the very same parameters."""
+    """A copy with buffers of its own that shares the parameters."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def adopt(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Give a network that was built anew the parameters and buffers of the plain one."""
+    """Give a newly built network the parameters and buffers of the plain one."""
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         mine.data = theirs.data.view(mine.shape)
     for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
@@ -103,7 +103,7 @@ def selective(case: Case, plain: nn.Module) -> Ready:
 
 
 class Segments(nn.Module):
-    """Blocks that run one after the other, in `torch.utils.checkpoint.checkpoint_sequential`."""
+    """Consecutive blocks, run by `torch.utils.checkpoint.checkpoint_sequential`."""
 
     def __init__(self, blocks: list[nn.Module], segments: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Segments(nn.Module):
 
 
 def segment_counts(case: Case, plain: nn.Module) -> list[int]:
-    """Counts worth trying: from two to one for each block."""
+    """Numbers of segments to try, from two up to the number of blocks."""
     if case.chain is None:
         return []
     blocks = len(case.chain(plain)[2])
@@ -136,7 +136,7 @@ def sequential(segments: int, case: Case, plain: nn.Module) -> Ready:
 
 
 def by_library(case: Case, plain: nn.Module) -> Ready:
-    """What the network's own library offers for it."""
+    """Checkpointing that the network's own library offers."""
     if case.checkpointed is not None:
         return Ready(adopt(case.checkpointed(), plain))
     enable = getattr(plain, "activation_checkpointing_enable", None)
@@ -160,7 +160,7 @@ def level(number: int, case: Case, plain: nn.Module) -> Ready:
 
 
 class _Generator:
-    """Random state for torch_remat, which leaves it to its user."""
+    """Saves and restores the random state, which torch_remat leaves to its user."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -178,7 +178,7 @@ class _Generator:
 
 
 def remat(case: Case, plain: nn.Module) -> Ready:
-    """torch_remat around each block. What it could keep inside one is marked in its source."""
+    """torch_remat around each block. It could keep values inside, if the source marked them."""
     if importlib.util.find_spec("torch_remat") is None:
         raise NotThereError("torch_remat is not installed: pip install torch_remat")
     import torch_remat
@@ -203,14 +203,14 @@ def memory_budget(share: float) -> Iterator[None]:
 
 
 def compiled(share: float, backend: str, case: Case, plain: nn.Module) -> Ready:
-    """`activation_memory_budget`, a share; the partitioner reads it while it compiles."""
+    """torch.compile at an `activation_memory_budget`, which is read while compiling."""
     base = compiled_name(1.0, backend)
 
     def wrap(forward: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def step(batch: Any) -> Tensor:
             return forward(batch)
 
-        # What is compiled is found by its code, and one share must not be given another's.
+        # Dynamo caches by code object: each share needs its own, or it gets another share's code.
         step.__code__ = step.__code__.replace(co_name=f"step_{share:g}".replace(".", "_"))
         return torch.compile(step, backend=backend, fullgraph=True)
 
@@ -230,7 +230,7 @@ def under(limit: int | lowtide.Plan, case: Case, plain: nn.Module) -> Ready:
 
 
 def peers(case: Case) -> dict[str, Method]:
-    """By name; `checkpoint_sequential` is tried with several counts and added by the contest."""
+    """Methods by name. The contest adds `checkpoint_sequential`, tried with several counts."""
     found: dict[str, Method] = {
         "torch per block": per_block,
         "torch selective": selective,

@@ -1,4 +1,4 @@
-"""One picture a network: seconds of a step against its peak, all methods."""
+"""One picture per network: seconds of a step against its peak, for all methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def draw(title: str, rows: Sequence[Row], path: Path) -> None:
-    """Write an SVG; text stays text, and the same figures give the same file."""
+    """Write an SVG with text as text; the same figures give the same file."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -1,4 +1,4 @@
-"""What the rows say: lowtide against each peer at that peer's peak, and tables in Markdown."""
+"""Summaries of the rows: lowtide against each peer at that peer's peak, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.models import markdown, mebibytes
 from .contest import PLAIN, Row
 from .largest import Fit
 
-_NOISE = 0.02  # of a step: differences below it mean nothing
-_NOTHING = 0.01  # of the plain peak: less than that is no saving
+_NOISE = 0.02  # of a step's time: smaller differences mean nothing
+_NOTHING = 0.01  # of the plain peak: saving less than this counts as no saving
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Duel:
     """A peer, and lowtide given its peak as the limit.
 
     Attributes:
-        theirs, ours: added time over the step with nothing recomputed, a share of that step; for a
-            compiled peer that step is the compiled one.
-        verdict: "ahead", "even", "behind", or why there is nothing to compare.
+        theirs, ours: added time over the step without recomputation, as a share of it; for a
+            compiled peer, that step is compiled too.
+        verdict: "ahead", "even", "behind", or why they cannot be compared.
     """
 
     peer: str
@@ -33,7 +33,7 @@ class Duel:
 
 
 def added(row: Row, rows: dict[str, Row]) -> float | None:
-    """Time over that of the method's base, as a share of it."""
+    """The time added to that of the method's base, as a share of it."""
     base = rows.get(row.base)
     if row.seconds is None or base is None or base.seconds is None:
         return None
@@ -41,7 +41,7 @@ def added(row: Row, rows: dict[str, Row]) -> float | None:
 
 
 def duels(rows: Sequence[Row]) -> list[Duel]:
-    """One for each peer; where they cannot be compared, the reason stands in the verdict."""
+    """One for each peer; if they cannot be compared, the verdict is the reason."""
     by_name = {row.method: row for row in rows}
     ours = [row for row in rows if row.family == "lowtide"]
     plain = by_name[PLAIN].peak

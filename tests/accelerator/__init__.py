@@ -1,12 +1,12 @@
 """An accelerator without hardware, built from `device.cpp` beside this file.
 
 Problem: no machine that tests lowtide has a GPU, and what breaks there does not break on the CPU:
-autograd runs on threads of the device, work is ordered by streams, memory comes from an allocator
-that hands it on, random numbers from the device's own generator. Invariant: `install()` changes the
-process for good (torch knows one such device a process), so what uses it runs in a process of its
-own, see `tests/test_accelerator.py`. Imports torch and lowtide's way of calling a compiler.
-Rejected: a package that has to be installed; fakes of `torch.cuda`, which the C++ of torch does not
-ask.
+autograd runs on device threads, work is ordered by streams, memory comes from an allocator that
+reuses it, random numbers from the device's own generator. Invariant: `install()` changes the
+process permanently (torch allows one such device per process), so its users run in a process of
+their own, see `tests/test_accelerator.py`. Imports torch and lowtide's way of calling a compiler.
+Rejected: a package that has to be installed; fakes of `torch.cuda`, which torch's C++ code does not
+call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def compiled() -> Path:
-    """The library of the device, beside lowtide's builds; takes half a minute the first time."""
+    """The device's library, next to lowtide's builds; building it takes half a minute."""
     return build.library(_SOURCE, _MODULE)
 
 
 def install() -> ModuleType:
-    """Make torch know the device `"emulated"`.
+    """Register the device `"emulated"` with torch.
 
-    Returns its module. `races()` are the conflicting accesses that nothing has ordered since it was
-    last asked; `counts()` how many kernels ran, and how often host and streams have waited;
-    `set_capacity(device, nbytes)` says when the device is out of memory, and
-    `fail(kernel, count)` that it is for the next calls of a kernel, whatever is free; with
-    ", late" after its name, when it has run.
+    Returns its module. `races()` returns the unordered conflicting accesses since its last call;
+    `counts()` how many kernels ran, and how often host and streams waited;
+    `set_capacity(device, nbytes)` sets when the device is out of memory; `fail(kernel, count)` lets
+    the next calls of a kernel run out of memory whatever is free: before it runs, or, with ", late"
+    after its name, once it has run.
     """
     found = sys.modules.get(_MODULE)
     if found is not None:
@@ -56,7 +56,7 @@ def install() -> ModuleType:
 
 
 def _module(core: Any) -> ModuleType:
-    """What torch asks of `torch.emulated`."""
+    """What torch requires of the module `torch.emulated`."""
     generators = tuple(core.default_generator(index) for index in range(2))
 
     def index_of(device: Any) -> int:

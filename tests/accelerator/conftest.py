@@ -19,9 +19,9 @@ else:
 
 @pytest.fixture(autouse=True)
 def core() -> Iterator[ModuleType]:
-    """The device; no test may leave a race behind that it has not asked for."""
+    """The device's module; a test fails if it leaves races that it has not read."""
     assert CORE is not None
-    CORE.settle()  # what the test before has left running
+    CORE.settle()  # wait for what the last test left running
     CORE.races()
     yield CORE
     assert sorted(set(CORE.races())) == []

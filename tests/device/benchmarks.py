@@ -1,10 +1,10 @@
 """What a step costs, what an allocator wastes, and what one operation costs, side by side.
 
 Problem: figures of different runs cannot be compared, and a lent device has ten minutes. Invariant:
-contenders of one table run in turns in one process, each time is the median of its rounds and comes
-with the quartiles, every peak is the allocator's, and a benchmark ends when its time is over with
-the rounds that it has. Imports networks, place. Rejected: events of the device for times, which
-leave out what the host does between kernels.
+contenders of one table run in turns in one process; each time is the median of its rounds, with
+quartiles; every peak is the allocator's; and when its time is up, a benchmark ends with the rounds
+it has. Imports networks, place. Rejected: timing by device events, which leave out what the host
+does between kernels.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from device.place import Place, fresh, peak, settle
 from device.place import statistics as allocator
 from lowtide import engine
 
-LEARN = 6  # steps in which a budget gets to know a step
+LEARN = 6  # steps in which a budget learns a step
 ROUNDS = 15
-LEAST = 3  # rounds that are taken whatever the time
+LEAST = 3  # rounds that are run however long they take
 NAMED = ", what the refusal named"
-LASTS = 0.05  # seconds that one turn takes at least, so that its end is no part of it
+LASTS = 0.05  # seconds that one turn takes at least, so that waiting at its end is negligible
 TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
 Run = Callable[[], object]
 Row = dict[str, Any]
@@ -41,9 +41,10 @@ def spread(times: list[float]) -> Row:
 
 
 def turns(place: Place, runs: dict[str, Run], seconds: float) -> dict[str, list[float]]:
-    """Wall seconds of a call of each, by rounds in which each has its turn, begun by another one.
+    """Wall seconds per call of each contender, one figure per round; each round starts with another
+    contender.
 
-    The device is waited for before and after a turn, which has as many calls as last a while.
+    A turn has enough calls to last `LASTS` seconds, and waits for the device before and after.
     """
     settle()
     calls = {}
@@ -75,8 +76,8 @@ def _timed(place: Place, run: Run, calls: int) -> float:
 
 
 def steps(place: Place, make: Callable[[Place], Work], seconds: float) -> Row:
-    """Plain, by block with torch and with lowtide, and budgets: at the peak of torch's, and at 80
-    and 60 % of the plain one."""
+    """Plain; per block with torch and with lowtide; and budgets: at the peak of torch's per-block
+    step, and at 80 and 60 % of the plain peak."""
     torch.manual_seed(0)
     work = make(place)
     batch = work.batch(1.0)
@@ -122,7 +123,7 @@ def steps(place: Place, make: Callable[[Place], Work], seconds: float) -> Row:
                 settle()
         except lowtide.BudgetError as error:
             rows[name] |= {"refused": error.minimum, "peak": None}
-            fresh(place)  # what the refused step has made may be there until it is collected
+            fresh(place)  # what the refused step made may stay in memory until it is collected
             if not name.endswith(NAMED):
                 bounds = {name + NAMED: error.minimum, **bounds}
             continue
@@ -138,7 +139,7 @@ def steps(place: Place, make: Callable[[Place], Work], seconds: float) -> Row:
 
 
 def over(row: Row) -> list[str]:
-    """What a row of steps says of limits that were not kept."""
+    """The limits in a row of steps that were not kept, as text."""
     return [
         f"{name}: limit {one['limit']}, measured {one['peak']} bytes"
         for name, one in row["rows"].items()
@@ -150,7 +151,7 @@ def over(row: Row) -> list[str]:
 
 
 def fragmentation(place: Place, seconds: float) -> Row:
-    """What is reserved against what is allocated, over steps of one length and of changing ones."""
+    """Reserved against allocated memory, over steps of one length and of changing lengths."""
     torch.manual_seed(0)
     work = WORKS["gpt"](place)
     count = 4 if place.quick else 30
@@ -182,7 +183,7 @@ def _train(place: Place, work: Work, shares: list[float], limit: Any) -> Row:
             work.clear()
             run = functools.partial(work.step, work.batch(share), limit)
             stood = torch.accelerator.memory_allocated(place.device)
-            # Step by step: a budget that measures resets the peaks. What is reserved only grows.
+            # For each step, as a measuring budget resets the peaks. Reserved memory only grows.
             allocated = max(allocated, stood + peak(place, run))
             reserved = max(reserved, torch.accelerator.memory_reserved(place.device))
             optimizer.step()
@@ -199,7 +200,7 @@ def _train(place: Place, work: Work, shares: list[float], limit: Any) -> Row:
 
 
 def tiny(place: Place, seconds: float) -> Row:
-    """Forward and backward of tiny nets, in which all time is the host's, on each recorder."""
+    """Forward and backward of tiny nets, which take host time only, on each recorder."""
     torch.manual_seed(0)
     chain = nn.Sequential(*(nn.Tanh() for _ in range(100)))
     mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
@@ -237,7 +238,7 @@ def _calls(net: nn.Module, x: Tensor, count: int) -> dict[str, Run]:
 
 
 def _budgeted(net: nn.Module, x: Tensor) -> Run:
-    """Under a limit for which nothing has to be dropped: what it costs to be watched over."""
+    """Under a limit that requires no dropping: the overhead of a budget alone."""
     limit = lowtide.budget("1 GiB", device=x.device)
 
     def run() -> None:
@@ -265,7 +266,7 @@ def _on(way: str, run: Run) -> Run:
 
 
 def recorders() -> list[str]:
-    """Those that can be had here."""
+    """The recorders that are available here."""
     try:
         with engine.use("compiled"):
             return ["python", "compiled"]
@@ -274,7 +275,7 @@ def recorders() -> list[str]:
 
 
 def all_benchmarks() -> dict[str, Callable[[Place, float], Row]]:
-    """By name, in the order in which they run: each is told how many seconds it has."""
+    """Benchmarks by name, in the order in which they run; each gets the seconds that it has."""
 
     def of(make: Callable[[Place], Work]) -> Callable[[Place, float], Row]:
         return lambda place, seconds: steps(place, make, seconds)

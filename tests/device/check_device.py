@@ -2,11 +2,10 @@
 
     python tests/device/check_device.py --output results.json --markdown results.md
 
-It takes the current device of `torch.accelerator` (CUDA, ROCm, XPU, ...), prints a line for each
+It uses the current device of `torch.accelerator` (CUDA, ROCm, XPU, ...), prints a line for each
 check and a table for each benchmark, and exits with 1 if a check fails or a limit is exceeded;
-without a device it says so and exits with 0. `--markdown` writes what docs/results.md is to say.
-With `--emulated --quick` the same runs on the emulated device of the tests, which says nothing of
-times.
+without a device it says so and exits with 0. `--markdown` writes the section for docs/results.md.
+With `--emulated --quick` it runs on the tests' emulated device, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from lowtide import engine
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Else there were nothing to compare with; not for what is timed, which it slows."""
+    """Deterministic algorithms, so that bits can be compared; not for benchmarks, as it is slow."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -46,7 +45,7 @@ def deterministic() -> Iterator[None]:
 
 
 def outcome(run: Callable[[], str]) -> tuple[str, str]:
-    """The verdict, and what is said; any error is a failure, and its traceback is shown."""
+    """The verdict and a text; any error is a failure, and its traceback is printed."""
     try:
         return "ok", run()
     except Skipped as reason:
@@ -59,7 +58,7 @@ def outcome(run: Callable[[], str]) -> tuple[str, str]:
 
 
 def run_checks(where: Place, found: Report, recorders: Sequence[str], only: str) -> None:
-    """On each recorder."""
+    """Run the checks on each recorder."""
     for recorder in recorders:
         for name, check in checks.all_checks().items():
             if only not in name:
@@ -70,11 +69,11 @@ def run_checks(where: Place, found: Report, recorders: Sequence[str], only: str)
                 verdict, says = outcome(lambda check=check: check(where))
             found.checked(Checked(name, recorder, verdict, says, time.monotonic() - began))
             if verdict == "FAILED":
-                place.fresh(where)  # what a traceback has held is freed in no later check's step
+                place.fresh(where)  # free what a traceback held, so that no later check sees that
 
 
 def run_benchmarks(where: Place, found: Report, only: str, save: Callable[[], None]) -> None:
-    """What is left of the time is shared out among those that are left."""
+    """Run the benchmarks; the time that is left is divided among those that are left."""
     left = {name: run for name, run in benchmarks.all_benchmarks().items() if only in name}
     for number, (name, run) in enumerate(left.items()):
         seconds = where.left() / (len(left) - number)
@@ -136,7 +135,7 @@ def main(given: Sequence[str] | None = None) -> int:
     say(f"{found.device}, {', '.join(f'{k} {v}' for k, v in found.versions.items())}")
     recorders = benchmarks.recorders()
 
-    def save() -> None:  # again and again: what was found is there if the time limit ends it all
+    def save() -> None:  # after each benchmark, in case a time limit ends the process
         found.seconds = time.monotonic() - began
         if options.output is not None:
             found.write_json(options.output)
@@ -157,6 +156,6 @@ def main(given: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Not `sys.exit`: where autograd's thread of the device still lets go of something when the
-    # interpreter ends, the process aborts, and its exit code says nothing of the checks.
+    # Not `sys.exit`: if autograd's device thread still frees something while the interpreter shuts
+    # down, the process aborts, and its exit code would not be that of the checks.
     os._exit(code)

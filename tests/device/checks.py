@@ -1,9 +1,9 @@
-"""Every check: a function that says what it saw, raises, or skips what the device cannot do.
+"""The checks: functions that return what they saw, raise, or skip what the device cannot do.
 
-Problem: bits, limits, streams, waiting, and what comes after an error are promises that a device
-may break where the CPU keeps them. Invariant: a check compares with the plain step on the same
-device and fails if nothing was recomputed, so that none passes by doing nothing; where the plain
-step is not deterministic it says so instead. Imports place, nets. Rejected: tolerances.
+Problem: promises about bits, limits, streams, waiting and errors may hold on the CPU and be broken
+on a device. Invariant: a check compares with the plain step on the same device and fails if nothing
+was recomputed, so none passes by doing nothing; if the plain step is not deterministic, it says so
+instead. Imports place, nets. Rejected: tolerances.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from device.nets import (
 from device.place import MIB, Place, Skipped, capacity, peak, peak_by_torch, settle, waits
 from lowtide.errors import UnsupportedError
 
-LEARN = 6  # steps after which a budget measures no more, but for every fiftieth
-# Of the plain peak, how far a plan's may be from what is measured. An allocator's counters do not
-# tell what went before an allocation from what went after it, so a plan errs to the high side.
+LEARN = 6  # after so many steps a budget measures only every fiftieth
+# How far a plan's peak may be from the measured one, as shares of the plain peak. An allocator's
+# counters do not tell whether memory was freed before or after an allocation, so a plan errs to the
+# high side.
 TOO_LOW, TOO_HIGH = 0.005, 0.05
-SHARES = (0.1, 0.25, 0.4, 0.6, 0.7, 0.73)  # of the plain peak, that there is room for
+SHARES = (0.1, 0.25, 0.4, 0.6, 0.7, 0.73)  # of the plain peak, for which the device has room
 SHARE = 0.75  # of the plain peak, in the checks that are not about limits
 Check = Callable[[Place], str]
-At = tuple[str, int] | None  # a device and a stream of it; a factory has none
+At = tuple[str, int] | None  # a device and its stream; None: a factory
 
 
 @contextmanager
 def replayed() -> Iterator[list[At]]:
-    """Where the operations that are replayed inside were recorded; the operations themselves would
-    hold memory."""
+    """The places (`At`) of the operations that are replayed inside, not the operations themselves,
+    which would hold memory."""
     found: list[At] = []
 
     def note(operations: list[Any]) -> None:
@@ -73,7 +74,7 @@ _references: dict[tuple[str, str], list[Tensor]] = {}
 
 
 def reference(place: Place, kind: str, precision: str) -> list[Tensor]:
-    """Of the plain steps, which no recorder has anything to do with."""
+    """The results of plain steps, which do not depend on the recorder."""
     found = _references.get((kind, precision))
     if found is None:
         found = train(place, kind, precision)
@@ -104,7 +105,7 @@ def bits(place: Place, kind: str, how: str, precision: str) -> str:
 
 
 def limits(place: Place, kind: str, share: float) -> str:
-    """From the first step on; and the plan says what torch's own counters say afterwards."""
+    """Limits hold from the first step on, and the plan's peak agrees with torch's own counters."""
     net = build(place, kind)
     x = net.example()
 
@@ -142,7 +143,7 @@ def limits(place: Place, kind: str, share: float) -> str:
 
 
 def learned(place: Place, net: Net, x: Tensor) -> lowtide.Budget:
-    """A budget that measures no more."""
+    """A budget that has stopped measuring."""
     clear(net)
     plain = peak(place, lambda: step(net, x))
     limit = lowtide.budget(int(SHARE * plain))
@@ -154,7 +155,7 @@ def learned(place: Place, net: Net, x: Tensor) -> lowtide.Budget:
 
 
 def no_waiting(place: Place, kind: str) -> str:
-    """Neither a planned step nor a region makes the host wait: no timing, no `.item()`."""
+    """Neither a planned step nor a region makes the host wait for the device."""
     net = build(place, kind)
     x = net.example()
     step(net, x)
@@ -185,7 +186,7 @@ def no_waiting(place: Place, kind: str) -> str:
 
 
 def streams(place: Place) -> str:
-    """What is replayed was recorded on both streams, and runs there again."""
+    """Replayed operations were recorded on both streams, and run there again."""
     net = build(place, "two streams")
     x = net.example()
     step(net, x)
@@ -201,7 +202,7 @@ def streams(place: Place) -> str:
 
 
 def kernels_there(place: Place, net: Net, x: Tensor) -> str:
-    """On CUDA the profiler says where a kernel ran: `tanh` on the side stream, each time."""
+    """On CUDA, by the profiler, `tanh` runs on the side stream each time."""
     if place.kind != "cuda":
         return "where their kernels ran is asked on cuda only"
     net.call = None
@@ -216,7 +217,7 @@ def kernels_there(place: Place, net: Net, x: Tensor) -> str:
 
 
 def kernels(run: Callable[[], object]) -> list[dict[str, Any]]:
-    """The kernels that a device has run, as the profiler's trace has them."""
+    """The kernels that the device has run, from the profiler's trace."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         run()
@@ -241,8 +242,8 @@ def tanh_by_stream(events: list[dict[str, Any]]) -> Counter[int]:
 
 
 def out_of_memory(place: Place, how: str) -> str:
-    """A step that does not fit raises as it does plain, or makes room by itself; its bits and those
-    of the next one are right."""
+    """A step that does not fit raises as the plain one does, or makes room by itself; its bits and
+    those of the next step are right."""
     call = lowtide.checkpoint if how == "checkpoint" else None
     net = build(place, "transformer")
     x = net.example()
@@ -278,7 +279,7 @@ def out_of_memory(place: Place, how: str) -> str:
 
 
 def attempt(net: Net, run: Callable[[], object]) -> str:
-    """Where a step runs out of memory; what it has left goes with this function."""
+    """Where a step runs out of memory; what it leaves is freed when this function returns."""
     where = "forward"
 
     def forward_over(_: Tensor) -> None:
@@ -302,7 +303,7 @@ def attempt(net: Net, run: Callable[[], object]) -> str:
 
 
 def snapshot(place: Place) -> str:
-    """What https://pytorch.org/memory_viz reads of a step: the allocator's own events."""
+    """A step's snapshot for https://pytorch.org/memory_viz has the allocator's own events."""
     place.need("cuda", "an allocator's history")
     net = build(place, "conv net")
     x = net.example()
@@ -318,7 +319,7 @@ def snapshot(place: Place) -> str:
 
 
 def capture(place: Place) -> str:
-    """Inside the capture of a CUDA graph a region and a budget are refused; afterwards not."""
+    """Regions and budgets are refused while a CUDA graph is captured, and work afterwards."""
     place.need("cuda", "the capture of a graph")
     net = build(place, "transformer")
     x = net.example()
@@ -339,7 +340,7 @@ def capture(place: Place) -> str:
 
 
 def all_checks() -> dict[str, Check]:
-    """By name, in the order in which they run."""
+    """Checks by name, in the order in which they run."""
     found: dict[str, Check] = {}
     for kind in NETS:
         for precision in PRECISIONS:

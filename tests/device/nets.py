@@ -1,8 +1,8 @@
 """The small nets of the checks, and the training in which their bits are compared.
 
-Problem: each net shows something that a device does differently (layouts, fused kernels that draw,
-streams, generators, several devices). Invariant: a net is made of the same numbers each time, has
-`call` around its blocks, and is wide enough for its activations to weigh more than its gradients.
+Problem: each net exercises something that devices do differently (layouts, fused kernels that draw,
+streams, generators, several devices). Invariant: a net has the same initial values each time, runs
+its blocks through `call`, and is wide enough for its activations to outweigh its gradients.
 Imports place. Rejected: one large model, whose failure would not say what failed.
 """
 
@@ -25,7 +25,7 @@ Call = Callable[..., Any]
 
 
 class Net(nn.Module):
-    """Blocks one after the other, each inside of `call` if there is one."""
+    """Blocks in sequence, each run through `call` if it is given."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class ConvNet(Net):
-    """Convolutions with BatchNorm, dropout and an activation in place."""
+    """Convolutions with BatchNorm, dropout and an in-place activation."""
 
     def make(self) -> list[nn.Module]:
         narrow, wide = self.size(32, 8), self.size(64, 8)
@@ -72,7 +72,7 @@ class ConvNet(Net):
 
 
 class ChannelsLast(ConvNet):
-    """The same in the other layout."""
+    """The same in channels-last format."""
 
     def example(self) -> Tensor:
         self.to(memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ class ChannelsLast(ConvNet):
 
 
 class Transformer(Net):
-    """torch's own layers, which choose their attention themselves."""
+    """torch's own layers, which select their attention kernel."""
 
     def make(self) -> list[nn.Module]:
         width, heads = self.size(256, 16), self.size(8, 2)
@@ -94,7 +94,7 @@ class Transformer(Net):
 
 
 class CausalAttention(nn.Module):
-    """One fused kernel that draws its dropout by itself."""
+    """One fused kernel that draws its own dropout."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Noise(Net):
 
 
 class TwoDevices(Noise):
-    """The blocks in turns on two devices."""
+    """The blocks alternate between two devices."""
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -190,7 +190,7 @@ class TwoDevices(Noise):
         second = (place.device.index + 1) % count
         self.where = [place.device, torch.device(place.kind, second)] * 2
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # what was spread is moved no more
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # a model spread over devices is not moved
         for block, device in zip(self.blocks, self.where, strict=True):
             block.to(device)
         return self
@@ -221,7 +221,7 @@ def build(place: Place, kind: str, call: Call | None = None) -> Net:
 
 
 def clear(net: nn.Module) -> None:
-    """Gradients are made anew, and what was there does not count for a step's peak."""
+    """Drop gradients, so that each step allocates its own and old ones do not count."""
     net.zero_grad(set_to_none=True)
 
 
@@ -234,7 +234,7 @@ def step(net: Net, x: Tensor, limit: Any = None) -> Tensor:
 
 
 def left_behind(net: Net, loss: Tensor) -> list[Tensor]:
-    """Everything that a step leaves, on the CPU."""
+    """Everything that a step leaves, copied to the CPU."""
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     found = [loss, *gradients, *net.buffers(), torch.get_rng_state()]
     for index in range(torch.accelerator.device_count()):
@@ -276,7 +276,7 @@ def same(one: list[Tensor], two: list[Tensor]) -> bool:
 
 
 def differing(one: list[Tensor], two: list[Tensor]) -> int:
-    """How many tensors differ, as bytes: a NaN equals itself."""
+    """How many tensors differ, compared as bytes (a NaN equals itself)."""
     return sum(not torch.equal(_bytes(a), _bytes(b)) for a, b in zip(one, two, strict=True))
 
 

@@ -1,9 +1,9 @@
 """The networks of the benchmarks: a GPT-2, a ResNet-50 and MONAI's 3D U-Net, at published sizes.
 
-Problem: a figure means something for steps that people run, and a machine that is lent for minutes
-has torch and perhaps nothing else. Invariant: the first two need torch alone; batches are as large
-as the device's memory suggests, in powers of two, and are said with each figure. Imports place.
-Rejected: transformers and torchvision, which are not there.
+Problem: figures are meaningful only for steps that users really run, but a machine that is lent for
+minutes has torch and perhaps nothing else. Invariant: the first two need torch alone; batches are
+as large as the device's memory suggests, in powers of two, and are shown with each figure. Imports
+place. Rejected: transformers and torchvision, which may not be installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """GPT-2 small, unless it is told other sizes."""
+    """GPT-2 small, unless other sizes are given."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50, unless it is told other sizes."""
+    """ResNet-50, unless other sizes are given."""
 
     def __init__(self, width: int = 64, stages: tuple[int, ...] = (3, 4, 6, 3)) -> None:
         super().__init__()
@@ -116,11 +116,11 @@ class Work:
     """One training step.
 
     Attributes:
-        name: with its batch, as the tables show it.
-        net: the network; every block of it runs through `call`.
-        batch: makes one, of a share of the usual length where it has one.
-        blocks: what one would checkpoint by hand.
-        call: around every block; None: nothing.
+        name: its name and batch, as shown in the tables.
+        net: the network; each of its blocks runs through `call`.
+        batch: makes a batch, of a share of the usual length if it has a length.
+        blocks: the blocks one would checkpoint by hand.
+        call: what each block runs through; None: nothing.
     """
 
     place: Place
@@ -142,7 +142,7 @@ class Work:
         return run
 
     def clear(self) -> None:
-        """Gradients are made anew, and what was there does not count for a step's peak."""
+        """Drop gradients, so that each step allocates its own and old ones do not count."""
         self.net.zero_grad(set_to_none=True)
 
     def step(self, batch: Batch, limit: Any = None) -> None:
@@ -158,7 +158,7 @@ class Work:
 
 
 def _times(place: Place, for_80_gib: int) -> int:
-    """A batch for the memory that the device has."""
+    """A batch size scaled to the device's memory."""
     count = for_80_gib
     while count > 1 and count / for_80_gib > 1.1 * place.memory() / (80 * GIB):
         count //= 2
@@ -185,7 +185,7 @@ def gpt(place: Place) -> Work:
 
 
 def resnet(place: Place) -> Work:
-    # smaller, and the 512 bytes that each block is rounded up to weigh more than activations
+    # in anything smaller, rounding of blocks to 512 bytes would outweigh activations
     count, size = (32, 48) if place.quick else (_times(place, 256), 224)
     net = ResNet(4, (1, 1)) if place.quick else ResNet()
     net = net.to(place.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -226,7 +226,7 @@ def unet(place: Place) -> Work:
 
 
 def unet_blocks(net: nn.Module) -> list[nn.Module]:
-    """The blocks on the way down, the bottom, and those on the way up."""
+    """The blocks of the encoder, the bottleneck, and those of the decoder."""
     found: list[nn.Module] = []
 
     def visit(level: nn.Module) -> None:

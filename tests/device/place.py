@@ -1,8 +1,8 @@
-"""The device that is checked: its names, its memory, and what it offers beside torch.accelerator.
+"""The device that is checked: its name, its memory, and what it offers besides torch.accelerator.
 
-Problem: the checks are the same on every device, the questions to its driver are not. Invariant:
-what a device does not offer raises `Skipped` with the reason, and nothing here changes the device
-for longer than a `with` lasts. Imports torch and lowtide. Rejected: fakes of what is missing.
+Problem: the checks are the same on every device, but the driver calls are not. Invariant: what a
+device does not offer raises `Skipped` with the reason, and nothing here changes the device for
+longer than a `with` block. Imports torch and lowtide. Rejected: faking what is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNLIMITED = 2**62
 
 
 class Skipped(Exception):
-    """A check or benchmark cannot be done on this device; the text says why."""
+    """A check or benchmark cannot run on this device; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Place:
     """Where the checks run.
 
     Attributes:
-        device: with its index.
-        quick: tiny sizes: to see that everything runs, not what it costs.
-        deadline: of `time.monotonic`; benchmarks are not begun after it.
+        device: the device, with its index.
+        quick: use tiny sizes: to see that everything runs, not what it costs.
+        deadline: a time of `time.monotonic`; no benchmark starts after it.
     """
 
     device: torch.device
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def module(self) -> Any:
-        """What torch has for this kind of device: `torch.cuda`, `torch.xpu`, ..."""
+        """torch's module for this kind of device: `torch.cuda`, `torch.xpu`, ..."""
         return torch.get_device_module(self.device)
 
     def left(self) -> float:
@@ -61,26 +61,26 @@ class Place:
         return self.deadline - time.monotonic()
 
     def memory(self) -> int:
-        """Bytes that the device has in all."""
+        """Total bytes of the device."""
         with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
             return int(torch.accelerator.get_memory_info(self.device)[1])
         if self.kind == "cuda":  # torch 2.10
             return int(torch.cuda.mem_get_info(self.device)[1])
-        return 8 * GIB  # where nobody says
+        return 8 * GIB  # if it is not known
 
     def need(self, kind: str, what: str) -> None:
-        """Skip what is for one kind of device only."""
+        """Skip what applies to one kind of device only."""
         if self.kind != kind:
             raise Skipped(f"{what} is for {kind}, this is {self.kind}")
 
 
 def find(quick: bool, minutes: float) -> Place | None:
-    """The current device of the accelerator; None where there is none."""
+    """The current device of the accelerator; None if there is none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return None
     device = torch.device(found.type, torch.accelerator.current_device_index())
-    torch.empty(1, device=device)  # from now on the process uses it
+    torch.empty(1, device=device)  # initializes it for the process
     return Place(device, quick, time.monotonic() + 60 * minutes)
 
 
@@ -124,14 +124,14 @@ def _driver() -> str:
 
 
 def settle() -> None:
-    """Wait for the plans that budgets look for beside training."""
+    """Wait for the background search for plans."""
     for thread in threading.enumerate():
         if thread.name == "lowtide-plans":
             thread.join()
 
 
 def fresh(place: Place) -> None:
-    """Nothing is cached, and all peaks begin anew."""
+    """Empty the cache and reset all peaks."""
     settle()
     gc.collect()
     torch.accelerator.synchronize(place.device)
@@ -140,7 +140,7 @@ def fresh(place: Place) -> None:
 
 
 def peak(place: Place, step: Callable[[], object]) -> int:
-    """Of a step, above what stood when it began, also where a budget resets the counters."""
+    """Peak of a step above what was in memory when it began, even if a budget resets counters."""
     counting(place)
     return lowtide.measure(step, device=place.device).peak_bytes
 
@@ -160,7 +160,7 @@ def counting(place: Place) -> None:
 
 
 def statistics(place: Place) -> dict[str, int]:
-    """How often an allocator had to begin anew, or had nothing; as far as the device counts it."""
+    """How often the allocator had to retry or ran out of memory, as far as the device counts it."""
     counting(place)
     found = torch.accelerator.memory_stats(place.device)
     wanted = {"retries": "num_alloc_retries", "ooms": "num_ooms"}
@@ -169,7 +169,7 @@ def statistics(place: Place) -> dict[str, int]:
 
 @contextlib.contextmanager
 def capacity(place: Place, more: int) -> Iterator[None]:
-    """The device has no room for more bytes than these, beside what stands now."""
+    """Bound the device's memory to `more` bytes above what is in use now."""
     core = emulated()
     if core is not None:
         core.set_capacity(place.device.index, torch.accelerator.memory_allocated() + more)
@@ -194,15 +194,15 @@ def capacity(place: Place, more: int) -> Iterator[None]:
 
 
 def emulated() -> Any:
-    """The module of the emulated device (`tests/accelerator`), where that is what runs here."""
+    """The module of the emulated device (`tests/accelerator`), if that is the device here."""
     return sys.modules.get("_emulated_accelerator")
 
 
 def waits(place: Place, step: Callable[[], object]) -> int:
-    """How often the host waits for the device in a step; the first time raises on CUDA.
+    """How often the host waits for the device in a step; on CUDA the first wait raises.
 
-    CUDA's debug mode sees what copies to the host or waits for a stream, in C++ as well; it does
-    not see waiting for a whole device or an event, so that these are made to raise in Python.
+    CUDA's debug mode sees copies to the host and waiting for a stream, in C++ too; it does not see
+    waiting for a whole device or an event, so these are made to raise in Python.
     """
     core = emulated()
     if core is not None:

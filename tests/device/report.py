@@ -1,9 +1,9 @@
-"""What was found: as lines while it runs, as JSON, and as a block of markdown for the docs.
+"""The results: as lines during the run, as JSON, and as a block of markdown for the docs.
 
 Problem: a run on a lent device happens once, and its results must reach the docs unchanged.
 Invariant: the block is made from the same values as the JSON, names card, date and versions, and
-says what failed, what was refused and what was skipped before it says any figure. Imports nothing
-of lowtide. Rejected: figures copied by hand.
+lists what failed, what was refused and what was skipped before any figures. Imports nothing of
+lowtide. Rejected: figures copied by hand.
 """
 
 from __future__ import annotations

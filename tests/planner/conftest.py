@@ -1,4 +1,4 @@
-"""What the tests of the planner share."""
+"""Fixtures for the planner's tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.compiled import build
 
 @pytest.fixture(scope="module")
 def core() -> Iterator[Any]:
-    """The compiled core, in force while the tests of a file run."""
+    """The compiled core, in use while the tests of a file run."""
     if not build.target().exists() and build.possible() is not None:
         pytest.skip("no compiled core here")
     with engine.use("compiled"):

@@ -1,7 +1,7 @@
 """Recorded steps made by hand: the shapes of well-known networks, as planner graphs.
 
-`Tape` plays the part of the recorder. It works out what a real step would have measured: the
-forward's natural liveness, the gradients alive at each event of the backward, and the releases.
+`Tape` stands in for the recorder. It computes what a real step would have measured: which values
+the forward itself keeps alive, the gradients alive at each event of the backward, and the releases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tape:
         self.producer: list[int] = []
         self.ops: list[tuple[str, float, tuple[int, ...], tuple[int, ...], int, bool]] = []
         self.saved: list[tuple[int, ...]] = []
-        self.named: dict[int, int] = {}  # value -> the last operation during which it has a name
+        self.named: dict[int, int] = {}  # value -> the last operation during which user code has it
 
     def external(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
@@ -228,8 +228,8 @@ def transformer(layers: int = 84, unit: int = MIB) -> Graph:
 
 
 def random_graph(seed: int, ops: int) -> Graph:
-    """A small graph with branches, several outputs, workspaces, operations that cannot replay, and
-    values that the program has names on."""
+    """A small graph with branches, several outputs, workspaces, operations that cannot be replayed,
+    and values that user code holds."""
     rng = random.Random(seed)
     tape = Tape()
     values = [tape.external(rng.randint(1, 9))]

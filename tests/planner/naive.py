@@ -1,4 +1,4 @@
-"""The rules of the simulator, followed literally: reachability from pending handles at each event.
+"""The simulator's rules, implemented literally: reachability from pending handles at each event.
 
 Slow and short on purpose; it shares no code with `lowtide.planner.simulate`.
 """
@@ -11,7 +11,7 @@ from lowtide.planner import Graph
 
 
 def reachable(graph: Graph, retain: Sequence[int], event: int) -> set[int]:
-    """Values that a reference leads to while the handles of this event are pending."""
+    """Values reachable by references while the handles of this event are pending."""
     stack = [v for v, release in enumerate(graph.release) if release >= event]
     found = set(stack)
     while stack:
@@ -70,7 +70,7 @@ def _replay(
     stored: set[int],
     free: set[int],
 ) -> int:
-    """Run operations, keep in `stored` what the plan retains; the peak on the way."""
+    """Replay operations, adding what the plan retains to `stored`; returns the peak."""
     size = [v.nbytes for v in graph.values]
     event = graph.events[index]
     temporary: set[int] = set()

@@ -1,8 +1,8 @@
-"""What stands at a peak, why a plan keeps what it keeps, and what would lower the peak.
+"""What is in memory at a peak, why a plan keeps what it keeps, and what would lower the peak.
 
-Problem: advice has to be about this step and no other. Invariant: every figure was simulated or
-counted for it; an advice that cannot be followed is not given. Imports study, timeline, planner.
-Rejected: rules of thumb.
+Problem: advice has to be specific to this step. Invariant: every figure was simulated or counted
+for it; advice that cannot be followed is not given. Imports study, timeline, planner. Rejected:
+rules of thumb.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from lowtide.planner import HOLD
 from lowtide.plans import Plan
 from lowtide.tape.operators import CONSTANTS
 
-_MANY = 4  # numbers that are all named
-_NOTHING = 0.02  # of the peak: what lowers it by less is no advice
+_MANY = 4  # up to this many numbers are all listed
+_NOTHING = 0.02  # a change that lowers the peak by less than this share is not advised
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Storages of one origin at the peak: the same kind, operator and line, in alike modules.
+    """Storages of one origin at the peak: one kind, operator and line, in modules whose names
+    differ only in numbers.
 
-    `module` has all the numbers in which the modules differ: ``layers.0-11.attention``.
+    `module` lists these numbers: ``layers.0-11.attention``.
     """
 
     kind: str
@@ -52,9 +53,9 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that would lower the peak: how, to what, at which price.
+    """Something that would lower the peak: how, to what, at what price.
 
-    `overhead` is a share of the plain step's time; None where the price is not time.
+    `overhead` is a share of the plain step's time; None if the price is not time.
     """
 
     what: str
@@ -64,7 +65,7 @@ class Change:
 
 
 def holders(line: Timeline) -> tuple[Holder, ...]:
-    """What stands at a peak, alike things together, largest first; adds up to the peak."""
+    """What is in memory at a peak, grouped by origin, largest first; adds up to the peak."""
     groups: dict[tuple[str, str, str, str], list[Item]] = {}
     for item in line.items:
         stem = re.sub(r"\d+", "#", item.site.module)
@@ -82,7 +83,7 @@ def holders(line: Timeline) -> tuple[Holder, ...]:
 
 
 def _together(modules: set[str]) -> str:
-    """Names that differ in their numbers as one: ``layers.0-11.attention``."""
+    """Names that differ only in numbers, as one: ``layers.0-11.attention``."""
     columns = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
     return "".join(
         _numbers(sorted(map(int, set(column)))) if place % 2 else column[0]
@@ -174,7 +175,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
             )
         )
     reached = any(change.peak <= half for change in found)
-    least = plain if reached else subject.plain.minimum_peak  # a search: only where it is wanted
+    least = plain if reached else subject.plain.minimum_peak  # takes a search: only if needed
     if least < plain:
         limit_bytes = subject.smallest
         with contextlib.suppress(BudgetError):
@@ -202,7 +203,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
         return change.peak > half, price, change.peak
 
     ordered = sorted((c for c in found if c.peak <= plain * (1 - _NOTHING)), key=order)
-    if ordered and ordered[0].peak > half:  # nothing halves it: the nearest is what was asked for
+    if ordered and ordered[0].peak > half:  # nothing halves the peak: the lowest goes first
         nearest = min(ordered, key=lambda change: change.peak)
         ordered.remove(nearest)
         ordered.insert(0, nearest)

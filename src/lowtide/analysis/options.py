@@ -1,10 +1,10 @@
-"""What people do today, on the graph of a step: per block, levels, square root of n, a policy.
+"""Usual ways of checkpointing, on the graph of a step: per block, levels, square root of n, policy.
 
-Problem: "what should I checkpoint?" is asked in those words, so the answer has to stand next to
-them. Invariant: each option is simulated on the very graph that plans are made for, as lowtide's
-own regions would run it, so that points on one picture differ by what is recomputed and nothing
-else. Imports levels, planner, policies. Rejected: running every option, which takes a machine that
-holds the largest of them.
+Problem: users think of checkpointing in these terms, so plans have to be shown next to them.
+Invariant: each option is simulated on the same graph that plans are made for, as lowtide's own
+regions would run it, so that points in one picture differ only in what is recomputed. Imports
+levels, planner, policies. Rejected: running every option, which takes a machine that holds the
+largest of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _CANDIDATES = 8
 Region = tuple[str, ...]
-"""Names of modules that are recomputed together, one after the other."""
+"""Names of modules that are recomputed together as one region."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Modules of one class, or parts of one list, that repeat: what people wrap one by one."""
+    """Repeated modules, of one class or in one list, that are usually wrapped one by one."""
 
     names: tuple[str, ...]
     how: str
-    """As `lowtide.checkpoint_modules` is told: a class or a pattern."""
+    """The argument for `lowtide.checkpoint_modules`: a class or a pattern."""
 
     def recipes(self) -> tuple[Recipe, ...]:
-        """Each by itself, each with its products kept, and in about the square root of n groups."""
+        """Each block a region; the same with products kept; about the square root of n groups."""
         singles = tuple((name,) for name in self.names)
         code = f"lowtide.checkpoint_modules(model, {self.how})"
         keep = "policy=lowtide.policies.KeepProducts()"
@@ -88,7 +88,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Recipes:
-    """What the modules of a step offer: blocks to choose among, and levels."""
+    """The options that the modules of a step offer: blocks to choose from, and levels."""
 
     blocks: tuple[Blocks, ...]
     levels: tuple[Recipe, ...]
@@ -99,7 +99,7 @@ def recipes(found: Found, held: Mapping[str, int]) -> Recipes:
 
     Args:
         found: its modules.
-        held: bytes that autograd holds, by the module that made them.
+        held: bytes of saved tensors, by the module that made them.
     """
     names = found.names()
     levels = []
@@ -124,7 +124,7 @@ def _at_level(found: Found, names: dict[int, str], level: int) -> tuple[Region, 
 
 
 def _blocks(found: Found, names: dict[int, str], held: Mapping[str, int]) -> tuple[Blocks, ...]:
-    """Repeated modules, those first in which autograd holds most."""
+    """Repeated modules, those with the most saved bytes first."""
     inside: dict[str, int] = defaultdict(int)
     for name, nbytes in held.items():
         for around in _ancestors(name):
@@ -133,7 +133,7 @@ def _blocks(found: Found, names: dict[int, str], held: Mapping[str, int]) -> tup
     for module in found.modules():
         children = list(module.children())
         if isinstance(module, nn.Sequential | nn.ModuleList):
-            # Blocks without a class of their own: a Sequential in a Sequential or in a list.
+            # Blocks without a class of their own: each Sequential in a Sequential or ModuleList.
             place = names.get(id(module), "")
             pattern = repr(f"{place}.*" if place else "*")
             groups[pattern] += [child for child in children if isinstance(child, nn.Sequential)]
@@ -150,9 +150,9 @@ def _blocks(found: Found, names: dict[int, str], held: Mapping[str, int]) -> tup
 
 
 def simulate_options(step: Dry, offered: Recipes) -> tuple[Option, ...]:
-    """Peak and overhead of each; those that change nothing are left out.
+    """Peak and overhead of each option; those that change nothing are left out.
 
-    Of the blocks that could be wrapped, those are taken whose peak is the lowest.
+    Of the kinds of blocks that could be wrapped, the one with the lowest peak is used.
     """
     simulator = Simulator(step.graph)
     plain = keep_all(step.graph).retain
@@ -175,10 +175,10 @@ def simulate_options(step: Dry, offered: Recipes) -> tuple[Option, ...]:
 
 
 def retention(step: Dry, recipe: Recipe) -> list[int]:
-    """What checkpointing these regions holds and lets go, as the planner writes it.
+    """What checkpointing these regions keeps and drops, as a `Retention`'s list.
 
-    What is read inside one region only is let go. It is kept again by a replay that backward asks
-    for from inside the innermost region around its readers, as nested regions do.
+    A value that is read inside one region only is dropped. It is retained by the replay that
+    backward requests from inside the innermost region around its readers, as nested regions do.
     """
     graph = step.graph
     regions = _Regions(recipe.regions)
@@ -193,12 +193,12 @@ def retention(step: Dry, recipe: Recipe) -> list[int]:
             around = _common(around, of_op[reader])
         if not around:
             if any(of_op[reader] for reader in graph.consumers[value]):
-                retain[value] = HOLD  # what goes into a region, whether autograd saves it or not
+                retain[value] = HOLD  # an input of a region, whether autograd saves it or not
             continue
         op = graph.ops[node.producer]
         if recipe.policy is not None and recipe.policy(OperationInfo(op.name, None, node.nbytes)):
             if graph.consumers[value]:
-                retain[value] = HOLD  # also where autograd does not save it: a replay reads it
+                retain[value] = HOLD  # even if autograd does not save it: a replay reads it
             continue
         saved = graph.release[value] >= 0
         retain[value] = asked.get(around[-1], 0) if saved else NEVER
@@ -206,7 +206,7 @@ def retention(step: Dry, recipe: Recipe) -> list[int]:
 
 
 def _first_asked(step: Dry, of_op: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Of each region, the first event that something inside it asks for."""
+    """For each region, the first event that something inside it requests."""
     graph = step.graph
     first: dict[int, int] = {}
     for index, event in enumerate(graph.events):
@@ -227,7 +227,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Regions:
-    """Which regions a module lies in, from the outside in."""
+    """Which regions a module is in, outermost first."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._of = {name: index for index, region in enumerate(regions) for name in region}

@@ -1,9 +1,9 @@
-"""Everything that a picture of a step is made from, found in one dry run.
+"""Everything that pictures of a step are made from, found in one dry run.
 
-Problem: the text, the command line, the page and the trace say the same things, and must not say
-them differently. Invariant: they all read one `Study`; it holds numbers and names, no module and no
-tensor, and going through a step once is enough for all of them. Imports dryrun, witness, options.
-Rejected: a dry run for each verb.
+Problem: the text, the command line, the page and the trace describe the same step and must agree.
+Invariant: they all read one `Study`; it holds numbers and names, no module and no tensor, and one
+dry run is enough for all of them. Imports dryrun, witness, options. Rejected: a dry run for each
+verb.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowtide.plans import Plan, plan_step
 from lowtide.saved import SavedTensors, from_ledger
 
 SHARES = (0.75, 0.5)
-"""Limits that are tried for everybody, as shares of the plain peak."""
+"""Limits that are always tried, as shares of the plain peak."""
 _ROOM = 1.025
 
 
@@ -43,7 +43,7 @@ class Halved:
 
 @dataclass(frozen=True)
 class Study:
-    """A step that was gone through, with where everything comes from."""
+    """A step that was traced, with the origin of everything in it."""
 
     name: str
     step: Dry
@@ -70,7 +70,8 @@ class Study:
 
     @cached_property
     def curve(self) -> Curve:
-        """Plans from the plain step to the least peak; none that another one beats in both."""
+        """Plans from the plain step to the lowest peak, without those that another plan beats in
+        both time and memory."""
         mine = []
         for share in SHARES:
             with contextlib.suppress(BudgetError):
@@ -86,17 +87,17 @@ class Study:
 
     @property
     def standing(self) -> int:
-        """Bytes that were there before the step: parameters, buffers, gradients, inputs."""
+        """Bytes in memory before the step: parameters, buffers, gradients, inputs."""
         return sum(self.ledger.standing.values())
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest limit to advise: bytes of the least peak, and a little more, since a real
-        step that takes a little more leaves a plan that has no room for it."""
+        """The smallest limit to advise: the lowest peak and a little more, since a real step that
+        takes slightly more than predicted would leave a plan that has no room for it."""
         return int(self.plain.minimum_peak * _ROOM)
 
     def plan(self, limit: int | float | None) -> Plan:
-        """A plan for this step. Raises `BudgetError` where the limit cannot be kept."""
+        """A plan for this step. Raises `BudgetError` if the limit cannot be kept."""
         if limit not in self._plans:
             self._plans[limit] = plan_step(self.step, limit)
         return self._plans[limit]
@@ -118,7 +119,7 @@ def study(
     name: str = "",
     halve: bool = True,
 ) -> Study:
-    """Go through a step once, and once more with half the batch where it shows what a batch is.
+    """Trace a step, and once more with half the batch if its arguments show what the batch is.
 
     Raises:
         UsageError: `fn` cannot be called; called inside a budget or with grad disabled.
@@ -150,7 +151,7 @@ def study(
 def _halved(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], on: str | None
 ) -> Halved | None:
-    """What half the batch takes; None where the arguments do not share a first size above one."""
+    """What half the batch takes; None unless all arguments share a first size above one."""
     sizes = {t.shape[0] for t in _tensors((args, kwargs)) if t.dim()}
     if len(sizes) != 1 or min(sizes) < 2:
         return None
@@ -167,7 +168,7 @@ def _halved(
             return {key: cut(part) for key, part in item.items()}
         return item
 
-    # A step may well take only the batch that it was written for: then there is no such figure.
+    # A step may accept only the batch size it was written for: then there is no such figure.
     try:
         step = dry_run(fn, cut(args), cut(kwargs), on, real=False)
     except LowtideError:

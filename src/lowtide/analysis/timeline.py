@@ -1,13 +1,14 @@
 """Live bytes over a step, moment by moment, by what they are for.
 
-Problem: a peak is one number, and what to do about it depends on what stands there: activations
-that a plan could drop, or gradients that it could not. Invariant: the kinds of a moment add up to
-the simulator's bytes of that moment, and the largest moment is the simulated peak, asserted.
-Imports dryrun, ledger, planner. Rejected: drawing a plain timeline from a measurement and a
-planned one from a simulation, whose difference would not be the plan's.
+Problem: a peak is one number, and what to do about it depends on what is in memory then:
+activations, which a plan could drop, or gradients, which it could not. Invariant: the kinds of a
+moment add up to the simulator's bytes at that moment, and the largest moment is the simulated peak
+(asserted). Imports dryrun, ledger, planner. Rejected: a plain timeline from a measurement next to a
+planned one from a simulation: the difference would not be due to the plan alone.
 
-A moment is an operation of the forward or, in backward, a replay and what follows it up to the next
-request. Plain and planned steps have the same operations and events, so they share an axis.
+A moment is an operation of the forward or, in backward, a replay, or the time from a request's
+answer to the next request. Plain and planned steps have the same operations and events, so they
+share an axis.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ class Moment:
 
     Attributes:
         phase: "forward", "replay" or "backward".
-        place: the operation of the forward, or the event of backward; the number of operations
-            stands for what follows the last of them, such as a loss that is not among them.
+        place: the operation of the forward, or the event of backward; in the forward, the number of
+            operations means the time after the last of them (an unrecorded loss, for example).
         site: what runs, in which module, on which line; in backward that of its forward.
-        kept: activations that live for backward.
-        recomputed: activations that were recomputed, and what their recomputation takes.
+        kept: activations kept for backward.
+        recomputed: activations that were recomputed, and the memory of recomputing them.
         gradient: gradients of parameters and other leaves.
-        temporary: everything else: what is only passed on, gradients of activations, workspace.
+        temporary: everything else: values that are only passed on, gradients of activations,
+            workspace.
     """
 
     phase: str
@@ -56,8 +58,8 @@ class Moment:
 class Item:
     """Something that is live at a moment.
 
-    `kind` is one of "kept", "recomputed", "gradient", "temporary", "workspace"; `value` the number
-    of the value where it is one, else -1; `name` that of the leaf whose gradient it is.
+    `kind` is one of "kept", "recomputed", "gradient", "temporary", "workspace"; `value` is the
+    number of the value if it is one, else -1; `name` is that of the leaf if it is a gradient.
     """
 
     nbytes: int
@@ -78,7 +80,7 @@ class Timeline:
     at: int
     """The first moment of the peak."""
     items: tuple[Item, ...]
-    """What stands there, largest first; adds up to `peak`."""
+    """What is live then, largest first; adds up to `peak`."""
 
     def __post_init__(self) -> None:
         assert max((m.total for m in self.moments), default=0) == self.peak
@@ -93,12 +95,12 @@ class Timeline:
 
 
 def timeline(step: Dry, ledger: Ledger, retention: Retention) -> Timeline:
-    """Go through a step under a plan and say of each moment what its bytes are for."""
+    """Simulate a step under a plan, and say for each moment what its bytes are for."""
     return Reader(step, ledger, retention).read()
 
 
 class Reader:
-    """What `timeline` is made from, for those who need more of it than its largest moment."""
+    """Makes a `timeline`; for callers that need more than the items of its largest moment."""
 
     def __init__(self, step: Dry, ledger: Ledger, retention: Retention) -> None:
         self.graph, self.ledger = step.graph, ledger
@@ -116,11 +118,11 @@ class Reader:
         self.saved = {s.number: s for s in ledger.saved if s.number >= 0}
 
     def _stays(self, block: Block) -> bool:
-        """Whether no plan lets go of it: somebody else has it, or the tape did not see it made."""
+        """Whether no plan can drop it: it is pinned, or the tape did not see it made."""
         return any(v < 0 or self.graph.values[v].pinned for v in block.values)
 
     def _alive(self, wanted: object) -> list[int]:
-        """Bytes of the blocks that are wanted, at each step."""
+        """Live bytes of the blocks for which `wanted` is true, at each step of the ledger."""
         assert callable(wanted)
         count = len(self.ledger.steps)
         change = [0] * (count + 1)
@@ -140,7 +142,7 @@ class Reader:
         return Timeline(tuple(moments), peak, at, items)
 
     def _instant(self, begin: int, end: int) -> int:
-        """The step at which the most is live between two marks, -1 where that is not known."""
+        """The step of the ledger between two marks with the most live bytes; -1 if unknown."""
         first = bisect_left(self.segments, begin)
         last = bisect_left(self.segments, end)
         if first >= last:
@@ -151,10 +153,10 @@ class Reader:
     def _operation_instant(self, index: int) -> int:
         if not self.ledger.steps:
             return -1
-        if index == len(self.graph.ops):  # what follows the last
+        if index == len(self.graph.ops):  # the time after the last operation
             return self._instant(self.ledger.marks[-1][1], self.ledger.requests[0][2])
         begin, end = self.ledger.marks[index]
-        # What was let go, or looked at, before it ran is no part of it.
+        # Earlier steps between its marks are not the operation itself.
         first, last = bisect_left(self.segments, begin), bisect_left(self.segments, end)
         return last - 1 if first < last else -1
 
@@ -167,7 +169,7 @@ class Reader:
         return self._instant(answer, following)
 
     def instant(self, moment: Moment) -> int:
-        """The step of the ledger at which a moment has its most, -1 where that is not known."""
+        """The step of the ledger at which a moment has the most live bytes; -1 if unknown."""
         if moment.phase == "forward":
             return self._operation_instant(moment.place)
         if moment.phase == "backward":
@@ -255,7 +257,7 @@ class Reader:
         )
 
     def _others(self, index: int) -> tuple[int, int]:
-        """Bytes of gradients of leaves, and of what somebody else holds as well, at an event."""
+        """Bytes of leaves' gradients, and of what no plan can drop (`_stays`), at an event."""
         instant = self._event_instant(index)
         if instant >= 0:
             return self.gradients[instant], self.pinned[instant]
@@ -269,13 +271,13 @@ class Reader:
         maker = self.ledger.sites[self.graph.values[self.graph.events[index].value].producer]
         return Site(f"backward that reads {maker.operator}", maker.module, maker.line)
 
-    # ------------------------------------------------------------------ what stands at one
+    # ------------------------------------------------------------------ the items of a moment
 
     def _items(self, moment: Moment) -> tuple[Item, ...]:
         found = [self.item(v, kind) for v, kind in self._values_at(moment)]
         instant = self.instant(moment)
         if moment.phase == "replay":
-            # What replays make on the way is known as a sum; of the rest, what was there before.
+            # What the replay makes on its way is known only as a sum.
             passing = moment.recomputed - sum(i.nbytes for i in found if i.kind == "recomputed")
             if passing:
                 found.append(Item(passing, "recomputed", moment.site, (), "", "", -1))
@@ -291,7 +293,7 @@ class Reader:
         return tuple(sorted(found, key=lambda item: -item.nbytes))
 
     def _billed_once(self, found: list[Item], rest: int) -> tuple[list[Item], int]:
-        """Two contents of one storage (written in place) are two values and one piece of memory."""
+        """Count a storage once: contents written in place are several values of one storage."""
         once, seen = [], set()
         for item in found:
             block = self.names.get(item.value)
@@ -304,8 +306,8 @@ class Reader:
         return once, rest
 
     def _still_there(self, found: list[Item], rest: int, instant: int) -> tuple[list[Item], int]:
-        """What backward lets go of after a request counts until the next one; at the moment of the
-        most bytes between the two it may be gone, and the rest of the step is as much less."""
+        """Remove items that were freed by `instant`. The simulator counts what backward frees after
+        a request until the next one, but at the instant with the most bytes it may be gone."""
         there = []
         for item in found:
             block = self.names.get(item.value)
@@ -316,7 +318,7 @@ class Reader:
         return there, rest
 
     def _values_at(self, moment: Moment) -> list[tuple[int, str]]:
-        """Values that the plan has in memory then, as far as they are the plan's."""
+        """Values that the plan holds or has recomputed at a moment, with their kinds."""
         found = []
         for v, node in enumerate(self.graph.values):
             if self.sim.free[v] or self.trace.alive[v] < 0:
@@ -327,7 +329,7 @@ class Reader:
                     found.append((v, "kept"))
                 continue
             start = self.trace.start[v]
-            # During a replay what it retains itself is still on its way.
+            # What a replay itself retains does not count as retained during that replay.
             before = start < moment.place if moment.phase == "replay" else start <= moment.place
             if start != ABSENT and before and self.trace.alive[v] >= moment.place:
                 found.append((v, "kept" if kept else "recomputed"))
@@ -351,18 +353,18 @@ class Reader:
         return found
 
     def block(self, block: Block) -> Item:
-        """A storage that is there whatever the plan says."""
+        """The item for a storage that is live whatever the plan says."""
         kind = "gradient" if block.gradient else "kept" if self._stays(block) else "temporary"
         return Item(block.nbytes, kind, block.site, block.shape, block.dtype, block.name, -1)
 
     def _still_used(self, block: Block, moment: Moment) -> bool:
-        """In the forward what a plan lets go of is there until its last use."""
+        """Whether a value that the plan drops is still in memory, as the forward still uses it."""
         return moment.phase == "forward" and any(
             self.graph.stays[v] >= moment.place for v in block.values if v >= 0
         )
 
     def _gradients_at(self, moment: Moment) -> list[Item]:
-        """Where a real step was recorded: gradients by name, nothing else is told apart."""
+        """If a real step was recorded: gradients by name; nothing else can be told apart."""
         if moment.phase == "forward" or not moment.gradient:
             return []
         maker = self.graph.values[self.graph.events[moment.place].value].producer
@@ -370,14 +372,14 @@ class Reader:
         return found if sum(i.nbytes for i in found) <= moment.gradient else []
 
     def recorded_gradients(self) -> list[tuple[Item, int]]:
-        """Where a real step was recorded: gradients of leaves, and what read each last."""
+        """If a real step was recorded: gradients of leaves, with each leaf's last reader."""
         return [
             (Item(nbytes, "gradient", Site(), (), "", name, -1), reader)
             for nbytes, reader, name in self.ledger.gradients
         ]
 
     def item(self, value: int, kind: str) -> Item:
-        """A value of the plan's, with what is known of it."""
+        """The item for a value, with what is known about it."""
         node = self.graph.values[value]
         block, saved = self.names.get(value), self.saved.get(value)
         shape: tuple[int, ...] = ()

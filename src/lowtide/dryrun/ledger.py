@@ -1,9 +1,9 @@
-"""The book of a step: every storage, every call, what autograd saved, what came out.
+"""The ledger of a step: every storage, every call, what autograd saved, what was returned.
 
-Problem: whoever draws a step needs to know whose bytes they are, long after its tensors have gone.
-Invariant: numbers and names only; a storage is entered once and struck out once, so that the open
-entries of any moment add up to what is live then. Imports nothing. Rejected: keeping it in the
-graph, which solvers copy and files carry.
+Problem: to show a step, one must know which bytes belong to what, long after its tensors are freed.
+Invariant: numbers and names only; a storage is entered once and closed once, so the open entries of
+any moment add up to what is live then. Imports nothing. Rejected: storing this in the graph, which
+solvers copy and files contain.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FOREVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place in the user's program: what ran, in which module, on which line."""
+    """A place in the user's program: the operator, the module that called it, the source line."""
 
     operator: str = ""
     module: str = ""
@@ -24,10 +24,11 @@ class Site:
 
 @dataclass(slots=True)
 class Block:
-    """One storage that a dry run made, and its place among all of them.
+    """One storage that a dry run made; `place` is its index among all of them.
 
-    `born` and `died` are places in `Ledger.steps`: it is there from the end of the one (itself
-    included) to the beginning of the other. `name` is the leaf's where it became its gradient.
+    `born` and `died` are indices into `Ledger.steps`: the storage is live from the step that makes
+    it (inclusive) to the step before which it is freed (exclusive). If it became the gradient of a
+    leaf, `name` is that leaf's name.
     """
 
     place: int
@@ -46,9 +47,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of an operator in a dry run, or a mark between two (then without operator).
+    """One call of an operator in a dry run, or a mark between two calls (then without operator).
 
-    `segment` is the last mark before it, `peak` the most bytes live while it ran.
+    `segment` is the last mark before it, `level` the bytes live after it, `peak` the most bytes
+    live while it ran.
     """
 
     site: Site
@@ -59,9 +61,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One storage version that autograd saved.
+    """One value (version of a storage) that autograd saved.
 
-    `number` is -1 for what was made outside, `block` -1 where no dry run made the storage.
+    `number` is -1 for an external, `block` -1 if the storage was not made in a dry run.
     """
 
     number: int
@@ -87,18 +89,19 @@ class Output:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a witness has written down.
+    """What a witness has recorded.
 
     Attributes:
-        sites: of each operation of the graph, where it was called.
-        saved: what autograd held at the end of the forward, each storage version once.
-        standing: bytes that were there before the step, by kind.
-        parameters: (number of tensors, of them with `requires_grad`).
+        sites: for each operation of the graph, where it was called.
+        saved: what autograd held at the end of the forward, each value once.
+        standing: bytes that were in memory before the step, by kind.
+        parameters: (number of parameters, how many of them require grad).
         outputs: what the step returned.
-        blocks, steps: every storage and every call, empty where a real step was recorded.
-        requests: of each event, (value, operation, mark at entry, mark at its answer).
-        held: the values that the step held when backward began and nobody else did.
-        gradients: (bytes, last reader in the forward, name) of each leaf that collects one anew.
+        blocks, steps: every storage and every call; empty if a real step was recorded.
+        requests: for each event, (value, operation, mark at the request, mark at its answer).
+        held: the values that only the tape held when backward began.
+        gradients: (bytes, last reader in the forward, name) of each leaf whose gradient the step
+            allocates.
     """
 
     sites: tuple[Site, ...]
@@ -112,6 +115,6 @@ class Ledger:
     held: frozenset[int]
     gradients: tuple[tuple[int, int, str], ...]
     marks: tuple[tuple[int, int], ...]
-    """Of each operation, the marks before and after it."""
+    """For each operation, the marks before and after it."""
     own_backward: bool = False
-    """The step ran backward itself, before it returned."""
+    """Whether the step ran backward itself, before it returned."""

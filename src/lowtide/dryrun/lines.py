@@ -1,7 +1,7 @@
-"""Which line of the user's program runs now.
+"""Which line of the user's program is running.
 
-Problem: an operator is called from deep inside torch, and people know their own lines. Invariant:
-the line given is never torch's or ours where there is another; asking costs microseconds. Imports
+Problem: an operator is called from deep inside torch, but users know their own lines. Invariant:
+the line is never torch's or lowtide's if there is another; a look-up takes microseconds. Imports
 torch. Rejected: `traceback`, which reads source files.
 """
 
@@ -23,9 +23,9 @@ _short: dict[str, str] = {}
 
 
 def line_of_caller() -> str:
-    """The innermost line that is neither torch's nor ours; else the layer of torch's that called.
+    """The innermost line that is neither torch's nor lowtide's; else that of the torch layer.
 
-    Written as ``path:number``, the path from the working directory or the place of installation.
+    Written as ``path:number``; the path is relative to the working directory or to `sys.path`.
     """
     frame = sys._getframe(1)
     layer = ""

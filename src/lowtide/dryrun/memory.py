@@ -1,9 +1,9 @@
 """Bytes and seconds of operators on fake tensors.
 
-Problem: a dry run allocates nothing, and its peak has to be known to the byte. Invariant: every
-storage is counted as `Counting` does, forward and backward alike; levels and peaks come out as from
-a real measurement (`Marks`). Imports costs, counting, marks. Rejected: predicting backward's memory
-from the forward, which misses the order in which gradients go.
+Problem: a dry run allocates nothing, but its peak has to be known to the byte. Invariant: every
+storage is counted as by `Counting`, in forward and backward alike; levels and peaks are reported as
+by a real measurement (`Marks`). Imports costs, counting, marks. Rejected: predicting backward's
+memory from the forward, which misses the order in which gradients are freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.memory.marks import Arrived
 
 
 class FakeMemory(Counting):
-    """Counts the bytes and the seconds of operators on fake tensors; answers as `Marks` do."""
+    """Counts bytes and seconds of operators on fake tensors; has the interface of `Marks`."""
 
     def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class FakeMemory(Counting):
         self.last = 0.0  # of the last one
         self._levels = [0]
         self._rises: list[int] = []
-        self.ask: Callable[[Any, Any, Any], Any] | None = None  # what only data can tell
+        self.ask: Callable[[Any, Any, Any], Any] | None = None  # for calls that depend on data
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -54,14 +54,14 @@ class FakeMemory(Counting):
     def mark(self) -> int:
         self._rises.append(max(self.peak, self.level))
         self._levels.append(self.level)
-        self.peak = 0  # from now on
+        self.peak = 0  # the peak since this mark
         return len(self._levels) - 1
 
     def of_step(self, pending: Callable[[], bool]) -> None:
-        """Nobody else wants what is only for this step."""
+        """Nothing to do: this memory counts one step only."""
 
     def over(self) -> None:
-        """Nothing runs after the step."""
+        """Nothing to do: nothing runs after the step."""
 
     def stop(self, then: Arrived) -> None:
         self.mark()

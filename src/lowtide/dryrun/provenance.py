@@ -1,10 +1,10 @@
 """Answering a dry run's questions about data: does this mask hide anything, how many labels?
 
-Problem: much code looks at its labels or masks before it computes (a check, an early way out), and
-a fake tensor cannot say what is in it. Invariant: what is asked is computed only from tensors that
-are really there (arguments, buffers) and only where no parameter, random number or write had a part
-in it; everything else stays unanswered, and the caller falls back to a real step. Imports tape.
-Rejected: guessing one branch, which plans a step that will not be run.
+Problem: much code looks at its labels or masks before it computes (a check, an early return), and
+a fake tensor has no content. Invariant: an answer is computed only from tensors that really exist
+(arguments, buffers), and only if no parameter, random number or write contributes to it; any other
+question stays unanswered, and the caller falls back to a real step. Imports tape. Rejected:
+guessing a branch, which plans a step that will not run.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from lowtide import _compat
 from lowtide.tape.values import Operation, Ref, Value
 
-_MOST_BYTES = 64 << 20  # made on the way to one answer
+_MOST_BYTES = 64 << 20  # the most that may be allocated to find one answer
 
 
 class UnansweredError(Exception):
-    """What was asked does not depend on data alone."""
+    """The answer does not depend on data alone, or takes too much memory."""
 
 
 def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
-    """What is in a value, as a tensor over its whole storage.
+    """The content of a value, as a tensor over its whole storage.
 
     Args:
         value: recorded on fake tensors.
-        real: the tensors that stand behind externals.
+        real: the real tensors behind externals.
 
     Raises:
-        UnansweredError: something else than data had a part in it, or it takes much memory.
+        UnansweredError: it depends on something other than data, or takes too much memory.
     """
     known: dict[Value, torch.Tensor] = {}
     with _compat.below_autograd(), torch.no_grad():

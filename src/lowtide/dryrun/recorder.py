@@ -1,10 +1,10 @@
-"""The recorder of fake tensors: what stands for a tape while no tensor has memory.
+"""The recorder for fake tensors.
 
-Problem: the recorder copies what it holds and counts versions, and a fake tensor has neither bytes
-nor a counter that anybody reads; but some programs ask what is in a tensor. Invariant: the tape is
-the one that a real step would leave; a question about content is answered by the real tensors
-behind the fake ones, or the dry run is given up, never guessed. Imports the tape, standins,
-provenance. Rejected: a recorder with a flag, whose hot path would ask it at every operation.
+Problem: the recorder copies what it holds and compares versions, but a fake tensor has neither
+bytes nor a version counter that matters; and some programs read the content of a tensor. Invariant:
+the tape is the one that a real step would write; a question about content is answered from the real
+tensors behind the fake ones, or the dry run is given up, never guessed. Imports the tape, standins,
+provenance. Rejected: a flag in the recorder, which would be tested at every operation.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Value
 
-# What they keep for their backward has no size on fake tensors.
+# What these keep for their backward has no size on fake tensors.
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
 
-# What they add last, a mask to scores and a bias to what is not contiguous, they add in place, but
-# out of place under a dispatch mode and on fake tensors.
+# These add something at their end (a mask to scores, a bias to a non-contiguous result) in place,
+# but out of place under a dispatch mode and on fake tensors.
 _ADDING = ("scaled_dot_product_attention", "linear")
 
 
 class Adding:
-    """Context manager: knows, on each thread, when one of these runs.
+    """Context manager: tracks, per thread, whether one of these functions is running.
 
-    The compiled recorder is no mode: a step that it records adds in place, and so must the dry run.
-    Not a `TorchFunctionMode`, inside of which torch's own multi-head attention is not seen.
+    The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
+    too. Not a `TorchFunctionMode`, which misses the calls that multi-head attention makes inside.
     """
 
     _lock = threading.Lock()
@@ -78,12 +78,12 @@ class Adding:
 
     @property
     def in_place(self) -> bool:
-        """Whether an addition that is seen now is one in place, where the step will be recorded."""
+        """Whether an addition seen now will be in place in the recorded step."""
         return getattr(Adding._inside, "now", False) and engine.name() == "compiled"
 
 
 class FakeRecorder(Recorder):
-    """Records fake tensors: held through aliases that the modes have seen, never copied."""
+    """Records fake tensors: holds them by aliases made under the modes, and never copies."""
 
     stand: StandIns
     adding: Adding
@@ -104,7 +104,7 @@ class FakeRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator that asks what is in fake tensors with the real ones behind them."""
+        """Call an operator that needs the content of fake tensors on the real ones behind them."""
         if kwargs:
             raise UnansweredError(f"{func} asks for what is in a tensor")
         real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
@@ -113,7 +113,7 @@ class FakeRecorder(Recorder):
         return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
 
     def real(self, fake: torch.Tensor) -> torch.Tensor:
-        """What a fake tensor would be, see `lowtide.dryrun.provenance`."""
+        """The content of a fake tensor as a real one, see `lowtide.dryrun.provenance`."""
         ref = self._reference(fake)
         if ref is None or ref.value is None:
             raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
@@ -139,7 +139,7 @@ class FakeRecorder(Recorder):
 
 
 def _given(packed: Any) -> Any:
-    """Saved-tensor hook of a dry run, in which everything saved is held."""
+    """The unpack hook of a dry run, in which everything saved is held."""
     if not isinstance(packed, Handle):
         return packed.tensor
     value, ref = packed.value, packed.ref

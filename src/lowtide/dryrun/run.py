@@ -1,11 +1,11 @@
-"""A step gone through on fake tensors: the graph of a step that nobody has run.
+"""A step traced on fake tensors: the graph of a step that has not been run.
 
-Problem: a step that does not fit cannot be run to find out what to recompute. Invariant: it is the
-user's own forward and autograd's own backward, seen by the recorder and the observer that see real
-steps; only the tensors have no memory, the bytes are counted from their sizes and the times come
-from a model of the device. Nothing is executed and nothing is left behind. Where a forward asks
-what is in a tensor, one real step is recorded in its place, and the caller is told. Imports
-standins, costs, observer, step. Rejected: torch.export, which needs the whole model to trace.
+Problem: a step that does not fit cannot be run to find out what to recompute. Invariant: the user's
+own forward and autograd's own backward run, seen by the recorder and observer of real steps; only
+the tensors have no memory, bytes are counted from their sizes, and times come from a model of the
+device. No kernel runs and no side effects remain. If a forward needs the content of a tensor that
+is not known, one real step is recorded instead, with a warning. Imports standins, costs, observer,
+step. Rejected: torch.export, which has to be able to trace the whole model.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from lowtide.tape.values import Handle, Operation, Region, Value
 
 @dataclass(frozen=True)
 class Dry:
-    """A step as it was gone through.
+    """The result of a dry run.
 
     Attributes:
         graph: the step.
         seen: what a budget needs to follow a plan for it.
-        modules: of each operation, the qualified name of the module that called it; `OWN` in the
-            forward of a model that is the only one, "" outside of modules.
+        modules: for each operation, the qualified name of the module that called it; `OWN` directly
+            in the forward of the only model, "" outside of modules.
         seconds: forward and backward together, modelled or measured.
-        source: "fake", or "recorded" where a real step had to be run.
-        device: what the seconds are of.
+        source: "fake", or "recorded" if a real step had to be run.
+        device: the device that `seconds` refers to.
     """
 
     graph: Graph
@@ -93,7 +93,7 @@ class _Watching(Observer):
         super().operation(op, made, args, kwargs, live, signature)
         if fake is not None:
             self.ops[-1].seconds = fake.last
-            self.ops[-1].kind = None  # a modelled time is none to share with measured ones
+            self.ops[-1].kind = None  # modelled times are not averaged with measured ones
         self.modules.append(self._inside[-1] if self._inside else "")
         if self.witness is not None:
             self.witness.operation(op.facts.name, made)
@@ -122,7 +122,7 @@ class _Everything:
     """Decisions of a step in which nothing is recomputed. See `lowtide.tape.tape.Decisions`."""
 
     asks = True
-    where = None  # what is faked has no device of its own
+    where = None  # values count whatever their device is
 
     def __init__(self, observer: Observer) -> None:
         self.observer = observer
@@ -160,7 +160,7 @@ class _Everything:
         return False
 
     def replayed(self, operations: list[Operation], seconds: float) -> None:
-        """A value that was overwritten in place came back."""
+        """Ignored: only a value that was overwritten in place is replayed here."""
 
     def answered(self, value: Value) -> None:
         if self.begun and value.number >= 0:
@@ -174,7 +174,7 @@ class _Everything:
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """The tensors in any nesting of lists, tuples, dictionaries and dataclass-like outputs."""
+    """The tensors in any nesting of lists, tuples and dictionaries (model outputs included)."""
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, dict):
@@ -185,7 +185,7 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
-    """What backward starts from: the sum of all that requires grad; None: nothing does."""
+    """What backward starts from: the sum of all tensors that require grad; None: none does."""
     wanted = [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
     if not wanted:
         return None
@@ -226,7 +226,7 @@ def _record(
         result = call()
         if observer.witness is not None:
             observer.witness.returned(tensors_in(result), tape.recorder)
-    if not decisions.begun:  # else the function has done its own backward
+    if not decisions.begun:  # else the function ran backward itself
         loss = loss_of(result)
         del result
         if loss is not None and loss.grad_fn is not None:
@@ -236,7 +236,7 @@ def _record(
             if observer.witness is not None:
                 observer.witness.collected(leaves)
             if isinstance(observer.memory, FakeMemory):
-                for leaf, gradient in before:  # a real leaf that no module told of
+                for leaf, gradient in before:  # real leaves that `Found` did not find
                     leaf.grad = gradient
     observer.mark_end()
 
@@ -252,14 +252,14 @@ def dry_run(
     witness: Witness | None = None,
     real: bool = True,
 ) -> Dry:
-    """Go through a step on fake tensors; record a real one where that is not possible.
+    """Trace a step on fake tensors; if that is not possible, run and record a real one.
 
-    Times are those of the device named `on`; of the one that the step would run on by default.
-    A `witness` is told where everything comes from. Without `real` no real step is run.
+    Times are those of the device named `on`, by default of the one that the step would run on. A
+    `witness` records where everything comes from. Without `real`, no real step is run.
 
     Raises:
-        UsageError: called inside a budget or region, or with grad disabled; a step that needs
-            memory of its own where there is none, or that must not be `real`.
+        UsageError: called inside a budget or region, or with grad disabled; or a real step is
+            needed, but the model has no memory, or `real` is false.
     """
     if current_recorder() is not None or not recordable():
         raise UsageError(
@@ -285,7 +285,7 @@ def dry_run(
             raise UsageError(
                 f"the step cannot be gone through on fake tensors ({reason})."
             ) from error
-    # Where it is the user's own error, it is raised here.
+    # If the error is the user's own, the real step raises it again.
     step = _real(found, device, function, args, kwargs, witness)
     warnings.warn(
         f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
@@ -299,8 +299,8 @@ def dry_run(
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Thousands of fake tensors live until backward: looking at them all again and again for cycles
-    takes a quarter of a dry run, and a larger share of a longer one."""
+    """Thousands of fake tensors live until backward: scanning them for cycles again and again takes
+    a quarter of a dry run, and more of a longer one."""
     if not gc.isenabled():
         yield
         return
@@ -312,7 +312,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def _device(found: Found) -> torch.device:
-    """Where the step runs: with its parameters, or its tensors."""
+    """The device the step runs on: that of its parameters, or else of its other tensors."""
     for tensor in (*found.state(), *found.tensors):
         if tensor.device.type != "meta":
             return tensor.device
@@ -334,7 +334,7 @@ def _fake(
         memory = witness.counts(costs, stand.mode)
     observer = _Watching(memory, found.names(), witness)
     with warnings.catch_warnings(), stand, ExitStack() as stack:
-        # torch looks at the gradient of whatever it makes a fake tensor of.
+        # torch reads `.grad` of each tensor that it makes a fake one of.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
         if witness is not None:
@@ -361,7 +361,7 @@ def _fake(
 
 
 def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors bound by `functools.partial` are arguments as well."""
+    """The function with the tensors that `functools.partial` binds replaced by fake ones."""
     if not isinstance(function, functools.partial):
         return function
     args, keywords = stand.fake(function.args), stand.fake(dict(function.keywords))
@@ -393,11 +393,11 @@ def _real(
 
 
 def _nothing(observer: Observer) -> None:
-    """The graph is made by the caller."""
+    """Does nothing, as the caller makes the graph."""
 
 
 def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
     graph = observer.graph()
-    if not observer.requests:  # over, and nothing was asked for: the events that it has are guesses
+    if not observer.requests:  # no backward asked for anything, so the graph's events are guesses
         graph = replace(graph, events=())
     return Dry(graph, observer.seen(), tuple(observer.modules), seconds, source, device)

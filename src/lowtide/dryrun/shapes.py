@@ -1,11 +1,11 @@
-"""A short way through torch's fake tensors, for operators whose shapes torch computes by itself.
+"""A fast path for calls on fake tensors, for operators whose meta kernels give the result.
 
-Problem: torch looks at every argument of every call on fake tensors anew, in Python, for half a
-millisecond; ten thousand operations and their backward take half a minute. Invariant: the short way
-is used only for plain calls on fake tensors of one device, and only for an operator on which it has
-given torch's own answer, geometry for geometry, on its first calls; everything else goes the long
-way. Imports `_compat`. Rejected: meta tensors in place of fake ones, for which torch and its users
-choose other operators than for the device that is meant.
+Problem: torch examines every argument of every call on fake tensors in Python, which takes half a
+millisecond; ten thousand operations and their backward take half a minute. Invariant: the fast path
+is used only for simple calls on fake tensors of one device, and only for operators on which it gave
+exactly torch's own result (sizes, strides, dtypes, storages) on their first calls; everything else
+takes torch's path. Imports `_compat`. Rejected: meta tensors in place of fake ones, for which torch
+and user code choose other operators than for the intended device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Shapes:
 
     def __init__(self, mode: Any) -> None:
         self._mode = mode
-        self._trust: dict[Any, int] = {}  # calls that agreed; -1: never again the short way
+        self._trust: dict[Any, int] = {}  # calls that agreed; -1: never use the fast path again
         self._results: dict[Any, Any] = {}
         self._make: Callable[..., Any] = fakes.fake_maker(mode)
         self._kind = fakes.fake_type()
@@ -47,13 +47,13 @@ class Shapes:
         result = func(*args, **kwargs)
         try:
             same = _geometry(self._short(func, args, kwargs, device)) == _geometry(result)
-        except Exception:  # no such kernel on shapes, in whichever way it says so
+        except Exception:  # there is no meta kernel; operators report that in many ways
             same = False
         self._trust[func] = trust + 1 if same else -1
         return result
 
     def _device(self, args: tuple[Any, ...]) -> torch.device | None:
-        """Where all tensors of a call are; None if they are not all fake and in one place."""
+        """The device of all tensors of a call; None unless all are fake and on one device."""
         found: torch.device | None = None
         kind = self._kind
         for argument in args:
@@ -69,7 +69,7 @@ class Shapes:
         return found
 
     def _again(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Repeated layers call operators with the same shapes: their results are remembered."""
+        """As `_short`, with a cache: repeated layers call operators with the same shapes."""
         if kwargs or facts_of(func).view:
             return self._short(func, args, kwargs, device)
         key = (func, device, *map(_key, args))
@@ -109,7 +109,7 @@ def _key(argument: Any) -> Any:
 
 
 def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
-    """How to make this result again; None if it is more than tensors with memory of their own."""
+    """How to make this result again; None unless it is only tensors with new, dense storages."""
     given = {_compat.storage_id(t.untyped_storage()) for a in args for t in flatten(a)
              if isinstance(t, torch.Tensor)}  # fmt: skip
     several = type(result) if isinstance(result, tuple | list) else None
@@ -119,7 +119,7 @@ def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
             return None
         span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         storage = tensor.untyped_storage()
-        if _compat.storage_id(storage) in given:  # `_unsafe_view` does not say that it is a view
+        if _compat.storage_id(storage) in given:  # a view not declared as one, as `_unsafe_view`
             return None
         if tensor.numel() and storage.nbytes() != span * tensor.element_size():
             return None
@@ -128,14 +128,14 @@ def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
 
 
 def _plain(func: Any) -> bool:
-    """Whether an operator only makes new tensors, or views, out of what it is given."""
+    """Whether an operator only makes new tensors or views from its arguments."""
     facts = FACTS.get(id(func)) or facts_of(func)
     return (facts.simple or facts.view) and facts.name.startswith("aten::")
 
 
 def _layout_of_backend(func: Any, args: Any) -> bool:
-    """Whether the backend that a fake tensor looks up decides about the strides of the result: the
-    short way knows shapes only, and agrees as long as everything is contiguous."""
+    """Whether the strides of the result depend on the backend that torch selects for fake tensors.
+    The fast path does not know it, and agrees only if everything is contiguous."""
     return "convolution" in _compat.schema_of(func).name and any(
         not t.is_contiguous() for t in args[:3] if isinstance(t, torch.Tensor)
     )

@@ -1,14 +1,14 @@
-"""Stand-ins for everything a step reads, so that it can be gone through without memory.
+"""Stand-ins for everything a step reads, so that it can be traced without memory.
 
-Problem: a dry run needs the user's own function, and that function reaches its parameters through
-modules, closures and globals. Invariant: while it runs, parameters, buffers and the tensors among
-the arguments are fake; afterwards every module found is what it was, attributes included, as are
-the gradients and Python's own random state. Imports `_compat`. Rejected: a deep copy of the model
-on the meta device, which changes what `cpu` and `cuda` code paths are taken.
+Problem: a dry run calls the user's own function, which reaches its parameters through modules,
+closures and globals. Invariant: while it runs, parameters, buffers and the tensors among the
+arguments are fake; afterwards every module found is as it was, attributes included, and so are the
+gradients and the random states of Python and NumPy. Imports `_compat`. Rejected: a deep copy of the
+model on the meta device, which would take other code paths than `cpu` or `cuda`.
 
-What is found: modules and tensors among the arguments (in lists, tuples, dictionaries), in what the
-function closes over, in the globals that it names, behind `functools.partial`, bound methods and
-the attributes of objects found so. Tensors elsewhere are seen as constants.
+What is found: modules and tensors among the arguments (in lists, tuples, dictionaries), in the
+function's closure, in the globals that it names, and behind `functools.partial`, bound methods and
+attributes of objects found in this way. Tensors elsewhere are treated as constants.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
           torch.device, torch.Generator)  # fmt: skip
 
 OWN = "(model)"
-"""What runs in the forward of a model that is the only one, which has no qualified name."""
+"""The module of what runs directly in the forward of the only model: its qualified name is empty.
+"""
 OUTSIDE = "(outside of modules)"
-"""For a reader: what no module runs, a loss for instance."""
+"""Shown for what no module runs, for example a loss."""
 
 
 class Found:
@@ -43,7 +44,7 @@ class Found:
         self.roots: dict[str, nn.Module] = {}
         self.tensors: list[torch.Tensor] = []
         self._seen: set[int] = set()
-        self._keep: list[Any] = []  # bound methods and the like are made anew each time
+        self._keep: list[Any] = []  # keeps ids valid: bound methods are new objects each time
         self._visit("", function, _DEPTH)
         self._visit("", (args, kwargs), _DEPTH)
         inside = {id(m) for root in self.roots.values() for m in root.modules() if m is not root}
@@ -58,7 +59,7 @@ class Found:
                     yield module
 
     def names(self) -> dict[int, str]:
-        """Qualified names by module identity; the variable comes first where roots are many."""
+        """Qualified names by module id; if there are several roots, prefixed with the variable."""
         names: dict[int, str] = {}
         for label, root in self.roots.items():
             for name, module in root.named_modules():
@@ -89,7 +90,7 @@ class Found:
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    """What an object that is neither module nor tensor leads to, with a name where it has one."""
+    """The parts of an object that is neither a module nor a tensor, with names if they have any."""
     if isinstance(item, dict):
         yield from ((key if isinstance(key, str) else "", part) for key, part in item.items())
     elif isinstance(item, list | tuple | set | frozenset):
@@ -128,7 +129,7 @@ def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 class StandIns:
-    """Context manager: the found modules hold fake tensors; `fake` turns arguments into such."""
+    """Context manager: the found modules hold fake tensors; `fake` converts arguments."""
 
     def __init__(self, found: Found, device: torch.device) -> None:
         self.found = found
@@ -148,7 +149,7 @@ class StandIns:
                             tensors[name] = self.fake(tensor)
             for module in self.found.modules():
                 for name, part in vars(module).items():
-                    # As recurrent layers do: a list of their own parameters.
+                    # Lists of a module's own parameters, as in recurrent layers.
                     if type(part) is list and any(id(p) in self._made for p in part):
                         vars(module)[name] = [self._made.get(id(p), p) for p in part]
         except BaseException:
@@ -160,7 +161,7 @@ class StandIns:
         self._saved.restore()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor whose storage a fake one stands for; a real one is its own."""
+        """The real tensor whose storage a fake one stands for; a real tensor is returned as is."""
         if not fakes.is_fake(tensor):
             return tensor
         storage = _compat.storage_of(tensor)
@@ -186,7 +187,7 @@ class StandIns:
 
 
 class _Saved:
-    """What a forward may leave in modules and in Python, and how to put it back."""
+    """Saves and restores what a forward may change in modules and in Python's random state."""
 
     def __init__(self, found: Found) -> None:
         self._modules = list(found.modules())
@@ -197,7 +198,7 @@ class _Saved:
 
     def take(self) -> None:
         for module in self._modules:
-            parts = vars(module).values()  # among them those of parameters and buffers
+            parts = vars(module).values()  # includes the dicts of parameters and buffers
             places = [vars(module), *(part for part in parts if isinstance(part, dict))]
             self._states.append([(place, dict(place)) for place in places])
             self._lists += [(part, part[:]) for part in parts if isinstance(part, list)]
@@ -223,7 +224,7 @@ class _Saved:
 
 
 class RealState:
-    """Context manager: gradients, buffers and torch's random state are put back afterwards."""
+    """Context manager: restores gradients, buffers and random states on exit."""
 
     def __init__(self, found: Found) -> None:
         self._found = found

@@ -1,11 +1,11 @@
-"""Where everything in a step comes from: a book kept beside a dry run.
+"""Where everything in a step comes from: a ledger written during a dry run.
 
-Problem: a graph says how many bytes there are and not whose they are. "Why is my memory not going
-down?" is answered by a name: this module, this operator, this line. Invariant: numbers and names
-only, never a tensor that the step would have let go; every storage of a dry run is entered once,
-when it is made, and struck out once, when it is freed (see `ledger`). Imports ledger, memory, tape,
-`_compat`. Rejected: asking autograd's graph afterwards, which has forgotten the modules and what
-was freed before it ended.
+Problem: a graph says how many bytes there are, not what they belong to. "Why is my memory not going
+down?" is answered by names: this module, this operator, this line. Invariant: numbers and names
+only, never a tensor that the step would have freed; every storage of a dry run is entered once,
+when it is made, and closed once, when it is freed (see `ledger`). Imports ledger, memory, tape,
+`_compat`. Rejected: inspecting autograd's graph afterwards, which does not know the modules, nor
+what was freed before the end.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from lowtide.dryrun.standins import Found
     from lowtide.observing.observer import Observer
 
-_LAST_NODE = 1 << 62  # what collects a gradient has no number but the largest
+_LAST_NODE = 1 << 62  # AccumulateGrad nodes have the largest sequence number, above this
 
 
 class Witness:
-    """Writes a ledger while a step is gone through. Goes from one `begins` to one `ends`."""
+    """Writes a ledger while a step is traced, from a call of `begins` to one of `ends`."""
 
     def __init__(self) -> None:
         self.inside: list[str] = []
@@ -42,7 +42,7 @@ class Witness:
     def _clear(self) -> None:
         self._memory: _Counted | None = None
         self._sites: list[Site] = []
-        self._nodes: list[int] = []  # of autograd, by the number it gave them, and where
+        self._nodes: list[int] = []  # sequence numbers of autograd nodes; `_places`: their sites
         self._places: list[Site] = []
         self._saved: dict[int, Saved] = {}
         self._foreign: dict[int, Saved] = {}
@@ -54,20 +54,20 @@ class Witness:
         self._backward = False
         self._own_backward = False
 
-    # ------------------------------------------------------------------ told by the dry run
+    # ------------------------------------------------------------------ called by the dry run
 
     def counts(self, costs: CostModel, mode: Any) -> FakeMemory:
-        """The memory that a dry run counts in."""
+        """The memory counter for a dry run."""
         self._clear()
         self._memory = _Counted(costs, mode, self)
         return self._memory
 
     def starts_over(self) -> None:
-        """The dry run failed on the way, and a real step is recorded in its place."""
+        """The dry run failed, and a real step is recorded instead."""
         self._clear()
 
     def begins(self, found: Found, seen_as: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """`seen_as` gives the tensor that the step will see in place of one that was found."""
+        """The step begins. `seen_as` gives the tensor that it will see in place of a found one."""
         parameters: dict[str, torch.Tensor] = {}
         counts = {"parameter": 0, "buffer": 0, "input": 0, "gradient": 0}
         names = found.names()
@@ -107,7 +107,7 @@ class Witness:
         return storage.nbytes()
 
     def operation(self, name: str, made: list[Value]) -> None:
-        """One more recorded operation; `made` are the values that it gives."""
+        """An operation was recorded; `made` are the values it made."""
         memory = self._memory
         self._sites.append(
             Site(name, self._module(), memory.line if memory is not None else line_of_caller())
@@ -115,7 +115,7 @@ class Witness:
         if memory is not None:
             self._grad_mode.append((torch.is_grad_enabled(), memory.reads_grad))
             fresh, memory.fresh = memory.fresh, []
-            # From the last on: first comes what an operation before it made that nobody records.
+            # Match from the end: the first blocks may be from calls that were not recorded.
             for value in reversed(made):
                 for place in reversed(range(len(fresh))):
                     if fresh[place].nbytes == value.nbytes:
@@ -124,7 +124,7 @@ class Witness:
                         break
 
     def saved(self, value: Value, handle: Handle) -> None:
-        """Autograd saves a value, or one more view of it."""
+        """Autograd saves a value, or another view of it."""
         held = value.held
         storage = None if held is None else _compat.storage_of(held)
         block = None
@@ -135,7 +135,7 @@ class Witness:
                 if value.number not in block.values:
                     block.values.append(value.number)
         if self._backward:
-            return  # a forward after the first backward: other things were let go of by then
+            return  # a forward after the first backward: some saved values were released by then
         shape, dtype = tuple(handle.ref.size), _dtype(handle.ref.dtype)
         place = -1 if block is None else block.place
         if value.number >= 0:
@@ -152,7 +152,7 @@ class Witness:
             return
         known = self._named.get(key)
         if known is None and block is None and self._memory is not None:
-            known = "input", "constant"  # nothing in this step made it: it was there before
+            known = "input", "constant"  # not made in this step, so it existed before
         if known is not None:
             kind, name = known
             self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, kind, name, Site(), -1)
@@ -161,7 +161,7 @@ class Witness:
             self._foreign[key] = Saved(-1, value.nbytes, shape, dtype, "unseen", "", site, place)
 
     def returned(self, results: list[torch.Tensor], recorder: Any) -> None:
-        """What the step gave back; nothing of it is kept here."""
+        """Describe what the step returned; no tensor is kept."""
         self._own_backward = self._backward
         for tensor in results:
             entry = recorder.entry_of(tensor)
@@ -207,7 +207,7 @@ class Witness:
         self._backward = True
 
     def collected(self, leaves: list[torch.Tensor]) -> None:
-        """Leaves that no module told of have their gradients for this moment only."""
+        """Note the gradients of leaves that `Found` did not find, before they are taken back."""
         self._collect((f"leaf {place}", leaf) for place, leaf in enumerate(leaves))
 
     def _collect(self, leaves: Any) -> None:
@@ -220,7 +220,7 @@ class Witness:
                 block.gradient, block.name = True, name
 
     def ends(self, observer: Observer) -> None:
-        """The step is over: everything is numbers and names now."""
+        """The step is over: write the ledger and drop all references to tensors."""
         self._collect(self._leaves)
         memory = self._memory
         names = {id(leaf): name for name, leaf in self._leaves}
@@ -251,13 +251,13 @@ class Witness:
             memory.closed()
         self._clear()
 
-    # ------------------------------------------------------------------ where we are
+    # ------------------------------------------------------------------ the current site
 
     def _module(self) -> str:
         return self.inside[-1] if self.inside else ""
 
     def site(self, name: str) -> Site:
-        """Of a call that runs now: in backward, the place of the forward that it belongs to."""
+        """The site of the current call; in backward, that of the forward call it belongs to."""
         if not self._backward:
             site = Site(name, self._module(), line_of_caller())
             node = _compat.newest_node()
@@ -266,7 +266,7 @@ class Witness:
                 self._places.append(site)
             return site
         running = _compat.node_in_backward()
-        # A write through a view adds a node of its own behind that of its operator.
+        # A write through a view adds another node after that of its operator.
         found = -1 if running is None else bisect_right(self._nodes, running) - 1
         if found < 0 or running is None or running > _LAST_NODE:
             return Site(name)
@@ -274,7 +274,7 @@ class Witness:
 
 
 class _Counted(FakeMemory):
-    """Counts as `FakeMemory` does, and writes every storage and call down."""
+    """Counts as `FakeMemory`, and records every storage and call."""
 
     def __init__(self, costs: CostModel, mode: Any, witness: Witness) -> None:
         super().__init__(costs, mode)
@@ -297,11 +297,11 @@ class _Counted(FakeMemory):
         self._forget = forget
 
     def entry(self, key: int) -> Block | None:
-        """The block of a storage that is there now."""
+        """The block of a live storage."""
         return self._open.get(key)
 
     def closed(self) -> None:
-        """What dies from now on is not the step's."""
+        """The step is over: what is freed from now on is not part of it."""
         self._open.clear()
 
     def __torch_dispatch__(
@@ -345,7 +345,7 @@ class _Counted(FakeMemory):
 
     def mark(self) -> int:
         index = super().mark()
-        # What is there between two operators: memory was freed since the last one, if anything.
+        # The level between two operators: since the last one, memory can only have been freed.
         self.steps.append(Step(Site(), index, self.level, self.level))
         return index
 

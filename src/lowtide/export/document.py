@@ -1,8 +1,8 @@
-"""All that was found out about a step, as one JSON document.
+"""Everything that is known about a step, as one JSON document.
 
-Problem: the page, the command line's ``--json`` and whoever reads either must see the same figures.
-Invariant: the page draws what is in its document and computes nothing but positions; a figure that
-was not found out is null, never a guess. Imports explain. Rejected: one format for each picture.
+Problem: the page and the command line's ``--json`` must show the same figures. Invariant: the page
+draws what is in its document and computes only positions; a figure that is not known is null, never
+a guess. Imports explain. Rejected: one format for each picture.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _REASONS = 40
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One real step, against what was predicted for it. Bytes and seconds.
+    """One real step, and what was predicted for it. In bytes and seconds.
 
     Attributes:
-        label: "plain", "planned", or "unplanned" for a step that left its plan (one that runs
-            backward more than once does) and was kept inside the limit.
-        predicted: the peak that the dry run, or the plan that the step followed, named for it.
-        measured: the peak that was counted, allocation by allocation.
+        label: "plain", "planned", or "unplanned" for a step that left its plan (as one that runs
+            backward more than once does) and was kept within the limit.
+        predicted: the peak predicted by the dry run, or by the plan that the step followed.
+        measured: the measured peak, counted allocation by allocation.
     """
 
     label: str
@@ -50,7 +50,7 @@ def document(
     trials: Sequence[Trial] = (),
     trial_refused: str | None = None,
 ) -> dict[str, Any]:
-    """The document of a step. `curve` and `trials` are in it where they were made."""
+    """The document of a step, with `curve` and `trials` if they are given."""
     subject, sites = told.study, _Sites()
     plain = _timeline(told.plain, sites)
     planned = None if told.planned is None else _timeline(told.planned, sites)
@@ -99,7 +99,7 @@ def document(
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """What a plan costs and decides, module by module."""
+    """What a plan costs, and what it decides for each module."""
     return {
         "fingerprint": plan.step.graph.fingerprint,
         "source": plan.source,
@@ -140,7 +140,7 @@ def option_rows(options: Sequence[Option]) -> list[dict[str, Any]]:
 
 
 class _Sites:
-    """Sites by number: a document names each once."""
+    """Numbers the sites, so that a document contains each once."""
 
     def __init__(self) -> None:
         self.rows: list[list[str]] = []

@@ -1,13 +1,13 @@
 """A step as a memory snapshot for torch's memory viewer, without running it.
 
-Problem: https://pytorch.org/memory_viz shows block by block what CUDA's allocator did; a step that
-was only planned, or that ran on the CPU, has no such allocator to ask. Invariant: what is allocated
-at a moment of the timeline adds up to that moment, to the byte, so that the highest sum is its
-peak; no two live blocks overlap. Imports timeline, study. Rejected: the dry run's own allocations,
-which know nothing of a plan.
+Problem: https://pytorch.org/memory_viz shows block by block what CUDA's allocator did, but a step
+that was only planned, or ran on the CPU, did not use that allocator. Invariant: the blocks that are
+live at a moment of the timeline add up to that moment's bytes, so the highest sum is its peak; no
+two live blocks overlap. Imports timeline, study. Rejected: the dry run's own allocations, which are
+those of the plain step.
 
-Addresses are made up: a block goes into the first gap that has room, where a real allocator rounds
-sizes and splits segments. What nothing accounts for at a moment is a block of that moment.
+Addresses are invented: a block goes into the first gap that is large enough, while a real allocator
+rounds sizes and splits segments. Bytes of a moment without a known origin are a block of their own.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from lowtide.planner.simulate import ABSENT
 from lowtide.plans import Plan
 
 PICKLE_PROTOCOL = 4
-"""The newest that the viewer reads."""
+"""The newest protocol that the viewer reads."""
 
-_BASE = 1 << 32  # of the addresses: zero would read as none
-_TICK = 1000  # microseconds of the snapshot's clock for one moment
+_BASE = 1 << 32  # the lowest address; the viewer would read zero as none
+_TICK = 1000  # microseconds of the snapshot's clock per moment
 
 
 def snapshot(subject: Study, plan: Plan) -> dict[str, Any]:
-    """A step under a plan as `torch.cuda.memory._snapshot` would give it: plain data.
+    """A step under a plan, as plain data in the format of `torch.cuda.memory._snapshot`.
 
-    There is one device and one segment, as large as the memory that the blocks take up. Each block
+    There is one device with one segment, as large as the memory that the blocks take up. Each block
     has its operator, source line, module, shape and dtype as frames, and its kind as `category`.
-    The clock is a position in the step. What stands before the step is not in it; gradients, and
-    what else outlives the step, are still allocated at its end.
+    The clock is a position in the step. What was in memory before the step is not included;
+    gradients and others that outlive the step are still allocated at its end.
     """
     reader = Reader(replace(subject.step, graph=plan.graph), subject.ledger, plan.retention)
     arena = _Arena()
@@ -54,19 +54,19 @@ def snapshot(subject: Study, plan: Plan) -> dict[str, Any]:
         events += _events(moment * _TICK, born, life)
     if not events:
         return {"segments": [], "device_traces": [[]]}
-    # The viewer fails over categories without "unknown" among them.
+    # The viewer fails if there are categories but none is "unknown".
     made = _event("segment_alloc", 0, _BASE, arena.top - _BASE, []) | {"category": "unknown"}
     return {"segments": [_segment(arena.top, live)], "device_traces": [[made, *events]]}
 
 
-# ---------------------------------------------------------------------------- who lives when
+# ---------------------------------------------------------------------------- lifetimes
 
 
 @dataclass(slots=True, eq=False)
 class _Life:
-    """A block from one moment to another, both included.
+    """A block that lives from one moment to another, both inclusive.
 
-    `born` and `gone` are the steps of the ledger from which and up to which the dry run had it.
+    In the dry run it was live from step `born` of the ledger (inclusive) to `gone` (exclusive).
     """
 
     item: Item
@@ -79,7 +79,7 @@ class _Life:
 
 
 def _changes(reader: Reader) -> Iterator[tuple[int, bool, _Life]]:
-    """What is allocated (True) and freed (False), in order, with the place of its moment."""
+    """What is allocated (True) and freed (False), in order, each with the index of its moment."""
     moments = reader.read().moments
     instants = _instants(reader, moments)
     begins: dict[int, list[_Life]] = {}
@@ -100,7 +100,7 @@ def _changes(reader: Reader) -> Iterator[tuple[int, bool, _Life]]:
 
 
 def _instants(reader: Reader, moments: Sequence[Moment]) -> list[int]:
-    """Of each moment, the step of the ledger that it is seen at; the last one where nothing ran."""
+    """For each moment, its step of the ledger; if nothing ran, that of the moment before."""
     found, last = [], -1
     for moment in moments:
         last = max(last, reader.instant(moment))
@@ -109,14 +109,14 @@ def _instants(reader: Reader, moments: Sequence[Moment]) -> list[int]:
 
 
 def _lives(reader: Reader, moments: Sequence[Moment], instants: Sequence[int]) -> list[_Life]:
-    """Everything that has a name, each storage once at a time."""
+    """Everything of known origin; a storage has one life at a time."""
     by_storage: dict[tuple[str, int], list[_Life]] = {}
     for value, life in _of_values(reader, moments):
         block = reader.names.get(value)
         if block is not None:
             life.born = block.born
             if reader.trace.alive[value] == reader.graph.release[value]:
-                life.gone = block.died  # else replays of this plan read it after that
+                life.gone = block.died  # else replays under this plan need it for longer
         key = ("value", value) if block is None else ("block", block.place)
         by_storage.setdefault(key, []).append(life)
     for number, life in _of_blocks(reader, instants):
@@ -128,7 +128,7 @@ def _lives(reader: Reader, moments: Sequence[Moment], instants: Sequence[int]) -
 
 
 def _of_values(reader: Reader, moments: Sequence[Moment]) -> Iterator[tuple[int, _Life]]:
-    """What the plan keeps, recomputes and retains, or recomputes for one event."""
+    """Values that the plan keeps, recomputes and retains, or recomputes for one event only."""
     graph, trace = reader.graph, reader.trace
     backward = [place for place, moment in enumerate(moments) if moment.phase == "backward"]
     for value, node in enumerate(graph.values):
@@ -146,7 +146,7 @@ def _of_values(reader: Reader, moments: Sequence[Moment]) -> Iterator[tuple[int,
 
 
 def _of_blocks(reader: Reader, instants: Sequence[int]) -> Iterator[tuple[int, _Life]]:
-    """What is there whatever the plan says, and what it lets go of, until its last use."""
+    """Storages that are live whatever the plan says, and, until their last use, dropped ones."""
     after = len(instants)
     for block in reader.ledger.blocks:
         first = bisect_left(instants, block.born)
@@ -155,12 +155,13 @@ def _of_blocks(reader: Reader, instants: Sequence[int]) -> Iterator[tuple[int, _
             last = min(last, max(reader.graph.stays[v] for v in block.values if v >= 0))
         stays = block.died >= len(reader.ledger.steps) and last == after - 1
         if stays and first == after:
-            last = after  # a gradient that the last moment has not seen yet
+            last = after  # a gradient that was made after the last moment
         yield block.place, _Life(reader.block(block), first, last, block.born, block.died, stays)
 
 
 def _gradients(reader: Reader, moments: Sequence[Moment]) -> Iterator[_Life]:
-    """Where a real step was recorded: from the first event behind a leaf's last reader."""
+    """If a real step was recorded: each gradient lives from the first event past the leaf's last
+    reader."""
     makers = [
         reader.graph.values[reader.graph.events[moment.place].value].producer
         if moment.phase == "backward"
@@ -173,7 +174,7 @@ def _gradients(reader: Reader, moments: Sequence[Moment]) -> Iterator[_Life]:
 
 
 def _joined(lives: list[_Life]) -> list[_Life]:
-    """Several contents of one storage, one after the other, are one piece of memory."""
+    """Join lives of one storage that follow on each other: they are contents of one block."""
     lives = sorted((life for life in lives if life.first <= life.last), key=lambda x: x.first)
     found = lives[:1]
     for life in lives[1:]:
@@ -190,8 +191,8 @@ def _joined(lives: list[_Life]) -> list[_Life]:
 
 
 def _within(standing: list[_Life], total: int, place: int, instant: int) -> list[_Life]:
-    """Those that a moment has room for: some are not there yet when it has its most, or have gone
-    before. What has gone stays away."""
+    """The lives that fit into the bytes of a moment. At the instant of its peak, some may not have
+    begun, and others may be over; the latter end here."""
     over = sum(life.item.nbytes for life in standing) - total
     if over <= 0:
         return standing.copy()
@@ -210,7 +211,7 @@ def _within(standing: list[_Life], total: int, place: int, instant: int) -> list
 
 
 def _unnamed(there: list[_Life], moment: Moment, place: int, *, known: bool) -> list[_Life]:
-    """What is left of a moment's bytes: what replays make on the way, and workspace."""
+    """The rest of a moment's bytes: temporaries of replays, and workspace."""
     rest = moment.total - sum(life.item.nbytes for life in there)
     passing = 0
     if moment.phase == "replay":
@@ -224,7 +225,7 @@ def _unnamed(there: list[_Life], moment: Moment, place: int, *, known: bool) -> 
     ]
 
 
-# ---------------------------------------------------------------------------- where they lie
+# ---------------------------------------------------------------------------- addresses
 
 
 class _Arena:
@@ -284,7 +285,7 @@ def _events(clock: int, born: bool, life: _Life) -> list[dict[str, Any]]:
 
 
 def _frames(item: Item) -> list[dict[str, Any]]:
-    """Innermost first, as from a stack: what was made, by what on which line, in which module."""
+    """Innermost first, as in a stack: the tensor, its operator and line, its module."""
     made = f"{item.dtype}{list(item.shape)}" if item.dtype else ""
     if item.name:
         made = " ".join(filter(None, (made, "gradient of", item.name)))
@@ -298,7 +299,7 @@ def _frames(item: Item) -> list[dict[str, Any]]:
 
 
 def _segment(top: int, live: dict[int, _Life]) -> dict[str, Any]:
-    """What the allocator has at the end."""
+    """The segment and its blocks at the end of the step."""
     blocks: list[dict[str, Any]] = []
     end = _BASE
     for address, life in sorted(live.items()):

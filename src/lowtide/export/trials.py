@@ -1,8 +1,9 @@
-"""Real steps, plain and under a plan, each measured against what was predicted for it.
+"""Real steps, plain and under a plan, each measured and compared with its prediction.
 
-Problem: a prediction is worth what its error is on this machine. Invariant: every step is counted
-allocation by allocation; gradients are taken away before each and put back at the end, so that all
-steps do the same. Imports budget, measure, plans. Rejected: resident memory of the process.
+Problem: how far to trust a prediction depends on its error on this machine. Invariant: every step
+is measured allocation by allocation; gradients are removed before each step and restored at the
+end, so that all steps do the same. Imports budget, measure, plans. Rejected: resident memory of the
+process.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.export.document import Trial
 from lowtide.measure import measure
 from lowtide.plans import Plan
 
-_SHARE = 0.6  # of the free memory that a plain step may take to be tried unasked
+_SHARE = 0.6  # of free memory: a plain step that takes more is not run without being asked for
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Tried:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device; None where nobody says."""
+    """Bytes that can still be allocated on a device; None if that is not known."""
     if device.type != "cpu":
         return _compat.free_memory(device)
     try:
@@ -47,7 +48,7 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def fits(peak: int, device: torch.device) -> bool:
-    """Whether a step of this peak may be tried without asking."""
+    """Whether a step with this peak may be run without being asked for."""
     free = free_memory(device)
     return free is None or peak <= _SHARE * free
 
@@ -64,11 +65,12 @@ def try_steps(
     own_backward: bool = False,
     tell: Callable[[str], object] = lambda text: None,
 ) -> Tried:
-    """Run a step plain and `steps` times under a plan; what each was predicted to take and took.
+    """Run a step plain and `steps` times under a plan; the predicted and measured peak of each.
 
-    With `own_backward` the function runs backward itself, as a dry run has found, and none follows.
-    A step that leaves its plan and is refused ends it, without an error. The first call of some
-    kernels allocates what later ones find: a plain step runs once before the one that counts.
+    With `own_backward` the function runs backward itself, as a dry run has found, so none is run
+    here. If a step leaves its plan and is refused, the trials end there, without an error. Some
+    kernels allocate memory at their first call and reuse it later, so a plain step runs once before
+    the measured one.
     """
     found = Found(function, args, kwargs)
     device = _device(found)
@@ -83,7 +85,7 @@ def try_steps(
         gc.collect()
         took = measure(lambda: step(limit), device=device)
         if limit is not None:
-            report = limit.report()  # of the plan that this very step has followed
+            report = limit.report()  # for the plan that this step has followed
             label = "planned" if report.planned else "unplanned"
             predicted = report.planned_peak or predicted
         trials.append(Trial(label, predicted, took.peak_bytes, took.seconds))
@@ -111,7 +113,7 @@ def run_step(
     plan: Plan,
     own_backward: bool = False,
 ) -> None:
-    """One real step under a plan, from no gradients; those that were there are put back."""
+    """One real step under a plan, starting without gradients; restores those there were."""
     found = Found(function, args, kwargs)
     with _gradients(found):
         _clear(found)
@@ -132,7 +134,7 @@ def _step(
 ) -> None:
     with limit or nullcontext():
         result = function(*args, **kwargs)
-    # Outside, as in the dry run: the plan knows nothing of a loss taken of what a model returns.
+    # Outside, as in the dry run: a loss made from the function's results is not in the plan.
     loss = None if own_backward else loss_of(result)
     del result
     if loss is not None and loss.grad_fn is not None:

@@ -1,13 +1,13 @@
 """`lowtide.CompileBudget`: torch.compile with a memory limit in bytes.
 
-Problem: compiled code has a ratio for each graph (`activation_memory_budget`), which says nothing
-about what a step takes. Invariant: the limit covers all that compiled code of one step allocates,
-over all graphs that this object has compiled; each call is checked against what the calls before it
-still hold, and a graph that does not fit is planned and compiled again or refused, never run on
-trust. A graph that fits as torch would split it is split as torch would. A choice is made by a
-model's prediction and confirmed by the code that comes of it, before it runs. Imports the package's
-other modules and limits. Rejected: a wrapper of the model, which would put another name in front of
-its parameters.
+Problem: torch has a ratio for each graph (`activation_memory_budget`), which says nothing about
+what a step takes. Invariant: the limit covers everything that compiled code allocates in one step,
+over all graphs that this object has compiled; each call is checked against what earlier calls still
+hold, and a graph that does not fit is planned and compiled again or refused, never run unchecked.
+If a graph fits as torch would split it, it is split that way. A choice is made by the prediction of
+a model and confirmed by the code generated for it, before that runs. Imports the package's other
+modules and limits. Rejected: wrapping the model, which would put a prefix before the names of its
+parameters.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from lowtide.inductor.sharing import between_rungs, share
 from lowtide.limits import format_bytes, parse_limit
 
 _COMPILERS = ("inductor", "aot_eager")
-_SMALL = 1 << 10  # bytes of scalars and rounding
-_FAR = 1.5  # of the limit: a prediction above that is refused without compiling
+_SMALL = 1 << 10  # bytes, for scalars and rounding
+_FAR = 1.5  # a prediction of more than this many times the limit is refused without compiling
 
 
 class CompileBudget:
     """A backend for `torch.compile` that keeps compiled training steps inside a limit.
 
     ``torch.compile(model, backend=lowtide.CompileBudget("2 GiB"))``. What to save between forward
-    and backward and what to compute again is decided for each operation by lowtide's planner; the
-    code is Inductor's. Pass one object to several `torch.compile` calls, and they share the limit.
+    and backward and what to recompute is decided for each operation by lowtide's planner; the code
+    is Inductor's. Pass one object to several `torch.compile` calls, and they share the limit.
 
     Args:
         limit: bytes (``int``), text (``"2 GiB"``), or a float in (0, 1]: a fraction of the peak
             of the same step as torch alone would compile it. It counts what compiled code
-            allocates above what was there before: saved activations, temporaries, gradients and
-            results; not parameters, inputs, nor what runs outside of compiled code.
-        several_calls: a step calls compiled code more than once, as where blocks are compiled one
-            by one. The first step then saves as little as it can; from the second on all calls
-            are planned together. (What follows a graph break is noticed without it.)
+            allocates above what was in memory before: saved activations, temporaries, gradients
+            and results; not parameters, inputs, or anything outside compiled code.
+        several_calls: set this if a step calls compiled code more than once, for example if blocks
+            are compiled one by one. The first step then saves as little as it can; from the second
+            on all calls are planned together. (Graph breaks are noticed without it.)
         compiler: ``"inductor"``, or ``"aot_eager"``, which runs the same split without generating
             code, for debugging.
 
-    Raises (when it is made):
+    Raises (when it is created):
         UnsupportedError: torch is older than 2.13.
 
     Raises (when a graph is compiled or called):
-        BudgetError: the limit cannot be kept; it names the smallest that would do.
+        BudgetError: the limit cannot be kept; the error names the smallest limit that can.
     """
 
     __name__ = "lowtide"  # for Dynamo's messages
@@ -93,7 +93,7 @@ class CompileBudget:
         return made
 
     def report(self) -> CompileReport:
-        """What is planned so far; prints as text."""
+        """What has been planned so far; prints as text."""
         calls = list(self._ledger.step or self._ledger.last_step or self._graphs)
         known = [(g, g.choice.outcome) for g in calls if g.choice is not None]
         return CompileReport(
@@ -115,19 +115,19 @@ class CompileBudget:
         return int(self.limit * self._plain_peak(graphs))
 
     def _allowed(self, limit: int, graphs: list[CompiledGraph]) -> int:
-        """The limit for what is predicted."""
+        """The limit for a prediction: less a margin for its error."""
         return int(limit * (1 - max(graph.margin for graph in graphs))) - _SMALL
 
     def _limit_with(self, graph: CompiledGraph) -> int:
-        """The limit for what is open and one more call; a fraction is one of all that is known."""
+        """The limit for the open calls and one more. A fraction is of the largest step known."""
         calls = [*(call.graph for call in self._ledger.open), graph]
         return max(self._limit_of(calls), self._limit_of(self._ledger.last_step))
 
     def _choose(self, graph: CompiledGraph) -> Choice:
-        """What a graph saves, beside what is held by the calls that are open.
+        """What a graph saves, given what the open calls hold.
 
-        Where more of the step is to come, nobody knows how much, so as little as possible. What is
-        over the limit by a prediction only is tried; its code will tell.
+        If more of the step is to come, how much is unknown, so it saves as little as possible. A
+        choice that only a prediction puts over the limit is compiled, to learn its true peak.
         """
         search, ledger = graph.search, self._ledger
         limit = self._limit_with(graph)
@@ -158,7 +158,7 @@ class CompileBudget:
             if held
             else ""
         )
-        # In a step's first run nobody knows what follows the calls so far.
+        # In the first run of a step it is unknown what follows the calls so far.
         more = bool(self._ledger.open) or self.several_calls or graph.more_follows
         so_far = " for the graphs so far" if more and graph not in self._ledger.last_step else ""
         fraction = (
@@ -180,7 +180,7 @@ class CompileBudget:
     # ------------------------------------------------------------------ from step to step
 
     def _settle(self) -> None:
-        """Choose for all graphs of the last step together, now that they are known."""
+        """Choose for all graphs of the last step together, now that its calls are known."""
         calls = self._ledger.last_step
         if len(calls) < 2 or calls == self._settled:
             return
@@ -189,7 +189,7 @@ class CompileBudget:
             graph.change_to(choice)
 
     def _together(self, calls: list[CompiledGraph]) -> dict[CompiledGraph, Choice]:
-        """A choice for each graph of a step, all calls of which are known."""
+        """A choice for each graph of a step all of whose calls are known."""
         limit = self._limit_of(calls)
         graphs = list(dict.fromkeys(calls))
         if self._plain_peak(calls) <= limit:
@@ -202,7 +202,7 @@ class CompileBudget:
         return choices
 
     def _choose_again(self, graph: CompiledGraph) -> Choice:
-        """The same as before, now that more is known of what the code of this graph takes."""
+        """Choose for this graph again, now that more is known about the memory of its code."""
         if graph in self._settled:
             return self._together(self._settled)[graph]
         return self._choose(graph)

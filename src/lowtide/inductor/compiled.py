@@ -1,10 +1,10 @@
-"""One graph of Dynamo's under a `CompileBudget`: split, compiled, read, and compiled again.
+"""One of Dynamo's graphs under a `CompileBudget`: split, compiled, read, and compiled again.
 
-Problem: what generated code takes is known once it is there, and another choice is other code.
-Invariant: what runs was chosen for what its own code is known to take, where that can be read; a
-graph is compiled a bounded number of times; and the limit that a refusal names is kept, since what
-it names was found on a way that does not depend on the limit. Imports the package's other modules.
-Rejected: to run a step and measure it, which has exceeded the limit by then.
+Problem: the memory of generated code is known only once it has been generated, and another choice
+gives other code. Invariant: the code that runs was chosen by the peak read from that very code,
+where it can be read; a graph is compiled a bounded number of times; and the limit that a refusal
+names can be kept, since the search that found it does not depend on the requested limit. Imports
+the package's other modules. Rejected: running a step to measure it, which may exceed the limit.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from lowtide.inductor.backend import CompileBudget
 
 _UNREAD = 0.04
-"""Of the limit, what the model of Inductor's memory may be wrong by where its code is not read."""
-_READ = 0.002  # where it is: what kernels outside of it take beside
-_ROUNDS = 5  # times that a graph is compiled at most, to find out what a choice takes
-_GAIN = 0.01  # of the time or the peak of a graph: for less it is not compiled again
+"""If the code cannot be read: the share of the limit left free for errors of the model."""
+_READ = 0.002  # if it can: the share left free for workspace of kernels outside that code
+_ROUNDS = 5  # a graph is compiled at most this often to find out what its choices take
+_GAIN = 0.01  # a graph is not compiled again to gain less than this share of its time or peak
 
 
 class CompiledGraph:
-    """One graph of Dynamo's, what was chosen for it, and the code that was made of it."""
+    """One of Dynamo's graphs, what was chosen for it, and the code generated from that."""
 
     def __init__(self, budget: CompileBudget, graph: Any, mode: Any, options: Any) -> None:
         self.budget = budget
@@ -43,18 +43,19 @@ class CompiledGraph:
         self.options = options
         self.more_follows = partitioner.broken_off(graph)
         self.context = partitioner.tracing_context()
-        self.search: Search = None  # type: ignore[assignment]  # until it has been split
+        self.search: Search = None  # type: ignore[assignment]  # set by the first split
         self.choice: Choice | None = None
         self.wanted: frozenset[str] | None = None
         self.code: Callable[..., Any] | None = None
         self.refused: BudgetError | None = None
         self.known: dict[frozenset[str], tuple[int, int]] = {}
-        """Of what was compiled, by the names of what it saves, the peaks of its two halves."""
+        """The peaks of the forward and backward of each compiled choice, by what it saves (names).
+        """
         self.made: frozenset[str] | None = None
-        """What the code saves that was read last."""
+        """Names of what the code that was read last saves."""
         self.dynamic = False
         self.planned_for: int | None = None
-        """Bytes of the inputs that a graph of symbolic sizes was planned for, or warned of."""
+        """With symbolic sizes: bytes of the inputs that were planned for, or last warned about."""
         self.margin = _READ if budget.compiler == "inductor" else 0.0
 
     def __call__(self, *args: Any) -> Any:
@@ -79,12 +80,12 @@ class CompiledGraph:
         return results
 
     def _warn_of_larger(self, args: tuple[Any, ...]) -> None:
-        """The limit is not kept for inputs larger than those that were planned for."""
+        """Warn if inputs are larger than those planned for: the limit is not kept for them."""
         nbytes = sum(a.nbytes for a in args if isinstance(a, torch.Tensor))
         if self.planned_for is None:
             self.planned_for = nbytes
         elif nbytes > self.planned_for:
-            known, self.planned_for = self.planned_for, nbytes  # said once for each larger size
+            known, self.planned_for = self.planned_for, nbytes  # warn once per larger size
             warnings.warn(
                 f"compiled code of symbolic sizes, planned for inputs and parameters of {known} "
                 f"bytes, is called with {nbytes}: what it takes grows with them, and the limit is "
@@ -100,19 +101,19 @@ class CompiledGraph:
         return need <= budget._limit_with(self)
 
     def change_to(self, choice: Choice) -> None:
-        """Save something else from the next call on."""
+        """Take another choice; the code for it is generated at the next call."""
         if self.choice is None or choice.saved != self.choice.saved:
             self.choice = choice
             self.wanted = self.search.names(choice)
             self.code = None
 
     def compile(self, examples: Any) -> None:
-        """Make the code, more than once where what it takes is not what was chosen for."""
+        """Generate the code, again if its memory is not what the choice was made for."""
         self.dynamic |= any(isinstance(example, torch.SymInt) for example in examples)
         try:
             self._compile_and_correct(examples)
         except BudgetError as error:
-            # Dynamo would wrap it in an error of its own; raised by the code, it comes through.
+            # Raised here, Dynamo would wrap it in an error of its own; `__call__` raises it as is.
             self.refused = self._compile_lowest(examples, error)
             if self.refused is not None:
                 self.code = None
@@ -127,10 +128,10 @@ class CompiledGraph:
         self._settle_for_known(examples)
 
     def _compile_lowest(self, examples: Any, error: BudgetError) -> BudgetError | None:
-        """What takes the least, before a limit is refused: what to refuse it with, or None.
+        """Before refusing, compile for the lowest peak; the error to raise, or None if that fits.
 
-        The search begins anew. What was learned on the way here depends on the limit; this does
-        not, so that the limit which a refusal names is kept when it is asked for.
+        The search starts afresh: what was learned so far depends on the limit, and this must not,
+        so that the limit which a refusal names can be kept when it is then requested.
         """
         if self.budget.compiler != "inductor" or self.margin == _UNREAD:
             return error
@@ -153,7 +154,7 @@ class CompiledGraph:
         return None
 
     def _read(self, lowered: list[Lowered]) -> tuple[int, int] | None:
-        """The peaks of the code that was just made, where it can be read."""
+        """The peaks of the code that was just generated; None if it cannot be read."""
         assert self.choice is not None
         self.made = self.search.names(self.choice)
         found = peaks(self.search.joint, lowered)
@@ -175,7 +176,7 @@ class CompiledGraph:
             return lowered
 
     def _corrected(self, lowered: list[Lowered]) -> bool:
-        """Whether, now that it is known what the code takes, something else is to be saved."""
+        """Whether another choice is better, now that the memory of the code is known; takes it."""
         assert self.choice is not None
         budget = self.budget
         read = self._read(lowered)
@@ -198,7 +199,7 @@ class CompiledGraph:
         return True
 
     def _settle_for_known(self, examples: Any) -> None:
-        """Take the fastest of the choices whose code was read and that fit."""
+        """Take the fastest choice that fits, of those whose code was read."""
         budget = self.budget
         limit = budget._limit_with(self)
         known = self.search.known()
@@ -220,21 +221,21 @@ class CompiledGraph:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> tuple[Any, Any]:
-        """The partitioner: called by AOTAutograd with a joint graph."""
+        """The partitioner, called by AOTAutograd with a joint graph."""
         traced = partitioner.JointGraph(module, num_fwd_outputs, static_lifetime_input_indices)
         if not traced.has_backward:
             return traced.split_without_backward()
         joint = Joint(
             traced,
             fuse=self.budget.compiler == "inductor",
-            results_last=not self.more_follows,  # read by the graph after a break, and gone with it
+            results_last=not self.more_follows,  # else the next graph reads them, and frees them
         )
         search = Search(joint)
         wanted = None if self.wanted is None else search.named(self.wanted)
         if wanted is None:
             self.search = search
             if self.budget.compiler == "inductor" and not joint.on_cpu:
-                self.margin = _UNREAD  # kernels outside of its code were measured on CPUs only
+                self.margin = _UNREAD  # workspace of kernels was measured on CPUs only
             if self not in self.budget._graphs:
                 self.budget._graphs.append(self)
             wanted = self.choice = self.budget._choose(self)
@@ -260,5 +261,5 @@ class CompiledGraph:
 
 
 def _again(error: BudgetError) -> BudgetError:
-    """The same error without the traceback of where it was raised before."""
+    """The same error, without the traceback of the first time it was raised."""
     return BudgetError(str(error), limit=error.limit, minimum=error.minimum)

@@ -1,12 +1,11 @@
 """The peaks of generated code, from its own lines.
 
-Problem: what a model of Inductor predicts may be wrong by some percent, and a limit is a promise.
-Once a choice has been lowered, and before it has run, the code itself says which buffers it takes
-and when it gives them back. Invariant: what a line allocates is counted when it runs, until the
-last name for it is gone; the workspace of calls outside of generated kernels comes from
-`workspace`, as everywhere. Code that is not understood has no peak (None), and the model's
-prediction stands. Imports joint. Rejected: to measure the first step, which is over its limit by
-then.
+Problem: predictions of Inductor's memory may be wrong by a few percent, and a limit is a promise.
+Once a choice has been lowered, and before it runs, the code itself says which buffers it allocates
+and when it frees them. Invariant: what a line allocates counts from that line until the last name
+for it is deleted; the workspace of calls outside generated kernels comes from `workspace`, as
+everywhere. For code that is not understood there is no peak (None), and the prediction is used.
+Imports joint. Rejected: measuring the first step, which may exceed its limit.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lowtide.inductor.joint import OUTSIDE, Joint
 
 
 def peaks(joint: Joint, halves: list[Lowered]) -> tuple[int, int] | None:
-    """Peak bytes of a forward and its backward above what was there before them."""
+    """Peak bytes of a forward and of its backward, above what was in memory before each call."""
     if len(halves) != 2 or any(half.lines is None for half in halves):
         return None
     by_name = {node.name: node for node in joint.traced.nodes}
@@ -40,7 +39,7 @@ def peaks(joint: Joint, halves: list[Lowered]) -> tuple[int, int] | None:
     there = {
         s for s in inputs.values() if joint.storages[s].maker != OUTSIDE or s in tangents
     } | lasting
-    # Autograd holds the gradients that it gives to compiled code until that returns.
+    # Autograd holds the gradients that it passes to compiled code until that returns.
     stays = lasting | tangents
     nbytes = {s: joint.storages[s].nbytes for s in there}
     one = Walk({}, {}, workspace).through(forward.lines or ())
@@ -52,12 +51,12 @@ def peaks(joint: Joint, halves: list[Lowered]) -> tuple[int, int] | None:
 
 
 class Walk:
-    """Follows the names of buffers.
+    """Tracks buffers through the names that code gives them.
 
     Args:
         inputs: storage of each input.
-        going: bytes of those that are given back after their last use.
-        workspace: bytes that calls made from certain nodes take beside.
+        going: bytes of the inputs' storages that are freed after their last use.
+        workspace: workspace bytes of the calls made from certain nodes.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Walk:
     ) -> None:
         self.workspace = workspace
         self.bytes: dict[int, int] = dict(going)
-        self.names: dict[int, int] = {}  # how many each buffer has
+        self.names: dict[int, int] = {}  # how many names each buffer has
         self.of: dict[str, list[int]] = {}
         self.new = 1 + max(inputs.values(), default=0)
         for name, storage in inputs.items():
@@ -82,7 +81,7 @@ class Walk:
         return self.new
 
     def through(self, lines: tuple[Line, ...]) -> int | None:
-        """The highest level above that at the start; None where a name is unknown."""
+        """The highest level, relative to that at the start; None if a name is unknown."""
         pieces: dict[str, list[Line]] = {}
         for line in lines:
             if line.kind == "piece":

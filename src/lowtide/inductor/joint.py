@@ -1,12 +1,11 @@
 """A joint graph of forward and backward as operations and storages, in flat lists.
 
 Problem: torch hands its partitioner thousands of FX nodes, many of them views, tuples and symbols;
-a choice of what to save needs bytes, times and who reads what. Invariant: a storage is counted
-once, however many nodes see it, and its bytes come from the traced shapes (of a symbolic size: what
-it was while compiling). What must not run twice is not `again`: collectives, custom operators,
-writes, and whatever reads an input that the forward overwrites. Imports `_compat`, costs,
-workspace. Rejected: one value a node, as torch's own knapsack has it, which pays a storage once for
-each of its views.
+choosing what to save needs bytes, times and dependencies. Invariant: a storage is counted once,
+however many nodes see it, and its bytes come from the traced shapes (for a symbolic size, its value
+while compiling). What must not run twice is not `again`: collectives, custom operators, writes, and
+whatever reads an input that the forward overwrites. Imports `_compat`, costs, workspace. Rejected:
+one value per node, as in torch's own knapsack, which counts a storage once for each of its views.
 """
 
 from __future__ import annotations
@@ -24,39 +23,39 @@ from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
 
 OUTSIDE = -1
-"""The maker of a storage that was there before: a parameter, a buffer, an input."""
+"""The maker of a storage that the graph does not make: a parameter, a buffer, an input."""
 
 _AGAIN = ("aten", "prims", "inductor_prims", "prim")
-# What a number costs a fused kernel to compute, in nanoseconds on one core, beside the memory it
-# moves: its slow functions; a random number; anything else.
+# Nanoseconds on one core that computing an element costs in a fused kernel, besides moving its
+# memory: for these slow functions (a random number is one), and for anything else.
 _SLOW = frozenset(
     ("exp", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh", "erf", "gelu", "gelu_backward",
      "sigmoid", "silu", "pow", "softplus", "inductor_random")
 )  # fmt: skip
 _NS_SLOW, _NS_PLAIN = 0.8, 0.08
-# What Inductor writes to memory on a CPU before it is read twice.
+# On a CPU, Inductor writes results of these to memory if they are read more than once.
 _REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
-# Written as a whole, or at once.
+# Never inlined elementwise into their readers.
 _WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
 _STATE = 5056  # bytes of the CPU generator's state
 
 
 @dataclass(slots=True)
 class Op:
-    """One operation that is no view.
+    """One operation that is not a view.
 
     Attributes:
         node: its FX node.
         reads, makes: storages.
-        seconds: of the kernel, or of its share of a fused one without the memory it moves.
-        workspace: bytes that the kernel takes meanwhile.
-        fused: Inductor generates its code and may join it with its neighbours.
-        inlined: it does so element by element, and may compute it where it is read.
-        slow: with a function that Inductor does not compute twice on a CPU.
-        elements: that a fused one goes over.
-        taken_in: a product that becomes one operation with the sum that reads it.
-        again: it may be run a second time, in the backward.
-        late: it needs a gradient from outside.
+        seconds: of its kernel; if fused, of its share of one, without moving memory.
+        workspace: bytes that the kernel allocates while it runs.
+        fused: Inductor generates its code and may fuse it with its neighbours.
+        inlined: it does so elementwise, and may compute it where it is read.
+        slow: has a function that Inductor does not compute twice on a CPU.
+        elements: elements that a fused operation iterates over.
+        taken_in: a product that is merged with the sum that reads it (addmm).
+        again: may run a second time, in the backward.
+        late: depends on an incoming gradient.
         state: bytes of the random state that is saved for it if it runs twice.
     """
 
@@ -81,8 +80,8 @@ class Storage:
 
     Attributes:
         nbytes: its size.
-        maker: index of the operation, or `OUTSIDE`.
-        node: the first plain tensor that it was seen as: what is saved to save it.
+        maker: index of the operation that makes it, or `OUTSIDE`.
+        node: the first node that returns it as a tensor; to save it, this node is saved.
     """
 
     nbytes: int
@@ -94,15 +93,15 @@ class Joint:
     """The facts of one joint graph.
 
     Attributes:
-        ops: in the order of the trace.
+        ops: operations, in the order of the trace.
         storages: what they read and make.
-        returned: storages that the forward gives to its caller.
+        returned: storages that the forward returns to its caller.
         gradients: storages that the backward makes and returns.
-        parameter_gradients: of them, those of parameters: they stay.
-        tangents: storages of the gradients it is given.
+        parameter_gradients: those of them that are gradients of parameters, which stay.
+        tangents: storages of the incoming gradients.
         bound: storages that have to be saved if the backward reads them.
-        results_last: whether the caller holds them while this graph's backward runs.
-        bandwidth: bytes a second that fused kernels move.
+        results_last: whether the caller holds `returned` while this graph's backward runs.
+        bandwidth: bytes per second that fused kernels move.
         on_cpu: whether all of it is on the CPU.
     """
 
@@ -123,7 +122,7 @@ class Joint:
         self._costs = CostModel(device)
         self.model: DeviceModel = self._costs.model
         self.bandwidth = self.model.bandwidth
-        # A second run of what reads them would read the new values.
+        # What reads these must not run again: it would read the new content.
         self._overwritten = traced.overwritten()
         self._changed: set[int] = set()
         converted = traced.converted_inputs() if fuse else frozenset()
@@ -145,11 +144,11 @@ class Joint:
         )
 
     def is_input(self, node: Any) -> bool:
-        """Whether a node is a tensor given to the forward, which holding costs nothing."""
+        """Whether a node is an input tensor of the forward, which costs nothing to hold."""
         return node.op == "placeholder" and node not in self._late and bool(self._seen.get(node))
 
     def storages_of(self, node: Any) -> tuple[int, ...]:
-        """What a node sees."""
+        """The storages of a node's result."""
         return self._seen.get(node, ())
 
     def _of(self, results: list[Any]) -> frozenset[int]:
@@ -178,7 +177,7 @@ class Joint:
             self._seen[node] = self._picked(node, source, value)
             return
         known = self._aliased(value)
-        if known is None and _is_view(node):  # one that a pass of Inductor's has put in
+        if known is None and _is_view(node):  # a view that a pass of Inductor's inserted
             known = reads[:1]
         if known is not None and not _writes(node):
             self._seen[node] = known
@@ -192,7 +191,7 @@ class Joint:
         self.ops.append(self._operation(node, reads, makes))
 
     def _convert(self, node: Any) -> None:
-        """Put the copy of an input that Inductor makes in its place: it is saved in its stead."""
+        """Replace an input by the copy that Inductor makes of it, which is what gets saved."""
         (source,) = self._seen[node]
         made, index = len(self.storages), len(self.ops)
         self.storages.append(Storage(self.storages[source].nbytes, index, None))
@@ -220,7 +219,7 @@ class Joint:
         return tuple(found)
 
     def _picked(self, node: Any, source: tuple[int, ...], value: Any) -> tuple[int, ...]:
-        """The storage of one result of several."""
+        """The storage of one of several results (`getitem`)."""
         place = node.args[1]
         key = _key(value) if isinstance(value, torch.Tensor) else None
         number = self._by_key.get(key) if key is not None else None
@@ -233,7 +232,7 @@ class Joint:
         return (number,)
 
     def _aliased(self, value: Any) -> tuple[int, ...] | None:
-        """The storages of a view; None where some of it is new."""
+        """The storages of a result that is only views; None if some of it is new."""
         tensors = [t for t in flatten(value) if isinstance(t, torch.Tensor)]
         keys = [_key(tensor) for tensor in tensors]
         numbers = [self._by_key.get(key) if key is not None else None for key in keys]
@@ -275,14 +274,14 @@ class Joint:
         )  # fmt: skip
 
     def _computing(self, node: Any, elements: int) -> float:
-        """Seconds in a fused kernel, besides those for memory."""
+        """Seconds in a fused kernel, besides moving memory."""
         name = node.target.overloadpacket.__name__
         each = _NS_SLOW if name in _SLOW else _NS_PLAIN
         cores = max(1.0, self.model.flops / 9e10)
         return elements * each * 1e-9 / cores
 
 
-# ------------------------------------------------------------------------------ of a node
+# ------------------------------------------------------------------------------ facts of a node
 
 
 def _device(nodes: list[Any]) -> torch.device:
@@ -314,13 +313,13 @@ def _numel(tensor: torch.Tensor) -> int:
 
 
 def _elements(node: Any, result: Any) -> int:
-    """Elements that a fused operation goes over: of its result, or of what it reduces."""
+    """Elements that a fused operation iterates over: of its result, or of what it reduces."""
     counted = [*flatten(result), *(n.meta.get("val") for n in node.all_input_nodes)]
     return max((_numel(t) for t in counted if isinstance(t, torch.Tensor)), default=0)
 
 
 def _taken_in(node: Any) -> bool:
-    """Whether Inductor makes one operation (addmm) of a product and the sum that reads it."""
+    """Whether Inductor merges a product and the sum that reads it into one operation (addmm)."""
     if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
         return False
     (user,) = node.users
@@ -332,13 +331,13 @@ def _taken_in(node: Any) -> bool:
 
 
 def _by_element(node: Any) -> bool:
-    """Whether Inductor computes each element of the result by itself, wherever it is read."""
+    """Whether Inductor can compute an element of the result by itself, where it is read."""
     target = node.target
     return torch.Tag.reduction not in target.tags and target.overloadpacket.__name__ not in _WHOLE
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the storage: what strides and sizes reach."""
+    """Bytes of the storage that sizes and strides reach."""
     reach = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size = partitioner.size_hint(size)
@@ -359,7 +358,7 @@ def _is_view(node: Any) -> bool:
 
 
 def draws(node: Any) -> bool:
-    """Whether an operation takes random numbers from a generator."""
+    """Whether an operation draws random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -372,7 +371,7 @@ def _fusible(node: Any) -> bool:
 
 
 def _values(tree: Any) -> Any:
-    """The arguments of a node as the traced tensors, symbols as integers."""
+    """The arguments of a node: traced tensors in place of nodes, integers in place of symbols."""
     if isinstance(tree, torch.fx.Node):
         return _values(tree.meta.get("val"))
     if isinstance(tree, torch.SymInt):

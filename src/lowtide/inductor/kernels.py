@@ -1,12 +1,12 @@
-"""The kernels that Inductor makes of a half of a graph, and the order they run in.
+"""The kernels that Inductor makes of a half of a graph (forward or backward), and their order.
 
-Problem: memory is taken and given back kernel by kernel. Which operations become one kernel decides
-what is never written, and the order of the kernels what is there at the same time. Invariant: these
-are Inductor's rules in short: what is computed element by element goes into whoever reads it; what
-is written is joined with its readers, then with kernels that read the same; of some orders the one
-of the lowest peak is taken. The kernels never need each other in a circle. Imports nothing.
-Rejected: the order of the trace, which holds the input of a norm until its last statistic is
-divided by a number.
+Problem: memory is allocated and freed kernel by kernel. Which operations are fused decides what is
+never written to memory, and the order of the kernels what is in memory at the same time. Invariant:
+this is a summary of Inductor's rules: elementwise operations are inlined into their readers; an
+operation that writes is fused with its readers, then with kernels that read the same; of several
+orders, the one with the lowest peak is used. Kernels never depend on each other in a cycle. Imports
+nothing. Rejected: the order of the trace, which holds the input of a norm until the last operation
+on its statistics.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_READS = 4  # of what is read more than once: with more reads than this it is written
+_READS = 4  # what is read more than once, and itself reads more than this, is written to memory
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is the same for every half; by operation, and by storage.
+    """What is the same for every half; lists by operation, `nbytes` by storage.
 
     Attributes:
-        reads, makes: storages of each operation.
-        fused: operations that Inductor generates code for.
-        inlined: of them, those computed element by element.
-        slow: of them, those with a function that is not computed twice.
-        size: elements that each goes over.
-        nbytes: of each storage.
-        taken_in: products that become part of the sum that reads them.
+        reads, makes: the storages that it reads and makes.
+        fused: whether Inductor generates its code.
+        inlined: whether it does so elementwise, and may inline it into its readers.
+        slow: whether it has a function that Inductor does not compute twice.
+        size: elements that it iterates over.
+        nbytes: bytes of each storage.
+        taken_in: products that become part of the sum that reads them (addmm).
     """
 
     reads: list[tuple[int, ...]]
@@ -48,13 +48,13 @@ class Half:
     Args:
         facts: of the graph.
         order: operations, in the order of the trace.
-        stays: storages that live on at the end.
-        start: storages that are there at the beginning and go after their last use.
+        stays: storages that are still needed at the end.
+        start: storages that are in memory at the beginning and are freed after their last use.
 
     Attributes:
         kernels: operations that write to memory, kernel by kernel, in the order they run.
-        reads: of each such operation, the storages in memory that it is computed from.
-        written: storages that are written to memory and live beyond their kernel.
+        reads: for each such operation, the storages in memory that it is computed from.
+        written: storages that are written to memory and live longer than their kernel.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Half:
         self._rank: dict[int, int] = {}
         self.of: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
-        self._last: dict[int, int] = {}  # of each kernel's members, where its name is the first
+        self._last: dict[int, int] = {}  # each kernel's last operation; its first is its name
         self._join()
         self.written = self._written()
         self.kernels = self._ordered()
 
     def _nodes(self, order: list[int]) -> None:
-        """Operations that write, and what in memory each is computed from."""
+        """Find the operations that write, and the storages in memory each is computed from."""
         facts = self.facts
         users: dict[int, int] = {}
         for index in order:
@@ -108,10 +108,10 @@ class Half:
                     continue
             self.reads[index] = reads
             for made in makes:
-                if made not in self.start:  # saved, while another result is made again
+                if made not in self.start:  # else it was saved, and only another result is needed
                     self.maker[made] = index
 
-    # ------------------------------------------------------------------ what is joined
+    # ------------------------------------------------------------------ fusion
 
     def _join(self) -> None:
         facts = self.facts
@@ -156,9 +156,9 @@ class Half:
                 self.readers.setdefault(storage, []).append(index)
 
     def _join_more(self) -> None:
-        """Kernels over as many elements, one of which reads the other or both the same tensor.
+        """Fuse kernels over equally many elements if one reads the other, or both read one tensor.
 
-        Not where a third one stands between them.
+        Not if a third one must run between them.
         """
         facts = self.facts
         for storage, readers in self.readers.items():
@@ -181,7 +181,8 @@ class Half:
     def _between(self, first: int, then: int) -> bool:
         """Whether a third kernel needs the first and is needed by the second.
 
-        Operations are numbered as traced: what begins after the second one's end leads elsewhere.
+        Operations are numbered as traced: a kernel that begins after the end of the second cannot
+        lead to it.
         """
         start, goal = self.of[first], self.of[then]
         end = self._last[goal]
@@ -219,10 +220,10 @@ class Half:
                 found.add(storage)
         return found
 
-    # ------------------------------------------------------------------ in which order
+    # ------------------------------------------------------------------ the order
 
     def _ordered(self) -> list[list[int]]:
-        """Kernels by the first of their operations, each after what it needs."""
+        """Kernels in the order of their first operations, each after those that it needs."""
         place = {index: position for position, index in enumerate(self.reads)}
         kernels = sorted(
             (sorted(m, key=place.__getitem__) for m in self._members.values()),
@@ -264,7 +265,7 @@ class Half:
         self, kernels: list[list[int]], needs: list[list[int]], order: list[int]
     ) -> list[list[int]]:
         makes, nbytes = self.facts.makes, self.facts.nbytes
-        # counted as Inductor does: what a kernel makes and reads itself too
+        # As Inductor counts: including what a kernel makes for itself only.
         new = [
             sum(nbytes[s] for i in kernels[k] for s in makes[i] if s in self.maker) for k in order
         ]
@@ -319,7 +320,7 @@ class _Orders:
         return peak
 
     def least_first(self) -> list[int]:
-        """Of what can run, what needs no new peak and leaves the least behind."""
+        """Of the kernels that can run, take one that does not raise the peak and adds least."""
         left = {s: len(u) for s, u in self.users.items()}
         waiting = {s: set(u) for s, u in self.users.items()}
         frees = [sum(self.nbytes[s] for s in r if left.get(s) == 1) for r in self.reads]

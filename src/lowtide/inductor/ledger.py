@@ -1,11 +1,11 @@
 """Several compiled graphs under one limit.
 
-Problem: a graph break, a model compiled block by block, or a model that is called twice leaves
-several graphs in one step, and what each has saved stays until its own backward. Invariant: a call
-is on the books from its forward until its backward has run or its graph is dropped, whichever is
-first; the peak of a step is that of its calls in order, where backward goes through them in
-reverse. Imports schedule. Rejected: a share of the limit for each graph, as torch's budget has it:
-nobody knows how many there are before the first step is over.
+Problem: a graph break, a model compiled block by block, or a model that is called twice makes a
+step call several graphs, and what each call saves stays until its own backward. Invariant: a call
+is open from its forward until its backward has run or its autograd graph is dropped, whichever
+comes first; the peak of a step is that of its calls in order, with their backwards in reverse.
+Imports schedule. Rejected: a share of the limit for each graph, as torch's budget has it: how many
+there are is not known before the end of the first step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _NODE = "CompiledFunctionBackward"
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One forward of a compiled graph: which graph, and what its choice comes to."""
+    """One forward of a compiled graph: which graph, and the outcome of its choice."""
 
     graph: Any
     outcome: Outcome
 
 
 def peak_of(calls: Sequence[tuple[Any, Outcome]]) -> int:
-    """Peak bytes of these calls, (graph, outcome) in order of their forwards, with backwards.
+    """Peak bytes of these calls, backwards included; (graph, outcome) in order of their forwards.
 
-    Gradients that a graph leaves behind stay while those before it run backward; a graph that is
-    called again adds to the same ones.
+    A graph's parameter gradients stay while the backwards of earlier calls run; further calls of
+    the same graph accumulate into the same ones.
     """
     before = [0]
     for _, outcome in calls:
@@ -52,16 +52,16 @@ def peak_of(calls: Sequence[tuple[Any, Outcome]]) -> int:
 
 
 class Ledger:
-    """The calls whose backward has not run yet, in order, and those of the step before."""
+    """The calls whose backward has not run yet, in order, and those of this and the last step."""
 
     def __init__(self) -> None:
         self.open: list[Call] = []
         self.step: list[Any] = []
-        """Graphs of the calls since nothing was open, in order."""
+        """Graphs of this step's calls, in order. A step begins when no call is open."""
         self.last_step: list[Any] = []
 
     def begin(self) -> bool:
-        """A call is about to be made; whether a step begins with it."""
+        """Note that a call is about to be made; returns whether it begins a step."""
         if self.open:
             return False
         if self.step:
@@ -70,7 +70,7 @@ class Ledger:
         return True
 
     def peak_with(self, graph: Any, outcome: Outcome) -> int:
-        """Peak of what is open together with one more call."""
+        """Peak of the open calls together with one more."""
         return peak_of([*((call.graph, call.outcome) for call in self.open), (graph, outcome)])
 
     @property
@@ -79,7 +79,7 @@ class Ledger:
         return sum(call.outcome.saved for call in self.open)
 
     def enter(self, graph: Any, outcome: Outcome, results: Any) -> None:
-        """A call has returned; it is open if a backward can come to it."""
+        """Note that a call has returned; it is open if a backward can reach it."""
         node = next(_nodes_of(results), None)
         if node is None:
             return
@@ -96,7 +96,7 @@ class Ledger:
 
 
 class _Closing:
-    """Takes a call off the books: as a hook of its node, and when the node goes."""
+    """Closes a call: when the hook on its autograd node runs, or when the node is freed."""
 
     __slots__ = ("call", "ledger")
 
@@ -114,7 +114,7 @@ def _nodes_of(results: Any) -> Iterator[Any]:
     """The autograd node of the compiled call that made these results."""
     for result in results if isinstance(results, list | tuple) else [results]:
         node = result.grad_fn if isinstance(result, torch.Tensor) else None
-        for _ in range(3):  # a result that is a view of another has a node or two of its own
+        for _ in range(3):  # a result that is a view of another has one or two nodes before it
             if node is None:
                 break
             if node.name() == _NODE:

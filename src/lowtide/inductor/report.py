@@ -1,8 +1,8 @@
-"""What a `CompileBudget` says of the graphs it has compiled.
+"""What a `CompileBudget` reports about the graphs it has compiled.
 
-Problem: a limit on compiled code is believed when one sees what it made of each graph. Invariant:
-numbers only; no graph and no tensor is held. Imports limits. Rejected: the planner's own objects,
-which hold the traced graphs.
+Problem: users need to see what the limit did to each graph. Invariant: numbers only; no graph and
+no tensor is held. Imports limits. Rejected: the planner's own objects, which hold the traced
+graphs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lowtide.limits import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """One compiled graph. Bytes; of one call.
+    """One call of one compiled graph. Sizes are in bytes.
 
     Attributes:
-        operations: of the forward, views left out.
-        recomputed: of them, run again in the backward; with Inductor, most of them inside kernels.
+        operations: operations of the forward, without views.
+        recomputed: how many of them run again in backward; with Inductor, most run inside kernels.
         saved_bytes: held between its forward and its backward.
-        plain_saved_bytes: the same where torch alone decides.
-        peak: of its forward and backward.
-        plain_peak: the same where torch alone decides.
-        seconds: modelled, as a ratio to those where torch alone decides.
+        plain_saved_bytes: the same if torch alone decides what to save.
+        peak: peak of its forward and backward.
+        plain_peak: the same if torch alone decides what to save.
+        seconds: modelled time, as a ratio to that if torch alone decides what to save.
     """
 
     operations: int
@@ -37,13 +37,13 @@ class GraphReport:
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What a `CompileBudget` has planned. Bytes; None: not known yet.
+    """What a `CompileBudget` has planned. Sizes are in bytes; None: not known yet.
 
     Attributes:
-        limit: in bytes.
-        planned_peak: of all calls of the last step together.
-        plain_peak: the same where torch alone decides.
-        graphs: in the order in which they were compiled.
+        limit: the limit in bytes.
+        planned_peak: peak of all calls of the last step together.
+        plain_peak: the same if torch alone decides what to save.
+        graphs: the graphs, in the order in which they were compiled.
     """
 
     limit: int | None

@@ -1,11 +1,11 @@
 """What compiled code takes when certain storages are saved: its peaks and its time.
 
-Problem: a choice is judged by the memory of the code that comes out of it, not by the bytes it
-saves: what is made again lives in the backward too, from where torch puts it to its last use.
+Problem: a choice must be judged by the memory of the resulting code, not by the bytes it saves:
+what is recomputed also lives in the backward, from where torch computes it to its last use.
 Invariant: the rules are those of torch's split. An operation runs at most once in each half; in the
 backward it runs right before the first operation that needs it. With Inductor, a value that only
 its own fused kernel reads takes no memory. Imports joint and kernels. Rejected: summing the saved
-bytes, as `activation_memory_budget` does: the peak rises again where much is made again at once.
+bytes, as `activation_memory_budget` does: where much is recomputed at once, the peak rises again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from lowtide.inductor.kernels import Facts, Half
 
 @dataclass(slots=True)
 class Outcome:
-    """What a choice comes to.
+    """The memory and time of a choice.
 
     Attributes:
-        forward, backward: peak bytes above what was there before, what is saved included.
-        saved: bytes that are held between the two, results that the caller gets included.
-        gradients: bytes that the backward leaves behind, of parameters.
-        seconds: modelled, of both.
-        kept: the storages that are saved and read, by number.
-        twice: operations that run in both.
+        forward, backward: peak bytes above what was in memory before, including what is saved.
+        saved: bytes held between the two, including the results returned to the caller.
+        gradients: bytes of the parameter gradients that the backward leaves.
+        seconds: modelled time of both.
+        kept: numbers of the storages that are saved and read.
+        twice: operations that run in both halves.
+        order: operations of the backward, in order.
         profile: bytes at each operation of the backward.
     """
 
@@ -73,7 +74,7 @@ class Scheduler:
         return maker != OUTSIDE and not self.is_late[maker]
 
     def savable(self) -> frozenset[int]:
-        """What may be saved: made by the forward, and a tensor of its own."""
+        """What may be saved: storages made by the forward that a node returns as a tensor."""
         return frozenset(
             number
             for number, storage in enumerate(self.joint.storages)
@@ -89,7 +90,7 @@ class Scheduler:
         return frozenset(s for i in early for s in self.makes[i] if s not in half.written)
 
     def run(self, saved: Iterable[int]) -> Outcome:
-        """Peaks and seconds where `saved` is kept."""
+        """Peaks and seconds if `saved` is kept."""
         self.evaluations += 1
         there = set(saved) | self.joint.bound
         order, kept = self._backward_order(there)
@@ -102,7 +103,7 @@ class Scheduler:
         gradients = set(self.joint.gradients)
         lasting = returned if self.joint.results_last else set()
         start = kept | lasting | given
-        # Autograd holds the gradients that it gives to compiled code until that returns.
+        # Autograd holds the gradients that it passes to compiled code until that returns.
         stays = gradients | lasting | (given if self.joint.fuse else set())
         backward, profile, two = self._walk(order, start, stays)
         base = sum(self.nbytes[s] for s in start)
@@ -125,14 +126,14 @@ class Scheduler:
     # ------------------------------------------------------------------ the two orders
 
     def _backward_order(self, there: set[int]) -> tuple[list[int], set[int]]:
-        """Operations of the backward in order, and what of `there` they read."""
+        """Operations of the backward in order, and which of `there` they read."""
         maker, reads = self.maker, self.reads
         order: list[int] = []
         done = bytearray(len(reads))
         kept: set[int] = set()
 
         def bring(wanted: Iterable[int]) -> None:
-            """The operations that are missing for these storages, in the order of the trace."""
+            """Append the operations that these storages still need, in the order of the trace."""
             stack = list(wanted)
             found = []
             while stack:
@@ -172,17 +173,17 @@ class Scheduler:
                 stack.extend(reads[made])
         return [index for index in range(len(reads)) if done[index]]
 
-    # ------------------------------------------------------------------ walking one of them
+    # ------------------------------------------------------------------ the memory of one order
 
     def _walk(
         self, order: list[int], start: set[int], stays: set[int]
     ) -> tuple[int, list[int], float]:
-        """Peak and profile above the start, and seconds.
+        """Peak and profile relative to the start, and seconds.
 
         Args:
             order: operations.
-            start: storages that are there and counted at the start, and go after their last use.
-            stays: what lives on at the end.
+            start: storages that are in memory at the start, and are freed after their last use.
+            stays: storages that are still needed at the end.
         """
         seconds = sum(self.seconds[index] for index in order)
         if not self.joint.fuse:
@@ -193,7 +194,7 @@ class Scheduler:
         at = {i: level for kernel, level in zip(half.kernels, levels, strict=True) for i in kernel}
         profile = []
         level = 0
-        for index in reversed(order):  # what is computed inside a kernel counts as its reader
+        for index in reversed(order):  # an inlined operation has the level of its reader
             level = at.get(index, level)
             profile.append(level)
         profile.reverse()
@@ -208,7 +209,7 @@ class Scheduler:
         start: set[int],
         stays: set[int],
     ) -> list[int]:
-        """The bytes above the start that are there while each kernel runs."""
+        """Bytes in memory while each kernel runs, relative to the start."""
         nbytes, makes = self.nbytes, self.makes
         last: dict[int, int] = {}
         for place, kernel in enumerate(kernels):
@@ -238,14 +239,14 @@ class Scheduler:
         return levels
 
     def _overwritten(self, kernel: list[int], reads: Any, made: list[int], going: list[int]) -> int:
-        """Bytes of what a fused kernel writes over something that it is the last to read.
+        """Bytes that a fused kernel writes in place, over storages that it is the last to read.
 
-        Not over what several of its operations read.
+        It does not write over what several of its operations read.
         """
         if not going or not self.fused[kernel[0]]:
             return 0
         nbytes = self.nbytes
-        by: dict[int, int] = {}  # the one of its operations that reads each
+        by: dict[int, int] = {}  # the operation that reads each; -1: several do
         for index in kernel:
             for storage in reads[index]:
                 by[storage] = -1 if storage in by else index

@@ -1,11 +1,11 @@
 """Choosing what compiled code saves: lowtide's planner proposes, the schedule decides.
 
-Problem: the planner knows replays that happen again and again and kernels of their own; compiled
-code runs an operation at most once in each half and joins kernels. Invariant: a choice is accepted
-by `Scheduler`, which knows those rules, never by the planner's own figures; where what torch would
-save fits, that is the choice, so that a limit which is met already changes nothing. Deterministic:
-work is counted, not timed. Imports joint, schedule and the planner. Rejected: an integer program
-over the FX graph, and a knapsack of independent items, which is torch's.
+Problem: the planner allows repeated replays and assumes one kernel per operation; compiled code
+runs an operation at most once in each half and fuses kernels. Invariant: choices are judged by
+`Scheduler`, which follows these rules, never by the planner's own figures; if what torch would save
+fits, that is the choice, so a limit that is met anyway changes nothing. Deterministic: work is
+counted, not timed. Imports joint, schedule and the planner. Rejected: an integer program over the
+FX graph; and torch's own way, a knapsack of independent items.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lowtide.inductor.stepgraph import step_graph
 from lowtide.planner import HOLD, Graph, Retention, minimum, solve
 from lowtide.planner.graph import EXTERNAL
 
-_ROUNDS = 5  # limits asked of the planner
-_RATIOS = (0.7, 0.45, 0.2)  # of torch's own budget, whose choices are candidates too
-_STEPS = 6  # of a ladder
+_ROUNDS = 5  # limits for which the planner is run
+_RATIOS = (0.7, 0.45, 0.2)  # torch's own choices at these activation budgets are candidates too
+_STEPS = 6  # rungs of a ladder
 _PLAIN = "plain"
-_WORK = 400_000  # operations that a search may schedule: some seconds
+_WORK = 400_000  # operations that a search may schedule: a few seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Storages to save, and what that comes to."""
+    """Storages to save, and the outcome."""
 
     saved: frozenset[int]
     outcome: Outcome
@@ -50,7 +50,8 @@ class Search:
         self.savable = self.scheduler.savable()
         self._known: dict[frozenset[int], Choice] = {}
         self._errors: list[tuple[int, float, float]] = []
-        """Of each known choice the bytes it saves, and its peaks as shares of those predicted."""
+        """For each choice whose peaks were read: its saved bytes, and the ratios of its forward and
+        backward peaks to the predicted ones."""
         self._plain: Choice | None = None
         self._graph: Graph | None = None
         self._least: Choice | None = None
@@ -68,9 +69,9 @@ class Search:
         return Choice(outcome.kept & self.savable, outcome, method)
 
     def learn(self, choice: Choice, forward: int, backward: int) -> Choice:
-        """Note the peaks that a choice really has; those like it are taken to be as far off.
+        """Note the true peaks of a choice. Similar choices are assumed to be mispredicted alike.
 
-        The plain choice is not: what torch alone would take is what fractions are fractions of.
+        The prediction for the plain choice is not corrected, since fractions refer to it.
         """
         guessed = self.scheduler.run(choice.saved)
         self._errors.append(
@@ -104,7 +105,7 @@ class Search:
         return self._graph
 
     def within(self, forward: int, backward: int) -> Choice:
-        """The fastest choice whose peaks are at most these, or the one nearest to them."""
+        """The fastest choice whose peaks are at most these; if there is none, the nearest."""
 
         def over(choice: Choice) -> int:
             return max(0, choice.outcome.forward - forward, choice.outcome.backward - backward)
@@ -139,7 +140,7 @@ class Search:
         )
 
     def nothing(self) -> Choice:
-        """Everything again, from the inputs."""
+        """Save nothing: recompute everything from the inputs."""
         return self._try((), "nothing")
 
     def ladder(self, room: int) -> list[Choice]:
@@ -160,7 +161,7 @@ class Search:
         return rungs
 
     def by_torch(self) -> list[Choice]:
-        """What torch saves at some ratios of its own."""
+        """What torch itself saves at some activation budgets."""
         if not self._by_torch:
             self._by_torch = [self._by_ratio(ratio) for ratio in _RATIOS]
         return self._by_torch
@@ -173,11 +174,11 @@ class Search:
         )
 
     def names(self, choice: Choice) -> frozenset[str]:
-        """A choice by the names of its nodes, which are the same when a graph is traced again."""
+        """A choice as the names of its nodes, which are the same when a graph is traced again."""
         return frozenset(node.name for node in self._saved_nodes(choice))
 
     def named(self, names: frozenset[str]) -> Choice | None:
-        """The choice of these names; None where some are not of this graph."""
+        """The choice with these names; None if some are not in this graph."""
         storages = self.joint.storages
         found = [n for n in self.savable if storages[n].node.name in names]
         return self._try(found, "known") if len(found) == len(names) else None
@@ -187,12 +188,12 @@ class Search:
         return [self.joint.storages[number].node for number in kept]
 
     def nodes(self, choice: Choice) -> list[Any]:
-        """What to save, in the order of the trace, inputs included."""
+        """The nodes to save, in the order of the trace, inputs included."""
         saved = set(self._saved_nodes(choice))
         return [n for n in self.joint.traced.nodes if n in saved or self.joint.is_input(n)]
 
     def least(self) -> Choice:
-        """The choice of the lowest peak that the search finds."""
+        """The choice with the lowest peak that the search finds."""
         if self._least is None:
             starts = [self.plain, self.nothing(), *self.known()]
             low = minimum(self.graph)
@@ -207,14 +208,14 @@ class Search:
     # ------------------------------------------------------------------ single moves
 
     def _moves(self, choice: Choice) -> Iterator[int]:
-        """Storages to save or to let go, the largest first."""
+        """Storages to save, or no longer to save, the largest first."""
         nbytes = self.scheduler.nbytes
         touched = {s for i in choice.outcome.twice for s in self.scheduler.makes[i]}
         able = (touched | choice.saved) & self.savable - self.joint.bound
         yield from sorted(able, key=lambda s: (-nbytes[s], s))
 
     def _improved(self, best: Choice, over: object) -> Choice:
-        """Single changes, as long as one makes the choice faster and no larger than allowed."""
+        """Make single changes as long as one makes the choice faster within the limits."""
         assert callable(over)
         stop = self.scheduler.evaluations + self.allowed
         changed = True
@@ -229,7 +230,7 @@ class Search:
         return best
 
     def _lowered(self, best: Choice) -> Choice:
-        """Single changes, as long as one lowers the peak."""
+        """Make single changes as long as one lowers the peak."""
         stop = self.scheduler.evaluations + self.allowed
         changed = True
         while changed and self.scheduler.evaluations < stop:

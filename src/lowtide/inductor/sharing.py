@@ -1,9 +1,9 @@
-"""What each of several graphs of a step saves, so that all together stay under one limit.
+"""What each of a step's graphs saves, so that all of them together stay within one limit.
 
-Problem: bytes that one graph saves are there while the others run, so the choices of a step depend
-on each other. Invariant: every choice tried is judged by the peak of all calls in their order
+Problem: what one graph saves stays in memory while the others run, so the choices of a step depend
+on each other. Invariant: every choice tried is judged by the peak of all calls in order
 (`ledger.peak_of`). Imports ledger and search. Rejected: a limit for each graph, which would have
-to be known before the step is.
+to be set before the step is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from lowtide.inductor.search import Choice
 
 
 def share(calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]) -> dict[Any, Choice]:
-    """A choice for each graph: from the fewest bytes up, the most time for a byte first."""
+    """A choice for each graph: start from the fewest saved bytes, then repeatedly take the choice
+    that gains the most time per additional byte."""
     chosen = {graph: ladder[0] for graph, ladder in ladders.items()}
     count = {graph: calls.count(graph) for graph in ladders}
 
@@ -39,7 +40,8 @@ def share(calls: list[Any], limit: int, ladders: dict[Any, list[Choice]]) -> dic
 
 
 def between_rungs(graph: Any, calls: list[Any], limit: int, choices: dict[Any, Choice]) -> Choice:
-    """A faster choice than one of a ladder, in the room that the others leave."""
+    """A choice for one graph that fits the room left by the others, if one is faster than its
+    choice from the ladder."""
     place, chosen = calls.index(graph), choices[graph]
     before = sum(choices[g].outcome.saved for g in calls[:place])
     after = sum(choices[g].outcome.gradients for g in dict.fromkeys(calls[place + 1 :]))

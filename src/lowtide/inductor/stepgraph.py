@@ -1,12 +1,12 @@
 """A joint graph as a recorded step, for lowtide's planner.
 
-Problem: the planner decides over values that an operation of their own makes; compiled code joins
-operations, and what stays inside a fused kernel costs no memory and little time to make again.
-Invariant: a value is a storage under its own number; one that the forward never writes to memory
-stands for what it is computed from, with the time of that added to whoever reads it. What the
-backward reads are the events, and what it makes itself is memory of others. Imports joint,
-schedule, planner. Rejected: a value for every FX node, with which the planner holds what costs
-nothing to make, and finds limits impossible that are not.
+Problem: the planner assumes that each value is made by an operation that runs by itself; compiled
+code fuses operations, and what stays inside a fused kernel takes no memory and little time to
+recompute. Invariant: a value has the number of its storage. A storage that the forward never writes
+to memory is replaced by the ones it is computed from, and its readers are charged for the time. The
+backward's reads are the events; what backward itself makes counts as `other`. Imports joint,
+schedule, planner. Rejected: a value for every FX node. The planner then holds what costs nothing to
+recompute, and finds limits impossible that are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.planner import Event, Graph, OpNode, ValueNode
 
 
 def step_graph(scheduler: Scheduler, saved: frozenset[int]) -> Graph:
-    """The graph for the planner; storages in `saved` are values of their own in any case."""
+    """The graph for the planner. Storages in `saved` count as written to memory in any case."""
     return _View(scheduler, saved).graph()
 
 
@@ -42,7 +42,7 @@ class _View:
         return Graph(self.values, self._operations(), self._events())
 
     def _base(self, storage: int) -> tuple[dict[int, None], float]:
-        """The values in memory that a storage is computed from, and the seconds it takes."""
+        """The values in memory that a storage is computed from, and the seconds that takes."""
         if storage not in self.inside:
             return {storage: None}, 0.0
         known = self.bases.get(storage)
@@ -58,7 +58,7 @@ class _View:
         return known
 
     def _reads(self, index: int) -> tuple[tuple[int, ...], float]:
-        """What an operation reads of memory, and the seconds of what is computed on the way."""
+        """What an operation reads from memory, and the seconds of what is computed on the way."""
         found: dict[int, None] = {}
         seconds = 0.0
         for storage in self.joint.ops[index].reads:
@@ -86,7 +86,7 @@ class _View:
                 if last[s] == position and values[s].producer != OUTSIDE and not values[s].pinned
             )
             seconds = op.seconds + spent
-            if op.fused:  # about half of what it touches is read or written for others as well
+            if op.fused:  # about half of this traffic is shared with others in the same kernel
                 touched = sum(values[s].nbytes for s in (*op.makes, *reads))
                 seconds += 0.5 * touched / joint.bandwidth
             peak = level + new + op.workspace - (min(new, going) if op.fused else 0)
@@ -100,7 +100,8 @@ class _View:
         return tuple(nodes)
 
     def _events(self) -> tuple[Event, ...]:
-        """What each operation of the backward reads of the forward, and what else is there then."""
+        """What each operation of the backward reads of the forward's values, and what else is in
+        memory at that time."""
         joint = self.joint
         everything = self.scheduler.savable() - self.inside
         outcome = self.scheduler.run(everything)

@@ -1,10 +1,10 @@
-"""What oneDNN's convolutions take on CPUs with AVX2 and no AVX-512, in float32.
+"""Workspace of oneDNN's float32 convolutions on CPUs with AVX2 and no AVX-512.
 
-Problem: blocks there are of eight channels, and of many convolutions other kernels run, most of all
-for gradients. Invariant: `avx2_kernels` says which kernel runs, in which layouts; here is what
-torch does around it: it copies what lies otherwise, and what the kernel made into a tensor that
-lies as the input does. Imports `avx2_kernels`, `_compat`.
-Rejected: one flow for both instruction sets, whose formulas agree in a few kernels only.
+Problem: blocks have eight channels there, and many convolutions run in other kernels, especially
+for gradients. Invariant: `avx2_kernels` says which kernel runs and in which layouts. This module
+adds what torch does around it: it copies tensors of other layouts, and copies the kernel's result
+into a tensor with the layout of the input. Imports `avx2_kernels`, `_compat`.
+Rejected: one flow for both instruction sets, whose formulas agree for few kernels.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def narrow_workspace(
     last: bool,
     unfolds: bool = False,
 ) -> int:
-    """As `convolution.convolution_workspace`, without copies of tensors that lie as no kernel
-    reads them.
+    """As `convolution.convolution_workspace`, without the copies of tensors whose layout no kernel
+    reads.
 
     Args:
-        last: whether the channels of the input are last in memory.
-        unfolds: whether to take it that no kernel but the one that has no limits is there.
+        last: whether the input is channels-last.
+        unfolds: whether to assume that only the unfolding kernel, which takes any shape, exists.
     """
     turned = _turned(weight) if last else 0
     if given is None:
@@ -52,7 +52,7 @@ def narrow_workspace(
         read = _bytes(source)
         sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
         made = _channels_made(weight, options)
-        if options.transposed and biased and not _adds_bias(kernel, g):  # to a copy of its result
+        if options.transposed and biased and not _adds_bias(kernel, g):  # added to a copy
             kernel = kernel._replace(scratch=kernel.scratch + _laid(kernel.read, out, made))
         return turned + _call(kernel, sides, (read, source.shape[1]), (out, made), last) - out
     g = _geometry(source, weight, options, given.numel())
@@ -74,14 +74,14 @@ def narrow_workspace(
 
 
 def _maker(g: Geometry, back: bool, last: bool, unfolds: bool, transposed: bool = False) -> Kernel:
-    """Of a tensor: the larger one, going `back`, or the other."""
+    """The kernel that makes a tensor: the larger one (`read`) if `back`, else the other."""
     if unfolds:
         return unfolding_backward(g, last) if back else unfolding_forward(g, last)
     return backward(g, last, transposed) if back else forward(g, last)
 
 
 def _adds_bias(kernel: Kernel, g: Geometry) -> bool:
-    """Whether a kernel adds a bias to a transposed convolution's result."""
+    """Whether a kernel itself adds the bias to a transposed convolution's result."""
     return kernel.name == "products" or (kernel.name == "strided" and g.even())
 
 
@@ -92,19 +92,22 @@ def _call(
     made: tuple[int, int],
     last: bool,
 ) -> int:
-    """Bytes of what reads one tensor and makes another, (bytes, channels) each, and is copied."""
+    """Bytes of a call that reads one tensor and makes another, copies included.
+
+    `read` and `made` are (bytes, channels) of the two, `sides` their layouts.
+    """
     nbytes, channels = made
     before = kernel.scratch + kernel.parameter + _copy(sides[0], *read, last)
     if last and sides[1] == "last":  # made in place
         return nbytes + before
     laid = _laid(sides[1], nbytes, channels)
-    # Channels last become channels first in a copy of the copy that torch makes of any result.
+    # torch copies any result; a channels-last one is copied once more to be channels-first.
     copies = nbytes * (2 if sides[1] == "last" and channels > 1 else 1)
     return laid + max(before, copies)
 
 
 def _copy(layout: str, nbytes: int, channels: int, last: bool) -> int:
-    """What a tensor takes that does not lie as a kernel reads it."""
+    """The copy of a tensor that does not have the layout that a kernel reads."""
     if layout == ("last" if last else "plain") or (layout == "last" and channels == 1):
         return 0
     return _laid(layout, nbytes, channels)
@@ -115,7 +118,7 @@ def _laid(layout: str, nbytes: int, channels: int) -> int:
 
 
 def _turned(weight: torch.Tensor) -> int:
-    """A parameter is made to lie as the input does, before anything else."""
+    """The copy of a parameter in the input's channels-last format, made before anything else."""
     form = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
     return 0 if weight.is_contiguous(memory_format=form) else _bytes(weight)
 
@@ -125,7 +128,7 @@ def _channels_made(weight: torch.Tensor, options: Options) -> int:
 
 
 def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> Geometry:
-    """`made`: elements of the result."""
+    """The geometry of a convolution; `made`: elements of its result."""
     dims = source.dim() - 2
     batch, channels, *space = source.shape
     stride, dilation, padding = (
@@ -137,7 +140,7 @@ def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made
     rows = list(zip(space, kernel, stride, dilation, padding, strict=True))
     if options.transposed:
         channels, results = results, channels
-        # What is added to a transposed one's result at its end is not among the options.
+        # A transposed convolution's `output_padding` is not among the options.
         read = [(size - 1) * s + d * (k - 1) + 1 - 2 * p for size, k, s, d, p in rows]
         read = _fitted(read, made // max(1, batch * channels), stride)
         given = space
@@ -162,7 +165,7 @@ def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made
 
 
 def _fitted(size: list[int], points: int, stride: tuple[int, ...]) -> list[int]:
-    """With as much more in each dimension as makes it so many points; more is less than a step."""
+    """Sizes, each enlarged by less than its stride until all together have `points` points."""
     for more in range(max(stride)):
         larger = [n + min(more, s - 1) for n, s in zip(size, stride, strict=True)]
         if math.prod(larger) >= points:

@@ -1,11 +1,12 @@
-"""Which kernels oneDNN has for float32 convolutions on CPUs with AVX2 and no AVX-512.
+"""Which kernels oneDNN uses for float32 convolutions on CPUs with AVX2 and no AVX-512.
 
-Problem: what a convolution takes depends on the kernel that runs it: the layout of its tensors, of
-its parameter, and what it keeps for itself. Invariant: the choice is oneDNN's (of its
-`cpu_convolution_list.cpp` and each kernel's `init_conf`), and is the one that `ONEDNN_VERBOSE` of
-3.12 prints, for some thousand random convolutions of one to three dimensions; where a kernel
-searches for the best blocks, the most that it may choose is taken. Imports `avx2_scratch`.
-Rejected: the formulas of AVX-512 with other constants: it has other kernels, not only wider ones.
+Problem: what a convolution allocates depends on the kernel that runs it: the layouts of its tensors
+and its parameter, and its scratchpad. Invariant: the choice is oneDNN's
+(`cpu_convolution_list.cpp` and each kernel's `init_conf`); it was checked against the output of
+`ONEDNN_VERBOSE` of version 3.12 for some thousand random convolutions in one to three dimensions.
+Where a kernel searches for the best blocks, the largest possible ones are assumed. Imports
+`avx2_scratch`.
+Rejected: the formulas for AVX-512 with other constants: it has other kernels, not just wider ones.
 """
 
 from __future__ import annotations
@@ -29,32 +30,33 @@ from lowtide.kernels.avx2_scratch import (
 )
 
 _REGISTERS = 15
-_UNROLLED = 3  # points of a row that a kernel makes at once, and that its padding may not exceed
+_UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger
 _UNROLLED_DEPTHWISE = 4
-_WIDEST = 14  # no kernel of its own for the gradient of a parameter that is as wide
-_CHAINED = 128  # bytes that a kernel has which runs another one
+_WIDEST = 14  # the direct kernel makes the gradient of parameters narrower than this only
+_CHAINED = 128  # scratchpad bytes of a kernel that calls another one
 _TOO_MANY_POINTS = 440
-_GATHERED = 18  # blocks of channels that a pointwise kernel brings together for a gradient
+_GATHERED = 18  # blocks of channels that a pointwise kernel gathers for a gradient
 
 
 class Kernel(NamedTuple):
-    """What one is given and takes."""
+    """A kernel: the layouts that it needs, and what it allocates."""
 
     name: str
     read: str
     """The layout of the larger tensor: "blocked", "plain" (channels first) or "last"."""
     given: str
-    """The layout of the one with a number for each place that the kernel stops at."""
+    """The layout of the tensor with one point for each position of the kernel."""
     parameter: int
-    """Bytes of the parameter in its layout; zero where it is read as it is."""
+    """Bytes of the parameter in the kernel's layout; zero if it is read as it is."""
     scratch: int = 0
+    """Bytes of its scratchpad."""
 
 
 # ---------------------------------------------------------------------------- which kernel
 
 
 def forward(g: Geometry, last: bool = False) -> Kernel:
-    """The kernel that makes `given` from `read`; `last`: where their channels are last."""
+    """The kernel that makes `given` from `read`; `last`: the tensors are channels-last."""
     free = "last" if last else "blocked"
     rows = g.pads_little() and g.padding[2] <= min(_UNROLLED_DEPTHWISE, g.given[2])
     rows = rows and g.depthwise and not g.volume
@@ -82,11 +84,12 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
 
 
 def backward(g: Geometry, last: bool = False, transposed: bool = False) -> Kernel:
-    """The kernel that makes `read` from `given`, or of a `transposed` one its result."""
+    """The kernel that makes `read` from `given`: a gradient, or a `transposed` one's result."""
     free = "last" if last else "blocked"
     few = g.groups > 1 and g.results <= WIDTH
-    # It refuses what it would be too slow for: few channels of many points. Between 225 and 440
-    # times their square it may or may not, and takes more than the other.
+    # The strided kernel refuses kernels of many points with few channels, which it would run too
+    # slowly. For between 225 and 440 points per channel squared it may run or not; it is assumed,
+    # as it takes more memory than the other.
     few = few or g.points > _TOO_MANY_POINTS * min(g.channels, WIDTH) ** 2
     if max(g.stride) > 1 == max(g.dilation) and not few:
         scratch = strided_scratch(g) + (_CHAINED if transposed else 0)
@@ -155,7 +158,7 @@ def _depthwise_parameter(g: Geometry) -> bool:
 
 
 def _row_fits(g: Geometry) -> bool:
-    """Whether registers are enough for a part of a row, and what is left of it has its own."""
+    """Whether the registers hold a part of a row long enough to contain the padding at each end."""
     size, stride = g.read[2], g.stride[2]
     over = max(0, (g.reach[2] - 1 - g.padding[2]) // stride)
     most, part = 0, 1
@@ -176,23 +179,23 @@ def _row_fits(g: Geometry) -> bool:
     return most > 0 and left * stride <= part and not uneven
 
 
-# ---------------------------------------------------------------------------- where there is none
+# ---------------------------------------------------------------------------- the fallback
 
 
 def unfolding_forward(g: Geometry, last: bool) -> Kernel:
-    """Instead of any `forward`: a product of the image unfolded, of any shape, on any CPU."""
+    """In place of `forward`: a product with the unfolded image, for any shape and on any CPU."""
     plain = "last" if last else "plain"
     return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_forward(g, last))
 
 
 def unfolding_backward(g: Geometry, last: bool) -> Kernel:
-    """Instead of any `backward`."""
+    """In place of `backward`."""
     plain = "last" if last else "plain"
     return Kernel("unfolding", plain, plain, _as_is(g, last), unfolded_backward(g, last))
 
 
 def unfolding_parameter(g: Geometry, last: bool) -> Kernel:
-    """Instead of any `of_parameter`."""
+    """In place of `of_parameter`."""
     plain = "last" if last else "plain"
     return Kernel("unfolding", plain, plain, g.elements * FLOAT, unfolded_parameter(g, last))
 
@@ -214,9 +217,11 @@ def _as_is(g: Geometry, last: bool) -> int:
 
 
 def _for_products(g: Geometry, back: bool) -> int:
-    """What a product makes is in blocks of one to four registers: of more channels than that, of
-    three or four, the best of which it looks for. The larger is taken, at most an eighth more than
-    what it is, or a fifth of 80 channels; of those that would be a third larger it never was."""
+    """Bytes of the parameter for a product, whose results are in blocks of one to four registers.
+
+    For more channels than four registers hold, oneDNN searches for the better of blocks of three
+    and of four. The larger size is assumed: at most an eighth more than the true one (a fifth, for
+    80 channels). A size that is over 30 % more than the channels was never seen."""
     made, of = (g.channels, g.results) if back else (g.results, g.channels)
     fits = up(made, WIDTH)
     if made > 4 * WIDTH:

@@ -1,9 +1,9 @@
-"""What oneDNN's convolutions keep for themselves on CPUs with AVX2 and no AVX-512, in float32.
+"""Scratchpads of oneDNN's float32 convolutions on CPUs with AVX2 and no AVX-512.
 
-Problem: beside the copies of its tensors a kernel takes parts of images, sums of each thread, lists
-of products. Invariant: as oneDNN books them, which is what was seen to be allocated (of 3.12), in
-bytes; where that follows from a search for the best blocks, the most that it may be. Imports
-nothing of lowtide's. Rejected: a share of the tensors, which is many times too much or too little
+Problem: besides copies of its tensors, a kernel allocates parts of images, partial sums per thread
+and lists of products. Invariant: bytes as oneDNN (3.12) reserves them, which agree with measured
+allocations; where a size depends on a search for the best blocks, the largest possible one. Imports
+nothing of lowtide's. Rejected: a share of the tensors, which is many times too large or too small
 where images are unfolded.
 """
 
@@ -15,24 +15,28 @@ from typing import NamedTuple
 WIDTH = 8  # channels in a block
 _PAGE = 4096
 FLOAT = 4
-_BATCHED = 40  # bytes that a batch of small products has for each of them
-_MANY_ROWS, _FEW_POINTS = 512, 256  # points of an image: fewer than that, threads share a batch
-_LARGE_PRODUCT = 64 << 10  # or fewer products in all than this
-_MANY_POINTS = 64  # of a kernel, from which on threads share images
-_MOST = 1 << 30  # bytes, or these times its tensors, that a kernel takes to unfold images
+_BATCHED = 40  # bytes for each entry of a batch of small products
+_MANY_ROWS, _FEW_POINTS = 512, 256  # with fewer points per image and thread, threads divide a batch
+_LARGE_PRODUCT = 64 << 10  # or with fewer multiplications per thread than this
+_MANY_POINTS = 64  # a kernel with at least so many points may have its threads divide images
+# The most that a kernel takes to unfold images: so many bytes, and so many times its tensors.
+_MOST = 1 << 30
 _MOST_TIMES = 15
 
 
 class Geometry(NamedTuple):
-    """A convolution, in three dimensions; those that it lacks are one."""
+    """A convolution in three dimensions; dimensions that it lacks have size 1."""
 
     batch: int
     groups: int
     channels: int
-    """In a group, of what is gone over: its input, or a transposed one's result."""
+    """Per group, of what the kernel slides over: the input, or a transposed one's result."""
     results: int
+    """Per group, of the other tensor."""
     read: tuple[int, ...]
+    """Sizes of what the kernel slides over."""
     given: tuple[int, ...]
+    """Sizes of the other tensor, which has one point for each position of the kernel."""
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -40,16 +44,16 @@ class Geometry(NamedTuple):
     volume: bool
     threads: int
     cache: int
-    """Bytes of each core's second one."""
+    """Bytes of each core's second-level cache."""
 
     @property
     def reach(self) -> list[int]:
-        """Of a kernel, in each dimension, from its first point to its last."""
+        """The extent of the dilated kernel in each dimension."""
         return [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel, strict=True)]
 
     @property
     def ends(self) -> list[int]:
-        """The padding after, in each dimension; negative where the last points are not read."""
+        """The padding at the end of each dimension; negative if the last points are not read."""
         rows = zip(self.given, self.stride, self.reach, self.read, self.padding, strict=True)
         return [(out - 1) * s + reach - size - pad for out, s, reach, size, pad in rows]
 
@@ -63,16 +67,16 @@ class Geometry(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the parameter."""
+        """Number of elements of the parameter."""
         return self.groups * self.channels * self.results * self.points
 
     def pads_little(self) -> bool:
-        """Whether each place of a kernel reads one point at least that is no padding."""
+        """Whether at each position the kernel reads at least one point that is not padding."""
         rows = zip(self.reach, self.padding, self.ends, strict=True)
         return all(reach > max(pad, end) for reach, pad, end in rows)
 
     def whole(self) -> bool:
-        """Whether channels may be in blocks: padded, unless other groups follow."""
+        """Whether channels may be in blocks; with several groups they cannot be padded to one."""
         return self.groups == 1 or not (self.channels % WIDTH or self.results % WIDTH)
 
     def pointwise(self) -> bool:
@@ -84,11 +88,11 @@ class Geometry(NamedTuple):
         return not self.volume and all(out * s == size for out, s, size in rows)
 
     def even(self) -> bool:
-        """Whether the strides divide what is gone over."""
+        """Whether the strides divide the sizes of what the kernel slides over."""
         return not any(size % s for size, s in zip(self.read, self.stride, strict=True))
 
     def gathers(self) -> bool:
-        """Whether the points that a pointwise kernel reads are brought together first."""
+        """Whether the points that a pointwise kernel reads are gathered first."""
         return max(self.stride) > 1
 
 
@@ -96,7 +100,7 @@ def up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-# ---------------------------------------------------------------------------- what is kept besides
+# ---------------------------------------------------------------------------- scratchpads
 
 
 def _paged(g: Geometry, nbytes: int) -> int:
@@ -104,14 +108,14 @@ def _paged(g: Geometry, nbytes: int) -> int:
 
 
 def list_of_products(g: Geometry) -> int:
-    """A list of products on each thread."""
+    """The list of products of each thread."""
     listed = up(up(g.points * _BATCHED, _PAGE), _BATCHED)
     return _paged(g, listed)
 
 
 def strided_scratch(g: Geometry) -> int:
-    """On each thread an image of the gradient given, with edges as wide as the kernel reaches, a
-    mark for each of its rows, and a row of the result that the stride does not divide."""
+    """On each thread: an image of the incoming gradient with margins as wide as the kernel reaches,
+    a flag for each of its rows, and a row of the result if the stride does not divide it."""
     image = g.groups * g.results
     edges = zip(g.given, g.reach, g.padding, g.ends, g.stride, strict=True)
     for size, reach, pad, end, stride in edges:
@@ -125,7 +129,7 @@ def strided_scratch(g: Geometry) -> int:
 
 
 def gathered(g: Geometry, channels: int) -> int:
-    """The points that a strided kernel of one point reads, of an image for each thread."""
+    """The points that a strided pointwise kernel reads, of one image per thread."""
     return g.threads * channels * math.prod(g.given) * FLOAT if g.gathers() else 0
 
 
@@ -151,13 +155,15 @@ def _halved(blocks: int, most: int) -> int:
 
 
 def summed(parts: tuple[int, int, int], own: int) -> int:
-    """Parts of a gradient that threads make of the same numbers; `own`: one into the result."""
+    """Bytes of the partial sums that the threads of a group make of the same part of a gradient;
+    `own` is 1 if one thread of each group writes to the result instead."""
     groups, threads, size = parts
     return groups * (threads - own) * size * FLOAT + 3 * _PAGE if threads > 1 else 0
 
 
 def shared(threads: int, job: int, jobs: int, sums: int, most: int) -> tuple[int, int, int]:
-    """How many groups of how many threads have how many numbers each (`reduce_balancer_t`)."""
+    """How threads divide a reduction (oneDNN's `reduce_balancer_t`): the number of groups, the
+    threads in a group, and the elements of a group's part."""
     least, limit = max(1, jobs // threads), max(1, most // (threads * job))
     groups = min(jobs // least, threads)
     best = (groups, min(threads // groups, sums), -(-jobs // groups))
@@ -180,15 +186,15 @@ def shared(threads: int, job: int, jobs: int, sums: int, most: int) -> tuple[int
 
 
 def _columns(g: Geometry) -> int:
-    """Bytes of an image unfolded, one slice of it at a time."""
+    """Bytes of an unfolded image, one slice at a time."""
     if g.points == max(g.stride) == 1 and g.read == g.given:
         return 0
     return g.channels * g.points * g.given[1] * g.given[2] * FLOAT
 
 
 def unfolded_forward(g: Geometry, last: bool) -> int:
-    """At most: large ones are unfolded in parts that fit a cache, found by a search that is not
-    repeated here."""
+    """An upper bound: large images are unfolded in parts that fit a cache, found by a search that
+    is not repeated here."""
     image = math.prod(g.read) * g.channels * FLOAT if last else 0
     columns = _columns(g)
     many = g.batch * g.groups * math.prod(g.given) >= WIDTH * g.threads
@@ -216,7 +222,7 @@ def unfolded_backward(g: Geometry, last: bool) -> int:
 
 
 def unfolded_parameter(g: Geometry, last: bool) -> int:
-    """Copies of the gradient: oneDNN counts its bytes as numbers, so four on each thread."""
+    """Copies of the gradient: oneDNN takes its bytes for a number of floats, so four per thread."""
     columns, image = _columns(g), math.prod(g.read) * g.channels * FLOAT if last else 0
     copies = g.elements * FLOAT * FLOAT
     each = g.elements * FLOAT * FLOAT + (columns + image if last else 0)
@@ -225,7 +231,7 @@ def unfolded_parameter(g: Geometry, last: bool) -> int:
     few = g.given[1] * g.given[2] // g.threads < _FEW_POINTS
     fits = few and (g.batch > 1 or g.groups > 2) and each * g.threads < _limit(g)
     threads = g.threads if fits else 1
-    if last:  # or there is a kernel without any copies
+    if last:  # above the limit, a kernel without any copies runs instead
         taken = threads * (copies + columns + image)
         return taken if taken <= _limit(g) else 0
     return _within(g, threads * copies, threads, columns, 20)
@@ -242,7 +248,7 @@ def _limit(g: Geometry) -> int:
 
 
 def _within(g: Geometry, taken: int, threads: int, columns: int, part: int) -> int:
-    """Columns that exceed the limit are made a part of what is left at a time."""
+    """Columns above the limit are made piece by piece, each a `part`-th of the memory left."""
     left = _limit(g) - taken
     if left < threads * columns:
         each = FLOAT * g.channels * g.points

@@ -1,10 +1,10 @@
 """What torch's convolutions on the CPU allocate while they run.
 
-Problem: a convolution takes copies of its tensors in layouts of its own, which are most of many a
-step's peak. Invariant: formulas as measured, kernel by kernel, on one and on two threads, over
-channels that are and are not multiples of oneDNN's block, both layouts, forward and backward;
-`benchmarks/workspace.py` measures them again. Imports torch. Rejected: running each convolution
-once to find out, which takes the memory that has to be kept free.
+Problem: a convolution copies its tensors into layouts of its own, and these copies are most of the
+peak of many steps. Invariant: formulas as measured, kernel by kernel, on one and on two threads,
+for channels that are and are not multiples of oneDNN's block, in both memory formats, forward and
+backward; `benchmarks/workspace.py` measures them again. Imports torch. Rejected: running each
+convolution once to find out, which needs the memory that has to be kept free.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lowtide.kernels.half import (
 from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
-_HALF_BLOCK = 8  # or of this, for the gradient of a parameter that reads fewer than that
-_UNBLOCKED = 4  # fewer than this it reads as they are
-_WIDE = 14  # a wider kernel than this has no backward of its own for its parameter
-_REDUCED = 4  # copies of its gradient that the product in its place takes on each thread
-_SUMMED = 8  # copies of its gradient that a depthwise kernel in 3D sums up in, on each thread
-_SHARED = 20  # times a pointwise parameter, above which threads may share images and not channels
+_HALF_BLOCK = 8  # or of this, for the gradient of a parameter with fewer input channels than that
+_UNBLOCKED = 4  # fewer channels than this are read as they are
+_WIDE = 14  # for wider kernels oneDNN has no kernel that makes the parameter's gradient
+_REDUCED = 4  # copies of that gradient per thread in the matrix product that it uses instead
+_SUMMED = 8  # copies of that gradient per thread in which a depthwise 3D kernel accumulates
+_SHARED = 20  # above so many pointwise parameters, threads may divide images, not channels
 
 
 def padded(nbytes: int, channels: int, block: int = _CHANNEL_BLOCK) -> int:
@@ -45,16 +45,16 @@ def convolution_workspace(
     passes: bool = False,
     biased: bool = False,
 ) -> int:
-    """Bytes of a convolution on the CPU besides what it returns.
+    """Bytes that a convolution on the CPU allocates besides its results.
 
     Args:
         source: its input, (batch, channels, *space), with or without memory.
         weight: its parameter.
         out: bytes of its forward's result.
-        options: how it goes over its input.
-        given: of its backward: the gradient of that result.
-        passes: whether that backward gives a gradient to the input.
-        biased: whether its forward adds a bias.
+        options: stride, dilation and so on.
+        given: for its backward: the gradient of that result.
+        passes: whether the backward makes a gradient of the input.
+        biased: whether the forward adds a bias.
     """
     instructions = _compat.onednn_instructions()
     oneself = source.element_size() == 2 or unfolded(source, weight, "cpu", options)
@@ -66,8 +66,8 @@ def convolution_workspace(
     narrow = copies + narrow_workspace(*call, last)
     if instructions == "AVX2":
         return narrow
-    # Other CPUs have kernels that were not measured, and lack some of these, in whose place images
-    # are unfolded: the largest of what is known.
+    # Kernels of other CPUs were not measured. Where they lack one, images are unfolded instead. The
+    # largest known figure is taken.
     return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), _wide_workspace(*call))
 
 
@@ -80,7 +80,7 @@ def _wide_workspace(
     passes: bool,
     biased: bool,
 ) -> int:
-    """With AVX-512, in half types, and of what torch runs itself."""
+    """The same with AVX-512, for half-precision types, and where torch runs it itself."""
     back, stride = given is not None, max(options.stride)
     half, flat = source.element_size() == 2, source.dim() < 5
     itself = unfolded(source, weight, "cpu", options)
@@ -102,7 +102,7 @@ def _wide_workspace(
         last = False
     elif last and half and back and options.groups == 1:
         taken = half_channels_last(source, weight, out)
-    elif last:  # read as it is; parameters are reordered
+    elif last:  # the input is read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
     elif half and back and options.groups == 1:
         taken = half_backward(source, weight, out, stride, passes)
@@ -116,7 +116,7 @@ def _wide_workspace(
 
 
 def _copied(tensor: torch.Tensor, last: bool) -> int:
-    """What does not lie as the kernel reads it is copied first, and the copy stays to the end."""
+    """The copy of a tensor whose layout the kernel does not read; it stays until the end."""
     as_read = _channels_last(tensor) if last else tensor.is_contiguous()
     return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
 
@@ -130,7 +130,7 @@ def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
 def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
     blocked_out = padded(out, weight.shape[0])
     blocked = padded(_bytes(weight), weight.shape[0])
-    if source.element_size() == 2 and source.shape[1] % 2:  # channels go in pairs
+    if source.element_size() == 2 and source.shape[1] % 2:  # channels are stored in pairs
         blocked += blocked // source.shape[1]
     gathers, depthwise = _gathers(source, weight, stride), _depthwise(source, weight)
     if source.shape[1] >= _CHANNEL_BLOCK or gathers or depthwise or _pointwise(weight, stride):
@@ -142,7 +142,7 @@ def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) 
 
 
 def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
-    """Copies of a parameter; those of each group on its own are padded to whole blocks."""
+    """Copies of a parameter; with groups, each group's part is padded to whole blocks."""
     parameter = _bytes(weight)
     out, into = weight.shape[0] // max(1, groups), weight.shape[1]
     blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
@@ -163,7 +163,7 @@ def _backward(
     options: Options,
     passes: bool,
 ) -> int:
-    """First the gradient of the input, where it is wanted, then that of the parameter."""
+    """First the gradient of the input, if it is wanted, then that of the parameter."""
     if options.groups > 1:
         return _grouped_backward(source, weight, given, max(options.stride), passes)
     into, parameter, stride = _bytes(source), _bytes(weight), max(options.stride)
@@ -179,24 +179,24 @@ def _backward(
 
 
 def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, options: Options) -> int:
-    """What the gradient of a parameter takes besides.
+    """Workspace of the gradient of a parameter.
 
     Args:
-        read: what the kernel goes over: the input, or a transposed convolution's gradient.
-        given: what has a number for each of its places: the gradient, or that one's input.
+        read: what the kernel slides over: the input, or a transposed convolution's gradient.
+        given: what has a point for each of its positions: the gradient, or, transposed, the input.
         weight: the parameter: (channels of `given`, channels of `read`, *kernel).
-        options: how it goes over it.
+        options: stride, dilation and so on.
     """
     channels, others, stride = read.shape[1], given.shape[1], max(options.stride)
     parameter, volume = _bytes(weight), read.dim() == 5
     gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
     whole = channels >= _CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
     halves = not whole and channels >= _UNBLOCKED
-    # The kernel in half blocks knows no dilation and no volume that is padded in depth.
+    # The kernel for half blocks supports neither dilation nor volumes padded in depth.
     lacking = halves and (dilated or (volume and options.padding[0] > 0))
     if lacking or (dilated and volume) or _as_product(read, weight):
         columns = _bytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
-        if volume:  # of one slice at a time
+        if volume:  # one slice at a time
             columns //= max(1, given.shape[2])
         return _threads(read) * (_REDUCED * parameter + columns)
     if not whole and not halves:
@@ -205,35 +205,35 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     taken = padded(_bytes(given), others, block) + padded(_bytes(read), channels, block)
     blocked = _blocked(weight, block, block)
     if _pointwise(weight, stride) and torch.get_num_threads() > 1 and taken > _SHARED * parameter:
-        blocked += blocked * 9 // 8  # each thread's part of its gradient
+        blocked += blocked * 9 // 8  # partial gradients of the threads
     if gathers:
         taken += _gathered(read, _bytes(given) // max(1, others))
     return max(taken + blocked - parameter, blocked)
 
 
 def _blocked(weight: torch.Tensor, first: int, second: int) -> int:
-    """A copy of a parameter with both its channels in blocks."""
+    """A copy of a parameter with both of its channel dimensions in blocks."""
     return padded(padded(_bytes(weight), weight.shape[0], first), weight.shape[1], second)
 
 
 def _gathers(source: torch.Tensor, weight: torch.Tensor, stride: int) -> bool:
-    """Whether the points that a kernel of one point reads are brought together first."""
+    """Whether the points that a strided pointwise kernel reads are gathered first."""
     whole = all(size % stride == 0 for size in source.shape[2:])
     return source.dim() < 5 and math.prod(weight.shape[2:]) == 1 < stride and whole
 
 
 def _gathered(source: torch.Tensor, points: int) -> int:
-    """The points that a strided kernel of one point reads, of an image for each thread.
+    """The points that a strided pointwise kernel reads, of one image per thread.
 
-    `points`: bytes of one channel of them, of all images.
+    `points`: bytes of these points in one channel of all images.
     """
     image = source.shape[1] * points // max(1, source.shape[0])
     return _threads(source) * padded(image, source.shape[1])
 
 
 def _spread(weight: torch.Tensor, given: torch.Tensor, stride: int) -> int:
-    """What the gradient of a strided kernel's input is made of: a copy of the gradient given, and,
-    on each thread, an image of it with edges as wide as the kernel reaches."""
+    """What a strided kernel needs to make its input's gradient: a copy of the incoming gradient,
+    and, on each thread, an image of it with margins as wide as the kernel reaches."""
     image = given.element_size() * given.shape[1]
     for size, width in zip(given.shape[2:], weight.shape[2:], strict=True):
         image *= size + 2 * ((width - 1) // stride)
@@ -253,7 +253,7 @@ def _grouped_backward(
         first = 3 * into - made
     if _as_product(source, weight):
         columns = _columns(source, weight, out)
-        if source.dim() == 5:  # of one slice at a time
+        if source.dim() == 5:  # one slice at a time
             columns //= given.shape[2]
         columns *= source.element_size()
         return max(first, _threads(source) * (_REDUCED * parameter + columns))
@@ -268,25 +268,25 @@ def _grouped_backward(
         return max(blocked_out + blocked_in + parameter, blocked_in + into) - made
     blocked = blocked_in + blocked_out
     if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
-        blocked += parameter * 9 // 8  # each thread's part of its gradient
+        blocked += parameter * 9 // 8  # partial gradients of the threads
     return max(first, blocked, parameter)
 
 
 def _depthwise(source: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether each channel is gone over by itself."""
+    """Whether each channel is convolved by itself."""
     return weight.shape[1] == 1 < source.shape[1] == weight.shape[0]
 
 
 def _volume_by_channel(
     source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, back: bool, passes: bool
 ) -> int:
-    """A volume, each channel by itself: copied, but not padded."""
+    """A depthwise convolution in 3D: tensors are copied, but not padded."""
     into, parameter = _bytes(source), _bytes(weight)
     if not back:
         return into + (out if stride == 1 else padded(parameter, source.shape[1]))
     made = parameter + (into if passes else 0)
     half = source.element_size() == 2
-    # No formula was found for what it sums up in; this is a little more than was seen.
+    # No formula was found for the accumulators; this is a little more than was measured.
     points = math.prod(source.shape[2:]) * max(weight.shape[2:]) ** 2
     copies = torch.get_num_threads() * (_SUMMED * parameter + points * 4 // 3)
     first = (3 if half and stride > 1 else 2) * into - made
@@ -294,7 +294,7 @@ def _volume_by_channel(
 
 
 def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN has no kernel for the parameter's gradient, and unfolds the input for it."""
+    """Whether oneDNN has no kernel for the parameter's gradient and unfolds the input instead."""
     if max(weight.shape[2:]) > _WIDE:
         return True
     return source.dim() == 5 and 2 * min(source.shape[2:]) <= min(weight.shape[2:]) + 1
@@ -305,7 +305,7 @@ def _pointwise(weight: torch.Tensor, stride: int) -> bool:
 
 
 def _threads(source: torch.Tensor) -> int:
-    """Those that get an image."""
+    """How many threads get an image."""
     return min(torch.get_num_threads(), source.shape[0])
 
 
@@ -317,17 +317,17 @@ def _transposed(
         blocked = padded(out, weight.shape[1])
         copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
         return max(copies + (blocked if biased else 0), out) + blocked - out
-    reached = into // source.shape[0]  # of one image, with the edge that the kernel overlaps
+    reached = into // source.shape[0]  # one image, with the margin that the kernel overlaps
     for size, width in zip(source.shape[2:], weight.shape[2:], strict=True):
         reached += reached * max(0, width - stride) // size
-    copies = out if weight.shape[1] == 1 else 2 * out  # one channel lies the same in any layout
+    copies = out if weight.shape[1] == 1 else 2 * out  # one channel is the same in either format
     return max(copies, into + parameter + torch.get_num_threads() * reached)
 
 
 def _transposed_backward(
     source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, options: Options
 ) -> int:
-    """As `_backward`, of a convolution the other way round."""
+    """As `_backward`, for a transposed convolution."""
     made = _bytes(source) + _bytes(weight)
     blocked = padded(_bytes(source), source.shape[1])
     copies = _blocked(weight, _CHANNEL_BLOCK, 1)

@@ -2,10 +2,10 @@
 
 Problem: what to recompute depends on times, and a dry run has none. Invariant: an estimate is a
 function of shapes and of a few rates of the device, so that equal shapes cost the same; only the
-ratios between operations matter to a plan, and a budget replaces all of it by measurements.
-Imports tape values and unfolding. Rejected: timing every operator with random data, which needs the
-memory that a dry run is there to spare, and measuring the device's rates, which gives every rank of
-a process group a plan of its own.
+ratios between operations matter to a plan, and a budget replaces the estimates by measurements.
+Imports tape values and unfolding. Rejected: timing every operator on random data, which needs the
+memory that a dry run avoids; and measuring the device's rates, which would give each rank of a
+process group a different plan.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lowtide.errors import UsageError
 from lowtide.kernels.unfolding import options_of, unfolded
 from lowtide.tape.values import flatten
 
-_DRAW = 6.0  # nanoseconds of the CPU's generator for each number that it draws
-# On the CPU torch's own convolutions unfold each image: how many times longer writing and reading
-# that takes than moving as many bytes, and the bytes up to which a cache has them.
+_DRAW = 6.0  # nanoseconds that the CPU's generator takes for each number it draws
+# torch's own convolutions on the CPU unfold each image: how many times longer that takes than
+# moving as many bytes, and the size up to which the unfolded image stays in cache.
 _UNFOLDING, _CACHED = 16, 4 << 20
 # On the CPU, how many times longer a kernel takes than moving its bytes would.
 _HEAVY = {
@@ -73,7 +73,7 @@ _IDLE = frozenset(
     ("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 )
 """Operators that neither read nor write."""
-_THIN = 48  # elements of a side up to which a product of a batch is slower on the CPU
+_THIN = 48  # a batched product with a side shorter than this runs below the full rate on the CPU
 _ATTENTION = "scaled_dot_product"
 
 
@@ -82,11 +82,11 @@ class DeviceModel:
     """Rates of a device.
 
     Attributes:
-        name: for people.
-        flops: floating-point operations a second of a large product, in single precision.
+        name: shown to the user.
+        flops: floating-point operations per second of a large product, in single precision.
         half_flops: the same in half precision (bfloat16, float16).
-        bandwidth: bytes a second that a simple kernel reads and writes together.
-        launch: seconds that any operation costs.
+        bandwidth: bytes per second that a simple kernel moves, reads and writes together.
+        launch: seconds that every operation costs at least.
     """
 
     name: str
@@ -96,8 +96,8 @@ class DeviceModel:
     launch: float
 
 
-# What large kernels reach in practice, not peak figures of data sheets. Products in single
-# precision without TF32, as torch does them unless told otherwise.
+# What large kernels reach in practice, not the peak figures of data sheets. Single-precision
+# products are without TF32, which is torch's default.
 _KNOWN = {
     "H200": DeviceModel("H200", 45e12, 650e12, 3.8e12, 4e-6),
     "H100": DeviceModel("H100", 45e12, 600e12, 2.6e12, 4e-6),
@@ -114,10 +114,10 @@ _USUAL = "A100"
 
 
 def device_model(device: torch.device) -> DeviceModel:
-    """The model of a device, looked up: the same for every process and rank."""
+    """The model of a device, from a table: the same in every process and rank."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        # One core of a server. What counts is how many operations a byte is worth.
+        # Per core of a server. What matters is the ratio of operations to bytes.
         return DeviceModel(f"CPU, {threads} threads", 9e10 * threads, 9e10 * threads,
                            2e10 * math.sqrt(threads), 3e-6)  # fmt: skip
     name = ""
@@ -127,13 +127,13 @@ def device_model(device: torch.device) -> DeviceModel:
 
 
 def rates_of(name: str) -> DeviceModel | None:
-    """Those of a GPU as its driver names it ("NVIDIA A100-SXM4-80GB"); None: not known."""
+    """The rates of a GPU, by its driver's name for it ("NVIDIA A100-SXM4-80GB"); None: unknown."""
     words = set(re.split(r"[^0-9A-Za-z]+", name))
     return next((known for part, known in _KNOWN.items() if part in words), None)
 
 
 def named_model(name: str) -> DeviceModel:
-    """The model of a device that need not be there."""
+    """The model of a device by name; the machine need not have one."""
     known = _KNOWN.get(name.upper()) if isinstance(name, str) else None
     if known is None:
         raise UsageError(
@@ -149,13 +149,13 @@ class CostModel:
     def __init__(self, device: torch.device, name: str | None = None) -> None:
         self.model = device_model(device) if name is None else named_model(name)
         self._cpu = name is None and device.type == "cpu"
-        # torch's own table of formulas; importing it at need keeps `import lowtide` light.
+        # torch's own table of formulas; importing it only here keeps `import lowtide` light.
         from torch.utils.flop_counter import flop_registry
 
         self._formulas: dict[Any, Callable[..., int]] = dict(flop_registry)
 
     def seconds(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """What this call would take."""
+        """How long this call would take."""
         model = self.model
         base = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else ""
         if getattr(func, "is_view", False) or base in _IDLE:
@@ -175,7 +175,7 @@ class CostModel:
             width = tensors[0].element_size() if tensors else 4
             rate = model.half_flops if width < 4 else model.flops
             if self._cpu and width > 4:
-                rate /= 2  # half as many doubles fit a register
+                rate /= 2  # a register holds half as many doubles
             if self._cpu and base in ("bmm", "baddbmm"):
                 left, right = args[-2:]
                 rate *= min(1.0, min(*left.shape[1:], right.shape[-1]) / _THIN)
@@ -195,13 +195,14 @@ class CostModel:
                 return _recurrent(base, args)
             if base == "_grouped_mm":
                 return int(2 * result.numel() * args[0].shape[-1])
-        except Exception:  # a formula may not know this form of the call; bytes will do
+        except Exception:  # a formula may not handle this form of the call; bytes suffice
             return 0
         return 0
 
 
 def _attention(base: str, args: Any) -> int:
-    """Attention kernels that torch's table lacks (the CPU's): two products, five in backward."""
+    """Operations of attention kernels that torch's table lacks (the CPU's): two products, five in
+    backward."""
     shift = 1 if "backward" in base else 0
     query, key = args[shift], args[shift + 1]
     batch, heads, length, width = query.shape
@@ -210,14 +211,15 @@ def _attention(base: str, args: Any) -> int:
 
 
 def _recurrent(base: str, args: Any) -> int:
-    """Layers of oneDNN's: each weight for each row of each step, and twice that in backward."""
+    """Operations of oneDNN's recurrent layers: each weight once for each row of each time step,
+    twice in backward."""
     rows = math.prod(args[0].shape[:-1])
     once = 2 * rows * (args[1].numel() + args[2].numel())
     return int(once * (2 if "backward" in base else 1))
 
 
 def _unfolding(base: str, args: Any, made: torch.Tensor) -> int:
-    """Bytes that a convolution on the CPU writes and reads to unfold its images, as if moved."""
+    """Bytes that could be moved in the time that a convolution on the CPU unfolds its images."""
     back = "backward" in base
     out, source, weight = args[:3] if back else (made, *args[:2])
     options = options_of(args, back)

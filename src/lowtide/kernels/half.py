@@ -1,10 +1,10 @@
-"""What oneDNN's convolutions in half types take on the CPU.
+"""Workspace of oneDNN's half-precision convolutions on the CPU.
 
-Problem: they are other kernels than those of float32: they add up in float32, and transpose what
-they multiply. Invariant: as measured on AVX-512 with bfloat16, in two and three dimensions, a
-batch of one and of two, one to sixty-four channels; of the copies that a parameter's gradient takes
-no formula was found, and a little more than the most that was seen is taken. Imports torch.
-Rejected: the formulas of float32, half or a third of it.
+Problem: these are other kernels than those for float32: they accumulate in float32, and transpose
+what they multiply. Invariant: as measured on AVX-512 with bfloat16, in two and three dimensions,
+with a batch of one and of two, and one to sixty-four channels. For the copies that a parameter's
+gradient takes no formula was found, so a little more than the largest measured value is used.
+Imports torch. Rejected: the formulas for float32, which give a half or a third of it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import math
 import torch
 
 _CHANNEL_BLOCK = 16
-_SUM = 4  # bytes of what is added up in
+_SUM = 4  # bytes of an accumulator: float32
 
 
 def half_forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
-    """Of a kernel of one point, besides what it returns: sums of each thread's image."""
+    """A pointwise kernel, besides its result: copies, and each thread's sums over an image."""
     blocked = _blocked(_bytes(source), source.shape[1]) + _blocked(out, weight.shape[0])
     more = _gathered(source, weight, out) if stride > 1 else 0
     return max(0, blocked + more + _sums(source, out, weight.shape[0]) + 2 * _bytes(weight) - out)
 
 
 def half_channels_last(source: torch.Tensor, weight: torch.Tensor, given: int) -> int:
-    """A backward whose tensors are read as they are."""
+    """A backward whose tensors have their channels last and are read as they are."""
     into = _blocked(_bytes(source), source.shape[1]) if source.shape[1] >= _CHANNEL_BLOCK else 0
     return _transposes(source, weight, into, _blocked(given, weight.shape[0]))
 
@@ -33,7 +33,7 @@ def half_channels_last(source: torch.Tensor, weight: torch.Tensor, given: int) -
 def half_backward(
     source: torch.Tensor, weight: torch.Tensor, given: int, stride: int, passes: bool
 ) -> int:
-    """Besides the gradients that it returns; `given` are the bytes of the one that it is given."""
+    """A backward, besides the gradients that it returns; `given`: bytes of the incoming one."""
     into, parameter = _bytes(source), _bytes(weight)
     channels, results = source.shape[1], weight.shape[0]
     made = parameter + (into if passes else 0)
@@ -55,7 +55,7 @@ def half_backward(
 
 
 def half_transposed(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
-    """The backward of a transposed one, besides the gradients that it returns."""
+    """The backward of a transposed convolution, besides the gradients that it returns."""
     into, parameter = _bytes(source), _bytes(weight)
     blocked_in, blocked_out = _blocked(into, source.shape[1]), _blocked(out, weight.shape[1])
     few = weight.shape[1] < _CHANNEL_BLOCK
@@ -78,7 +78,7 @@ def _of_parameter(source: torch.Tensor, weight: torch.Tensor, given: int) -> int
 
 
 def _transposes(source: torch.Tensor, weight: torch.Tensor, into: int, out: int) -> int:
-    """On each thread an image, its rows made longer, and a part of the gradient."""
+    """On each thread a transposed image with padded rows, and a partial gradient."""
     threads = torch.get_num_threads()
     rows = (into + out) * 13 // (10 * max(1, source.shape[0]))
     parts = _in_blocks(weight) if into else weight.numel()
@@ -86,7 +86,7 @@ def _transposes(source: torch.Tensor, weight: torch.Tensor, into: int, out: int)
 
 
 def _gathered(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
-    """The points that a strided kernel of one point reads, of an image on each thread."""
+    """The points that a strided pointwise kernel reads, of one image per thread."""
     points = out // max(1, weight.shape[0] * source.shape[0])
     return torch.get_num_threads() * _blocked(points * source.shape[1], source.shape[1])
 

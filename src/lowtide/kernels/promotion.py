@@ -1,9 +1,9 @@
-"""What operators on the CPU take for tensors of another type, and kernels of several steps.
+"""Memory that operators on the CPU use to convert dtypes, and that kernels of several steps use.
 
-Problem: an operator on tensors of two types converts one as a whole before its loop begins, so that
-a product with a mask takes four times the mask; no record of the step shows it. Invariant: as
-measured, kernel by kernel; nothing here is for other devices, which convert as they read. Imports
-torch. Rejected: a share of what an operator makes, as a reduction makes next to nothing.
+Problem: an operator on tensors of two dtypes converts one of them as a whole before its loop, so a
+product with a boolean mask allocates four times the mask; the tape does not show this. Invariant:
+as measured, kernel by kernel; only for the CPU, since other devices convert while reading. Imports
+torch. Rejected: a share of the operator's result, as the result of a reduction is tiny.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _ELEMENTWISE = frozenset(
     )
     for end in ("", "_")
 )  # fmt: skip
-_DIVIDING = ("aten::div", "aten::div_")  # whole numbers become fractions
-# Sums of truth values and small whole numbers are sums of long ones.
+_DIVIDING = ("aten::div", "aten::div_")  # integers are divided as floating-point numbers
+# Sums of booleans and small integers are computed in int64.
 _SUMMING = frozenset(f"aten::{n}" for n in ("sum", "prod", "cumsum", "cumprod", "count_nonzero"))
 _LONG = 8  # bytes
 _FLOAT = 4
-_EXPONENTIAL = 10  # matrices that it keeps for each one that it is given: powers of it, and sums
+_EXPONENTIAL = 10  # matrices that `linalg_matrix_exp` allocates for each input: powers and sums
 
 
 def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
-    """Bytes of a call's tensors in the type that it computes in."""
+    """Bytes of the copies that a call makes in the dtype it computes in, or of its temporaries."""
     if name in _ELEMENTWISE:
         return _promoted(name, tensors, args)
     if name in _SUMMING and tensors:
@@ -48,7 +48,7 @@ def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
 
 def _promoted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     if name.startswith("aten::where"):
-        tensors = tensors[1:]  # the mask is read as it is
+        tensors = tensors[1:]  # the condition is not converted
     large = [t for t in tensors if t.dim()]
     if not large:
         return 0
@@ -57,20 +57,21 @@ def _promoted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
     if fractions and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.get_default_dtype()
     taken = [dtype.itemsize * t.numel() for t in large if t.dtype != dtype]
-    if taken and name.endswith("_") and large[0].dtype != dtype:  # and what is written to it
+    if taken and name.endswith("_") and large[0].dtype != dtype:  # the result is converted back
         taken.append(taken[0])
     return sum(taken)
 
 
 def _mean_by_index(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
-    """Ones to be counted, the counts, and where they are none."""
+    """The ones that are summed to counts, the counts, and the mask of where they are zero."""
     if "mean" not in args or len(tensors) < 3:
         return 0
     return _bytes(tensors[2]) + _bytes(tensors[0]) + tensors[0].numel()
 
 
 def _trilinear(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
-    """Two products for each index of one dimension: of two tensors, and of that with the third."""
+    """For each index of one dimension two products: of two tensors, and of the result with the
+    third."""
     if len(args) < 7 or len(tensors) < 3:
         return 0
     expanded, summed = args[3:6], set(args[6])

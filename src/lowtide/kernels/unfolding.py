@@ -1,11 +1,11 @@
-"""Which convolutions on the CPU torch runs itself, not oneDNN, and what they take.
+"""Which convolutions on the CPU are run by torch itself, not oneDNN, and their workspace.
 
-Problem: torch's own kernels unfold an input into a column for each point of the result, many times
-its size; oneDNN's reorder tensors. Invariant: the choice is torch's (`use_mkldnn` in its
-`Convolution.cpp`), by type, batch, kernel and groups; what a kernel takes is as measured, for one
-to three dimensions, dilated, transposed and in groups, forward and backward, on one and two
-threads. Imports `_compat`. Rejected: asking torch, whose answer is for the device that a tensor is
-on, and a tensor without memory is on none.
+Problem: torch's own kernels unfold the input into one column for each point of the result, many
+times its size, while oneDNN's reorder tensors. Invariant: the choice is torch's (`use_mkldnn` in
+its `Convolution.cpp`), by dtype, batch, kernel and groups; the workspace is as measured in one to
+three dimensions, dilated, transposed and grouped, forward and backward, on one and two threads.
+Imports `_compat`. Rejected: asking torch, which answers for the device of the tensor, and a tensor
+without memory has none.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowtide import _compat
 if TYPE_CHECKING:
     from lowtide.backward.operation import Like
 
-_SMALL = 20480  # elements in the first four dimensions up to which one image is not for oneDNN
-_MANY = 16  # images from which on it takes kernels of one point too
+_SMALL = 20480  # a single image of at most so many elements, in its first 4 dims, stays with torch
+_MANY = 16  # oneDNN runs pointwise kernels only for this many images or more
 
 
 class Options(NamedTuple):
-    """How a convolution goes over its input."""
+    """A convolution's parameters other than its tensors."""
 
     stride: Sequence[int] = (1,)
     dilation: Sequence[int] = (1,)
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 def options_of(args: Sequence[Any], backward: bool) -> Options:
-    """Those of a call of `convolution` or `convolution_backward`."""
+    """The options in the arguments of `convolution` or `convolution_backward`."""
     shift = 1 if backward else 0
     groups = args[8 + shift] if len(args) > 8 + shift else 1
     stride, padding, dilation, transposed = args[3 + shift : 7 + shift]
@@ -49,14 +49,15 @@ def unfolded(
     device: str,
     options: Options = Options(),  # noqa: B008 (immutable)
 ) -> bool:
-    """Whether torch runs a convolution itself: on the CPU, other types and small single images."""
+    """Whether torch runs a convolution itself: on the CPU, for dtypes that oneDNN does not take and
+    for small single images."""
     if device != "cpu" or len(source.shape) not in (3, 4, 5):
         return False
     if source.dtype != torch.float32:
         return not _compat.onednn_takes(source.dtype)
     if not _compat.onednn_is_on():
         return True
-    kernel = (1, *weight.shape[2:])[-2:]  # one dimension is run as two, of one row
+    kernel = (1, *weight.shape[2:])[-2:]  # 1D is run as 2D, with one row
     plain = max(*options.stride, *options.dilation) == 1
     if plain and max(kernel) == 1 and source.shape[0] < _MANY and torch.get_num_threads() == 1:
         return True
@@ -67,7 +68,7 @@ def unfolded(
 
 
 def runs_itself(args: Sequence[Any], device: str) -> bool:
-    """The same of a call of `convolution`, by its arguments."""
+    """The same, from the arguments of a call of `convolution`."""
     return unfolded(args[0], args[1], device, options_of(args, backward=False))
 
 
@@ -80,16 +81,16 @@ def unfolded_workspace(
     passes: bool = False,
     biased: bool = False,
 ) -> int:
-    """Bytes of one that torch runs itself, besides what it returns and copies of its tensors.
+    """Bytes of a convolution that torch runs itself, besides its results and copies of its tensors.
 
     Args:
         source: its input.
         weight: its parameter.
         out: bytes of its forward's result.
-        options: how it goes over its input.
+        options: stride, dilation and so on.
         back: whether this is its backward.
-        passes: whether that gives a gradient to the input.
-        biased: whether its forward adds a bias.
+        passes: whether the backward makes a gradient of the input.
+        biased: whether the forward adds a bias.
     """
     batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
     dilated, groups = max(options.dilation) > 1, options.groups
@@ -105,16 +106,16 @@ def unfolded_workspace(
     if not options.transposed and not dilated:
         grouped = volume and groups > 1
         if spatial == max(options.stride) == 1 and not grouped:
-            # read as it is, and unfolded in its gradient only
+            # the image is its own columns; only the gradient in 3D is unfolded
             columns = max(0, columns - parameter) if volume and back and passes else 0
-        if volume:  # its kernel has groups of its own
+        if volume:  # the 3D kernel handles groups itself
             columns, groups = columns * groups, 1
     if groups == 1:
         if options.transposed and volume and not back:
-            # Its result has memory for as much as the input; a bias is multiplied by ones.
+            # The result's memory is at least as large as the input; a bias is multiplied by ones.
             columns += max(0, into - out) + (out // max(1, weight.shape[1]) if biased else 0)
         return columns
-    # One group after another, copied out of the batch; then all are joined.
+    # One group after another is copied out of the batch; then the results are concatenated.
     if batch > 1:
         columns += (into + (out if back else 0)) // groups
     made = parameter + (into if passes else 0) if back else out

@@ -1,9 +1,9 @@
-"""Memory inside an operator, where it has not been measured yet.
+"""Workspace of an operator that has not been measured yet.
 
-Problem: a convolution may allocate many times its output as workspace, unseen by anything but the
-allocator; before a step has been measured a limit must be kept all the same. Invariant: estimates
-err to the high side, and are used only until there is a measurement. Imports operators. Rejected:
-ignoring it: 182 MiB of a 383 MiB peak of a 3D U-Net is one such buffer.
+Problem: a convolution may allocate many times its output as workspace, which only the allocator
+sees; a limit must be kept even before a step has been measured. Invariant: estimates err to the
+high side, and are used only until there is a measurement. Imports operators. Rejected: ignoring it:
+in a 3D U-Net, one such buffer is 182 MiB of a peak of 383 MiB.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from lowtide.kernels.promotion import converted
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 
-_SCRATCHPAD = 40 << 10  # bytes that oneDNN takes for itself, however small the tensors are
+_SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
-# Their backward is a formula of several operators with temporaries of its own.
+# The backward of these is a formula of several operators, with temporaries.
 _SEVERAL_STEPS = frozenset(
     f"aten::{name}"
     for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
 )
 
 
-# Of the CPU's kernels, what they take besides as a share of what they make.
+# Workspace of kernels on the CPU, as a share of the bytes of their results.
 _SCRATCH = {
     "aten::nll_loss_forward": 0.0,
     "aten::nll_loss2d_forward": 0.0,
-    "aten::_safe_softmax": 0.25,  # where a row is masked out entirely
+    "aten::_safe_softmax": 0.25,  # a mask, to find rows that are masked out entirely
 }
-# How many of their first tensors kernels copy where those are not contiguous.
+# How many of their leading tensor arguments these kernels copy if they are not contiguous.
 _COPIED = {
     "aten::native_layer_norm": 1,
     "aten::native_layer_norm_backward": 2,
@@ -50,8 +50,8 @@ _COPIED = {
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
 }
-# They read a matrix along its rows or its columns, and copy one that has neither in one piece: the
-# gradient of a sum, which is one number seen at every place.
+# These copy a matrix in which neither rows nor columns are contiguous, such as the gradient of a
+# sum, which is one number expanded.
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 # Kernels of several steps, with a temporary as large as their first tensor.
 _COMPOSED = frozenset(
@@ -61,9 +61,9 @@ _COMPOSED = frozenset(
         "dist", "nanmedian", "ldexp", "masked_scatter_backward",
     )
 )  # fmt: skip
-# Losses, in multiples of their first tensor, their result included: the place of the argument
-# `reduction`, the multiple where it reduces, and where it does not. A result of one number may keep
-# one as its memory.
+# Losses: the position of the argument `reduction`; what they allocate with and without a reduction,
+# in multiples of their first tensor, result included. (A scalar result may keep a temporary as its
+# storage.)
 _LOSSES = {
     "aten::binary_cross_entropy": (3, 1, 1),
     "aten::huber_loss": (2, 1, 1),
@@ -72,11 +72,11 @@ _LOSSES = {
     "aten::binary_cross_entropy_with_logits": (4, 2, 2),
     "aten::soft_margin_loss": (2, 1, 1),
 }
-# Kernels that copy their first tensor where it is not contiguous, nor has its channels last.
+# Kernels that copy their first tensor if it is neither contiguous nor channels-last.
 _COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
-# Small results are computed with the channels last, from a copy and into one.
+# Small results are computed in channels-last format, from a copy and into a copy.
 _UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
-_SMALL = 128  # rows and columns of a result together
+_SMALL = 128  # height plus width of the result
 
 
 def unfolds(name: str) -> bool:
@@ -85,14 +85,14 @@ def unfolds(name: str) -> bool:
 
 
 def scratchpad(name: str) -> int:
-    """Bytes that an operator may take besides, whatever its size: much in a tiny step."""
+    """Bytes that an operator may take for a scratchpad whatever its size: a lot in a tiny step."""
     return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
 
 
 def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Bytes that a kernel allocates and frees while it runs, at most; forward or backward.
+    """At most the bytes that a kernel allocates and frees while it runs, forward or backward.
 
-    `tensors` are those of the call, `args` its arguments, `made` the bytes of its outputs.
+    `tensors` are the tensor arguments, `args` the arguments, `made` the bytes of the outputs.
     """
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
@@ -106,7 +106,7 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(_bytes(t) for t in tensors[-2:] if not _readable(t))
     if tensors and name in _COMPOSED:
         return _bytes(tensors[0])
-    if tensors and name == "aten::col2im":  # its result is a tensor like the first, made smaller
+    if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
         return max(0, _bytes(tensors[0]) - made)
     if tensors and name in _FORMULAS:
         return _FORMULAS[name](tensors, args, made)
@@ -127,14 +127,14 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
 
 
 def _rolled(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """One dimension after the other, and each result stays until all are made."""
+    """Dimensions are rolled one after another; each intermediate result stays until the end."""
     dimensions = args[2] if len(args) > 2 else ()
     return made * max(0, len(dimensions) - 1)
 
 
 def _selected(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Counts and sums of them where both are gone through together, else places of what is true,
-    twice; how many are is not known, half of them here."""
+    """Counts and their running sums where the source and the mask can be walked together; else the
+    indices of true elements, twice. How many are true is not known; half is assumed."""
     source, mask = tensors[:2]
     together = torch.broadcast_shapes(source.shape, mask.shape)
     if source.shape == mask.shape and source.is_contiguous() and mask.is_contiguous():
@@ -147,7 +147,7 @@ def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
 
 
 def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """All dimensions but the last into a tensor of their own, and the last from a copy of that."""
+    """All dimensions but the last go into a temporary, and the last one from a copy of that."""
     source, dimensions = tensors[0], args[1]
     if len(dimensions) > 1:
         return 2 * _bytes(source)
@@ -156,7 +156,7 @@ def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
 
 
 def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """Euclidean ones of many rows are a product, of both with two columns more."""
+    """Euclidean distances of many rows are a product of copies that have two more columns."""
     one, two = tensors[:2]
     mode = args[3] if len(args) > 3 else None
     many = max(one.shape[-2], two.shape[-2]) > _FEW_ROWS
@@ -176,7 +176,7 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
 
 
 def _readable(matrix: torch.Tensor) -> bool:
-    """Whether a product reads a matrix where it is, row by row or column by column."""
+    """Whether a product reads a matrix in place: its rows or its columns are contiguous."""
     if matrix.dim() != 2 or matrix.layout is not torch.strided:
         return True
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
@@ -190,14 +190,14 @@ def _channels_last(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _keeps_all_gates() -> bool:
-    """Whether oneDNN's recurrent layers take more: 3.7 (of torch 2.10) does, 3.12 does not."""
+    """Whether oneDNN's recurrent layers keep more: version 3.7 (torch 2.10) does, 3.12 does not."""
     version = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())
     return version is not None and (int(version[1]), int(version[2])) < (3, 12)
 
 
 def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
-    """An LSTM layer on the CPU, as measured over eleven sizes, mostly a little too high: the gates
-    of all steps, and parameters in layouts of its own, twice in backward."""
+    """An LSTM layer on the CPU: the gates of all time steps, and parameters in other layouts, twice
+    in backward. Measured for eleven sizes; mostly a little too high."""
     source, weight = tensors[:2]  # (steps, batch, channels) and (gates, channels)
     gates = _bytes(source) // max(1, source.shape[-1]) * weight.shape[0]
     parameters = sum(map(_bytes, tensors[1:5]))
@@ -208,7 +208,7 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
-    """As measured on the CPU: an unfolded input (im2col), or oneDNN's reordered copies."""
+    """As measured on the CPU: the unfolded input (im2col), or oneDNN's reordered copies."""
     if unfolded(source, weight, source.device.type, options):
         copied = 0 if source.is_contiguous() else _bytes(source) + _bytes(weight)
         return copied + unfolded_workspace(source, weight, made, options, False)
@@ -221,8 +221,8 @@ def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, m
 
 
 def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
-    """What an LSTM layer on the CPU returns besides, of which torch has no size on shapes: gates
-    and states of all steps, padded. As measured over the same sizes, at most a fifth too high."""
+    """The extra output of an LSTM layer on the CPU, of which torch gives no size for fake tensors:
+    gates and states of all time steps, padded. For the measured sizes at most a fifth too high."""
     source, weight = tensors[:2]
     steps, batch, channels = source.shape
     hidden = weight.shape[0] // 4
@@ -235,11 +235,11 @@ def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
 def kernel_workspace(
     name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
 ) -> int:
-    """As `workspace_of`, but as near as possible and for backward operators too.
+    """As `workspace_of`, but as exact as possible, and for backward operators too.
 
-    For predicting a peak, where `workspace_of` is for staying under one. The formulas are those of
-    torch's CPU kernels as measured, kernel by kernel; on other devices nothing better is known.
-    `device` is the type of the one that is meant, if the tensors have no memory of their own.
+    This is for predicting a peak; `workspace_of` is for staying under one. The formulas are for
+    torch's CPU kernels as measured, kernel by kernel; for other devices nothing better is known.
+    `device` is the type of device to assume if the tensors have no memory.
     """
     if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         return _flash(tensors, name.endswith("_backward"))
@@ -253,7 +253,7 @@ def kernel_workspace(
         return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
-        # Tensors without memory are on no device that says so.
+        # Tensors without memory do not tell their device, so `workspace_of` has not converted them.
         known = workspace_of(name, tensors, args, made)
         return known or (converted(name, tensors, args) if cpu else 0)
     shift = 1 if backward else 0
@@ -277,7 +277,7 @@ def kernel_workspace(
 
 
 def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
-    """Attention on the CPU: a block of scores for each thread, two in backward."""
+    """Flash attention on the CPU: a block of scores per thread, two in backward."""
     query, key = tensors[1:3] if backward else tensors[:2]
     length, width = query.shape[-2:]
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
@@ -293,7 +293,7 @@ def room_for(
 ) -> int:
     """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
 
-    At most, or `nearest` to what it will be.
+    This is an upper estimate; with `nearest`, the likeliest figure.
     """
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     made = made_by(func, args, kwargs)
@@ -308,15 +308,15 @@ def room_for(
 def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes of the outputs of a call, from shapes alone.
 
-    The operator runs on the meta device; where it has no such kernel (its output depends on data)
-    the largest input stands for the output.
+    The operator runs on the meta device; if it has no meta kernel (its output depends on data), the
+    size of its largest input is used.
     """
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     dynamo_aside()
     try:
-        with _compat.below_autograd():  # no mode of the program's is to see or to count it
+        with _compat.below_autograd():  # so that no mode of the program sees or counts it
             named = {name: _meta(a) for name, a in kwargs.items()}
-            if facts_of(func).places:  # left out, it is a real one: memory, and draws for good
+            if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
                 named["device"] = torch.device("meta")
             result = func(*[_meta(a) for a in args], **named)
         given = {id(t) for t in tensors}
@@ -344,7 +344,7 @@ def _tensors(argument: Any) -> list[torch.Tensor]:
 
 
 def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> int:
-    """Bytes that the backward of an operation allocates, gradients of its inputs included."""
+    """Bytes that the backward of an operation allocates, including the gradients of its inputs."""
     if "convolution" in name:
         return grads + workspace
     if name in _SEVERAL_STEPS:

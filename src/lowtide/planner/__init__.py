@@ -1,7 +1,7 @@
-"""The planner: what to hold and what to recompute, as pure values.
+"""The planner: what to hold and what to recompute, as plain data.
 
-Problem: the cheapest recomputation under a byte limit. Invariant: nothing in this package knows a
-tensor; a recorded step comes in as a `Graph`, a decision goes out as a `Retention` inside a
+Problem: find the cheapest recomputation under a byte limit. Invariant: nothing in this package
+handles tensors; a recorded step comes in as a `Graph`, a plan goes out as a `Retention` inside a
 `Solution`. Imports: `lowtide.errors` and the standard library. Rejected: planning inside the
 engine, where it could not be tested without running a network.
 """

@@ -1,15 +1,15 @@
-"""Choosing a plan: which way of searching, in which order, and when to stop.
+"""Choosing a plan: which search methods to use, in which order, and when to stop.
 
-Problem: no single method is best at every limit, and a user waits while it searches.
+Problem: no single method is best at every limit, and the user waits while the planner searches.
 
 Invariant: deterministic. Work is counted in simulated operations, not seconds, so the same graph
 and limit give the same plan on any machine; `time_limit` is a guard that only ends a search early.
 
 Imports: the other modules of `lowtide.planner`.
 
-Rejected: annealing in place of the searches. It needs a plan that fits to begin with, and tens of
-thousands of evaluations, which take minutes here; where somebody brings a simulator that is fast
-enough, it comes after them, see `polish`.
+Rejected: annealing in place of the searches. It has to start from a plan that fits and needs tens
+of thousands of evaluations, which take minutes here. If the caller has a simulator that is fast
+enough, annealing follows the searches: see `polish`.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from lowtide.planner.simulate import Simulation, Simulator
 from lowtide.planner.solution import Solution
 
 EXCHANGE_WORK = 400_000
-"""The same for the exchanges after it."""
+"""Operations and events that the exchanges may simulate, as `search.WORK` for the rest."""
 CONSTANT = 100
-"""What an exchange takes besides, in operations: the smallest graphs are not searched for ever."""
+"""Overhead of a simulation, in operations, so that searches of tiny graphs are bounded too."""
 MOMENTS = 3
-"""Moments whose cuts are starting points, the plain peak besides."""
+"""Moments besides that of the plain peak whose cuts are starting points."""
 NEAREST = 3
 """Cuts at a moment that are repaired first."""
 CUT_WORK = 2
-"""Simulations that take as long as one cut."""
+"""One cut takes as long as this many simulations."""
 HOPELESS = 1.5
-"""A plan that takes this many times the best one's time will not overtake it by holding again."""
+"""A plan that takes this many times the best one's time will not overtake it by holding more."""
 FAR = 3.0
-"""A first plan above so many times the bound: replays stand at the peak, anchors are needed."""
+"""If the best plan takes more than this many times the bound, replays dominate the peak: cuts with
+anchors are then ranked with the nearest cuts, not tried after them."""
 DEAR = 2.0
-"""Of a starting point, what an excess as large as the limit counts as, in forwards."""
+"""In `_promise`, an excess as large as the limit counts as this many times the forward's time."""
 
 
 def solve(
@@ -72,28 +73,29 @@ def solve(
 ) -> Solution:
     """The cheapest plan found whose peak is at most `limit - margin`.
 
-    Decision table, in order; the search ends when a plan is within 2 % of the proved bound or the
-    work is used up, and the best plan met is returned:
+    Decision table, in order. The search ends when a plan is within 2 % of the proved bound or the
+    work is used up, and returns the best plan found:
 
     | situation                          | what is tried                                     |
     |------------------------------------|---------------------------------------------------|
     | keeping everything fits            | that; nothing is replayed                         |
-    | always                             | greedy at the peak                                |
-    | always                             | minimum cuts at the plain peak, prices around the |
-    |                                    | limit, each repaired                              |
-    | no cut is near the bound           | the same with anchors held, few to many, and what |
-    |                                    | one simulation says is most promising first       |
-    | nothing fits                       | the search of `minimum`, ended when the limit is  |
-    |                                    | reached; what is left is held again               |
+    | it does not fit                    | greedy at the peak                                |
+    | it does not fit                    | minimum cuts at the plain peak, at prices around  |
+    |                                    | the limit; each cut is repaired                   |
+    | no cut is near the bound           | the same with anchors held, few to many; the most |
+    |                                    | promising first, judged by one simulation each    |
+    | nothing fits yet                   | the search of `minimum`, until the limit is met;  |
+    |                                    | what there is room for is then held again         |
     | something fits                     | exchanges of what the cheapest plans hold         |
-    | nothing does, or twice the bound   | anchors of two levels; exchanges where they help  |
-    | something fits, `polish_with` is   | the best plan changed at random, as often as half |
-    | there and the graph is not large   | a second allows                                   |
-    | nothing fits even so               | "infeasible", with the lowest peak met            |
+    | nothing fits, or the best plan     | anchors of two levels, and exchanges again if     |
+    | takes over twice the bound         | they gave a better plan                           |
+    | something fits, `polish_with` is   | random changes to the best plan, for about half a |
+    | given and the graph is not large   | second                                            |
+    | nothing fits after all that        | "infeasible", with the lowest peak found          |
 
-    `polish_with` never decides whether something fits: a limit is refused with it or without.
-    With `prove`, as much time again goes into raising the bound; the plan stays the same. With
-    `cut_with` that proves more.
+    `polish_with` never decides whether something fits: the same limits are refused without it.
+    With `prove`, as much time again is spent on raising the bound; the plan stays the same.
+    `cut_with` makes that faster, so that more is proved.
     """
     began = perf_counter()
     search = Search(Problem(Simulator(graph)), limit - margin, began + time_limit)
@@ -119,20 +121,20 @@ def solve(
 
 
 def minimum(graph: Graph, *, time_limit: float = 60.0) -> Solution:
-    """The lowest peak that the planner can reach.
+    """The plan with the lowest peak that the planner can reach.
 
-    Greedy and anchors are pushed down as far as they go; then the best of them is asked for less,
-    move by move. `solve` follows the same path, so a limit of this peak can be solved.
+    Greedy and anchored plans are shrunk as far as they go; then single moves lower the best of them
+    further. `solve` follows the same path, so it finds a plan for a limit of this peak.
     """
     began = perf_counter()
     search = lowest(Problem(Simulator(graph)), 0, began + time_limit)
-    # The limit that was met is the peak found, so the answer fits by definition.
+    # The peak that was found is the limit, so that the status is "fits".
     search.limit = search.best.result.peak
     return search.solution(began)
 
 
 def _near(cuts: dict[float, Cut], room: int) -> Iterator[Cut]:
-    """Distinct cuts, those whose bytes are nearest to the room first."""
+    """Distinct cuts, the ones whose bytes are nearest to the room first."""
     seen: set[frozenset[int]] = set()
     order = sorted(cuts.items(), key=lambda item: (abs(item[1].nbytes - room), item[0]))
     for _, cut in order:
@@ -149,7 +151,7 @@ def _cuts(search: Search) -> None:
     room = room_at(sim, at, limit)
     event = at[1] if at[0] == "backward" else 0
     model = CutModel(sim, weight, event)
-    # A bound that shows the greedy plan to be good enough needs no better one.
+    # Once the bound shows that the greedy plan is good enough, a better bound is not needed.
     cuts = hull(model, sim, room, enough=search.wanted_bound())
     search.stop -= CUT_WORK * len(cuts)
     search.bound = lower_bound(room, cuts)
@@ -176,7 +178,7 @@ def _cuts(search: Search) -> None:
 
 
 def _start(search: Search, held: frozenset[int]) -> None:
-    """Repair what a cut would hold."""
+    """Repair the plan that holds these values, and offer it."""
     problem, limit = search.problem, search.limit
     found = shrink(problem, problem.start(held), limit)
     if not search.fits or found.result.seconds <= HOPELESS * search.best.result.seconds:
@@ -187,10 +189,10 @@ def _start(search: Search, held: frozenset[int]) -> None:
 def _starts(
     search: Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterable[frozenset[int]]:
-    """Starting points: the nearest cut; cuts with and without anchors, as promising as they are.
+    """Starting points: the nearest cut, then cuts with and without anchors, most promising first.
 
-    A cut knows one moment. Where replays stand at the peak, what is nearest there is far from
-    fitting, and its repair ends far from the best plan; one simulation of each tells.
+    A cut knows only one moment. Where replays dominate the peak, the nearest cut is far from
+    fitting, and repairing it ends far from the best plan; so each is simulated once and ranked.
     """
     near = [cut.held for cut in _near(cuts, room)]
     yield near[0]
@@ -213,7 +215,7 @@ def _starts(
 def _anchored(
     search: Search, cuts: dict[float, Cut], weight: list[int], room: int, event: int
 ) -> Iterator[frozenset[int]]:
-    """Cuts with anchors held, few to many."""
+    """Cuts with anchors held: few anchors first, then more."""
     price = min(cuts, key=lambda price: (abs(cuts[price].nbytes - room), price)) / 2
     sim = search.problem.sim
     bounds = Boundaries(sim)
@@ -230,9 +232,9 @@ def _anchored(
 
 
 def _nested(search: Search) -> bool:
-    """Anchors of two levels: held, and retained when the replay of a segment passes by.
+    """Anchors of two levels: some held, others retained when a replay recomputes their segment.
 
-    Whether that is better than the best plan so far.
+    Returns whether that gave a plan better than the best so far.
     """
     before, problem, limit = search.best, search.problem, search.limit
     found = [
@@ -250,13 +252,14 @@ def _nested(search: Search) -> bool:
 
 
 def _promise(search: Search, result: Simulation) -> float:
-    """What a starting point may cost once it fits: time, and a price for what it is over."""
+    """An estimate of what a starting point will cost once it fits: its time, and its excess over
+    the limit at a price."""
     dear = DEAR * sum(search.problem.sim.cost) / max(search.limit, 1)
     return result.seconds + dear * max(result.peak - search.limit, 0)
 
 
 def _exchange(search: Search) -> None:
-    """Exchange what the cheapest plans hold for something better, until the work is used up."""
+    """Exchange values that the cheapest plans hold for others, until the work is used up."""
     sim, pool = search.problem.sim, search.pool
     size = len(sim.cost) + len(sim.event_value) + CONSTANT
     stop = sim.evaluations + max(EXCHANGE_WORK // size, 24)

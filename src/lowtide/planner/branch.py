@@ -1,17 +1,17 @@
-"""A lower bound that counts second replays, by branching on what is held from the forward.
+"""A lower bound that counts second replays, by branching on what is held from the forward on.
 
-Problem: with one payment for each operation, however often it is replayed, and with bytes that can
-be held in part, a bound stays points below the best plan: what is replayed early cannot stay in
-memory to its later use, and the last value that would fit does not.
+Problem: `moments` pays once for each operation, however often it is replayed, and lets values be
+held in part. That bound stays some percent below the best plan, in which what is replayed early may
+not stay in memory until its later use, and the last value that would fit does not.
 
-Invariant: valid for every plan. A value is held from the forward, and paid in bytes for as long as
-it lives; or not, and then its producer is replayed if backward asks for it, by the moment at which
-that happens, and paid once more if it is replayed after that moment. Each branch decides for one
-value; the bound is the least of the branches that are left.
+Invariant: valid for every plan. Either a value is held from the forward on, and its bytes are paid
+for as long as it lives; or its producer is replayed by the time backward first asks for it, and
+paid once more if it is replayed after that moment too. Each branch decides this for one value; the
+bound is the lowest bound of any open branch.
 
 Imports: `lowtide.planner.moments`, `lowtide.planner.flow`, `lowtide.planner.repair`.
 
-Rejected: an integer program with a solver, which proves the same without prices, in minutes.
+Rejected: an integer program, which proves the same without prices but takes a solver minutes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from lowtide.planner.moments import Moments, raise_bound
 from lowtide.planner.repair import Problem
 
 Held = dict[int, bool]
-"""Of some values, whether they are held from the forward on."""
+"""For the values decided so far, whether they are held from the forward on."""
 FIRST_CLIMBS, CLIMBS = 8, 4
-"""Cuts with which the prices are moved: before any decision, and after each."""
+"""Cuts spent on improving the prices: before any decision, and after each."""
 WIDE = 3
-"""Values of which both decisions are tried before one of them is branched on."""
+"""Before branching, both decisions are tried for up to this many values."""
 
 
 class Branch(Moments):
-    """Cuts at several moments where it is decided of some values whether they are held."""
+    """Cuts at several moments, given for some values whether they are held."""
 
     NEVER = -1
-    """In place of a moment: what is not to be had for any price."""
+    """In place of a moment's index: its price is infinite, as the value cannot be in memory."""
 
     def __init__(
         self, problem: Problem, moments: list[int], limit: int, cut_with: CutWith | None = None
@@ -46,12 +46,12 @@ class Branch(Moments):
         self.moments = moments
         self.cuts = 0
         network = self.network
-        # Of each moment and operation, the arc that pays for another replay after that moment.
+        # For each moment and operation, the arc that pays for another replay after that moment.
         self.again = [
             {op: network.arc(node, Network.SINK, 0) for op, node in nodes.items()}
             for nodes in self.replays
         ]
-        # Of each value, (moment, arc to its producer, arc to pay without being replayed).
+        # For each value, (moment, arc to its producer, arc that pays for holding it: no replay).
         self.arcs: dict[int, list[tuple[int, int, int]]] = {}
         for index, priced in enumerate(self.priced):
             for value, (arc, _, here, _) in zip(self.values[index], priced, strict=True):
@@ -61,7 +61,7 @@ class Branch(Moments):
         for nodes in self.replays:
             for op, node in nodes.items():
                 self.first.setdefault(op, node)
-        # Of each moment and operation, the arc from its node to the sink.
+        # For each moment and operation, the arc from its node to the sink.
         self.drain = [
             {op: self.base[op] if self.first[op] == node and op in self.base else again[op]
              for op, node in nodes.items()}
@@ -70,14 +70,16 @@ class Branch(Moments):
         self.plain = network.snapshot()
 
     def start(self) -> Held:
-        """What is decided for every plan."""
+        """What every plan has in common."""
         held: Held = dict.fromkeys(sorted(self.sim.graph.must_hold), True)
         return held | dict.fromkeys(sorted(self.problem.gone), False)
 
     def replayed(self, held: Held) -> dict[int, int] | None:
-        """Operations that are replayed, with the index of the first moment that this is before.
+        """Operations that are certainly replayed, with the index of the moment before which that
+        happens.
 
-        That index is the number of moments where it is after the last. None: one cannot be.
+        The index is the number of moments if that is after the last. None: one of them cannot be
+        replayed.
         """
         sim, first_event = self.sim, self.sim.graph.first_event
         asked = sorted(
@@ -102,7 +104,7 @@ class Branch(Moments):
         return found
 
     def decide(self, held: Held) -> bool:
-        """Take these decisions; False when no plan has them."""
+        """Set up the network for these decisions; False if no plan can have them."""
         work = self.replayed(held)
         if work is None:
             return False
@@ -123,24 +125,25 @@ class Branch(Moments):
         return True
 
     def _sort(self, held: Held) -> None:
-        """What depends on prices with these decisions."""
+        """List the arcs whose capacities depend on prices, given these decisions."""
         sim, needed, network = self.sim, self.sim.graph.needed, self.network
-        # (moment, bytes, arc), and where flow goes on from it straight to the sink, the drain.
+        # (moment, bytes, arc); `asked` also has the drain, the arc by which its flow reaches the
+        # sink.
         self.bought: list[tuple[int, int, int]] = []
         self.asked: list[tuple[int, int, int, int]] = []
-        # (moment, bytes, node, and that of the producer: without it if the value is held).
+        # (moment, bytes, node, and the producer's node, or the sink if the value is held).
         self.there: list[tuple[int, int, int, int]] = []
         for value, arcs in self.arcs.items():
             decided, size = held.get(value), sim.nbytes[value]
             for index, arc, pay in arcs:
                 moment, drains = self.moments[index], self.drain[index]
                 asked = needed[value] >= max(moment, 0)
-                # Before backward nothing is replayed: what is not held is not there.
+                # Nothing is replayed before backward: what is not held then is not in memory.
                 gone = decided is False and (sim.release[value] < 0 or moment < 0)
                 here, maker = network.head[arc ^ 1], network.head[arc]
                 self.there.append((index, size, here, Network.SINK if decided else maker))
                 if decided:
-                    if not asked:  # what is, is there whatever a cut says
+                    if not asked:  # else it is in memory in every cut, and `there` counts it
                         self.bought.append((index, size, pay))
                     continue
                 never = gone or size > self.rooms[index]
@@ -165,7 +168,8 @@ class Branch(Moments):
         return seconds + dear, over
 
     def _load(self, prices: list[float]) -> None:
-        """Set the capacities, and the flow that goes from a value straight to its producer."""
+        """Set the capacities, and push the flow that goes straight from a value through its
+        producer to the sink."""
         self.network.restore(self.undecided)
         room = self.network.room
         scaled = [*(price * SCALE for price in prices), INFINITE]
@@ -179,17 +183,17 @@ class Branch(Moments):
             room[drain ^ 1] += push
 
     def _kept(self, value: int, side: Sequence[int]) -> bool:
-        """Whether a cut has a value in memory at its first moment."""
+        """Whether a cut holds a value at the first moment for which it has an arc."""
         _, arc, _ = self.arcs[value][0]
         head = self.network.head
         return bool(side[head[arc ^ 1]]) and not side[head[arc]]
 
     def candidates(self) -> list[int]:
-        """Values to decide on: large ones of which the last cuts did not know, or did not pay for.
+        """Values to branch on: large ones whose decision the last cuts leave open.
 
-        What a replay by one of the moments reads; what one cut with these decisions holds and
-        another does not; what is asked for by one of the moments and not held. Where all that is
-        decided, anything that is left.
+        They are inputs of replays that happen by one of the moments; values that one cut with these
+        decisions holds and another does not; and values that backward asks for by the last moment,
+        those not held first. If all of these are decided, any others.
         """
         sim, first_event, last = self.sim, self.sim.graph.first_event, len(self.moments)
         reads = (x for op, by in self.work.items() if by < last for x in sim.reads[op])
@@ -214,13 +218,13 @@ class Branch(Moments):
 
 
 class Tree:
-    """Branches of one model, the one that proves least first."""
+    """The open branches of one model, the one with the lowest bound first."""
 
     def __init__(self, model: Branch, starts: list[list[float]], target: float) -> None:
         self.model = model
         self.target = target
         self.leaves: list[tuple[float, int, Held, list[float], list[int]]] = []
-        self.done = 0  # nodes of the networks that were cut
+        self.done = 0  # work so far: cuts times nodes of the network
         model.decide(model.start())
         raised = [raise_bound(model, prices, 0.0, target, FIRST_CLIMBS) for prices in starts]
         best, prices = max(raised)
@@ -228,16 +232,17 @@ class Tree:
 
     @property
     def moments(self) -> list[int]:
-        """Those of its model."""
+        """The moments of its model."""
         return self.model.moments
 
     @property
     def bound(self) -> float:
-        """What is proved so far; no more than `target` is asked for."""
+        """The bound proved so far, at most `target`."""
         return min(self.leaves[0][0], self.target) if self.leaves else self.target
 
     def grow(self, work: int) -> int:
-        """Branch for so many nodes of cut networks, or to the end; how many were cut since."""
+        """Branch until `work` more is used up (cuts times nodes), or to the end; returns the work
+        done since the last call."""
         model = self.model
         nodes = len(model.network.arcs)
         while model.cuts * nodes < self.done + work:
@@ -259,9 +264,11 @@ class Tree:
             heappush(self.leaves, leaf)
 
     def _choose(self, held: Held, prices: list[float], least: float, candidates: list[int]) -> int:
-        """The largest, and at every other depth the one of which both decisions prove most.
+        """The value to branch on: at every other depth the first (largest) candidate; else the one
+        whose two decisions, tried with one cut each, raise the bound most (as a product).
 
-        That takes two cuts each, and alone it follows what one decision proves and the other not.
+        Trying takes two cuts per candidate; done at every depth, it would follow values of which
+        only one decision proves anything.
         """
         if len(candidates) == 1 or len(held) % 2:
             return candidates[0]

@@ -1,18 +1,20 @@
 """The cheapest recomputation for one moment of the step, as a minimum cut.
 
 Problem: at the peak, every value that backward will still ask for is either in memory or has to be
-recomputed from values that are. Which ones to hold for the least time is a selection with
-dependencies: a minimum cut once bytes are given a price.
+recomputed from values that are. Choosing which to hold for the least replayed time is a selection
+with dependencies, and a minimum cut once bytes are given a price.
 
 Invariant: a node for each operation (is it replayed?) and each value (is it required?). A required
-value is paid in bytes, or its producer is replayed; a replayed operation costs its time and
-requires its inputs. Values nobody saved can be held too: holding a layer's own output lets a
-growing concatenation go. Bytes at the price p, for all p, trace the lower hull of time against
-memory at that moment; `p x (bytes over)` of a cut proves a lower bound for every plan.
+value is paid for in bytes, or its producer is replayed; a replayed operation costs its time and
+requires its inputs. Values that nothing saved can be held too: holding a layer's own output allows
+a growing concatenation to be dropped. Over all prices of a byte, the cuts trace the lower hull of
+time against memory at that moment. A cut's time plus `price x (its bytes - room)` is a lower bound
+on the replayed time of every plan.
 
 Imports: `lowtide.planner.flow`, `lowtide.planner.simulate`.
 
-Rejected: an integer program. It needs a solver as a dependency and gains what the repair finds.
+Rejected: an integer program. It needs a solver as a dependency and gains only what the repair of a
+cut finds anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lowtide.planner.flow import INFINITE, Network
 from lowtide.planner.simulate import Simulation, Simulator
 
 SCALE = 10**12
-"""Seconds to integer capacities."""
+"""Factor from seconds to integer capacities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,15 @@ class Cut:
 
     held: frozenset[int]
     nbytes: int
-    """Weight of the held values: bytes at the moment of the cut."""
+    """Weight of the held values: their bytes at the moment of the cut."""
     seconds: float
-    """Time of the operations replayed once each."""
+    """Time of the replayed operations, each once."""
 
 
 class CutModel:
-    """Minimum cuts of one graph for given weights of its values.
+    """Minimum cuts of one graph, given a weight for each value.
 
-    What backward still needs at `event` is required.
+    Values that backward still needs at `event` are required.
     """
 
     def __init__(self, sim: Simulator, weight: list[int], event: int = 0) -> None:
@@ -70,8 +72,8 @@ class CutModel:
     def solve(self, price: float) -> Cut:
         """The cheapest choice when a byte costs `price` seconds.
 
-        The flow of the nearest lower price still fits, so the search goes on from there. The cut
-        is the smallest one, which does not depend on the flow that proves it.
+        The flow for the nearest lower price is still feasible, so the search continues from it. The
+        cut returned is the smallest one, which does not depend on the flow that proves it.
         """
         network, weight = self.network, self.weight
         while self.solved[-1][0] > price:
@@ -95,7 +97,7 @@ class CutModel:
 
 
 def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
-    """Bytes that holding each value costs at a moment; 0 where it is alive anyway or released."""
+    """Bytes that holding each value costs at a moment; 0 if it is in memory anyway or released."""
     phase, index = at
     if phase == "forward":
         return [
@@ -111,21 +113,21 @@ def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
 
 
 def moment_at(sim: Simulator, number: int) -> tuple[str, int]:
-    """A moment by its number, as `moment_weights` takes it: events of backward from 0 on, and
-    before them, with numbers below 0, the operations of the forward and its end."""
+    """The moment with this number, as `moment_weights` takes it: numbers from 0 on are events of
+    backward; negative ones are operations of the forward (and its end), counted backwards."""
     if number >= 0:
         return "backward", number
     return "forward", len(sim.forward_peak) + number
 
 
 def number_of(sim: Simulator, at: tuple[str, int]) -> int:
-    """The number of a moment."""
+    """The number of a moment; the inverse of `moment_at`."""
     phase, index = at
     return index if phase == "backward" else index - len(sim.forward_peak)
 
 
 def room_at(sim: Simulator, at: tuple[str, int], limit: int) -> int:
-    """Bytes that a plan may hold at a moment under a limit."""
+    """Bytes that a plan may hold at a moment if the peak may be `limit`."""
     phase, index = at
     if phase == "forward":
         return limit - sim.forward_peak[index]
@@ -135,19 +137,19 @@ def room_at(sim: Simulator, at: tuple[str, int], limit: int) -> int:
 
 
 def free_holds(sim: Simulator, weight: list[int]) -> frozenset[int]:
-    """Saved values without weight at the moment: a cut has no reason to let them go."""
+    """Saved values without weight at the moment: a cut has no reason to drop them."""
     return frozenset(
         v for v, size in enumerate(weight) if not size and not sim.free[v] and sim.release[v] >= 0
     )
 
 
 def lower_bound(room: int, cuts: dict[float, Cut]) -> float:
-    """The best bound on replayed time that the cuts prove for plans with this room."""
+    """The best lower bound on replayed time that the cuts prove for plans with this room."""
     return max((_proved(room, *item) for item in cuts.items()), default=0.0)
 
 
 def best_price(room: int, cuts: dict[float, Cut]) -> float:
-    """The price that proves it."""
+    """The price whose cut proves `lower_bound`."""
     return max(cuts.items(), key=lambda item: _proved(room, *item))[0]
 
 
@@ -164,11 +166,12 @@ def hull(
     first: float = 0.0,
     enough: float = float("inf"),
 ) -> dict[float, Cut]:
-    """Cuts by price, around the price at which the held bytes meet the room.
+    """Cuts by price, around the price at which the held bytes just fit the room.
 
-    The search begins at the price `first`, or far below the mean price of a byte, until a cut
-    meets the room. Then the slope between the two nearest cuts is the next price, until there is no
-    corner between them, which proves the best bound that prices can prove; or one of `enough`.
+    The price rises from `first`, or from far below the mean price of a byte, until a cut fits the
+    room. From then on the slope between the two nearest cuts is the next price. The search ends
+    when there is no corner of the hull between them, which proves the best bound that prices can
+    prove, or when the bound has reached `enough`.
     """
     total = sum(model.weight) or 1
     high = first or sum(sim.cost) / total * 1e-2
@@ -198,6 +201,6 @@ def hull(
 
 
 def peak_moment(result: Simulation) -> tuple[str, int]:
-    """The moment of a simulated peak, as `moment_weights` takes it."""
+    """The moment of a simulation's peak, as `moment_weights` takes it."""
     phase, index = result.peak_at
     return ("forward" if phase == "forward" else "backward"), index

@@ -1,15 +1,15 @@
-"""Local search with the simulator as the judge of every step.
+"""Local search in which every move is simulated.
 
 Problem: near the lowest reachable peak, and wherever replays overlap, the estimates of `repair`
-mislead: only a simulation tells whether holding an anchor or letting a value wait helps.
+mislead: only a simulation tells whether holding an anchor or retaining a value later helps.
 
-Invariant: the objective is the excess summed over the whole step, then time. A sum has a slope
-where several moments share the peak and no single move lowers the maximum. Moves are tried in a
-fixed order and accepted when they improve, so equal input gives equal output.
+Invariant: the objective is the excess over the limit, summed over the whole step. Where several
+moments share the peak no single move lowers the maximum, but a move can lower the sum. Moves are
+tried in a fixed order and accepted when they improve, so equal input gives equal output.
 
 Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`.
 
-Rejected: annealing. It lowers the cost of a plan that fits, in `polish`; the lowest peak decides
+Rejected: annealing, which `polish` uses to make a plan that fits cheaper. The lowest peak decides
 whether a limit is refused, and that must not depend on whether there is a compiled simulator.
 """
 
@@ -31,7 +31,7 @@ def excess(result: Simulation, limit: int) -> int:
 
 
 def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int) -> Candidate:
-    """Take single moves that lower the excess until the plan fits or none is left."""
+    """Take single moves that lower the excess, until the plan fits or no move helps."""
     sim = problem.sim
     stop = sim.evaluations + evaluations
     best, score = candidate, excess(candidate.result, limit)
@@ -58,7 +58,7 @@ def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int
 
 
 def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
-    """Moves at the peak: let held values go, let retained ones wait, hold what replays pass by."""
+    """Moves at the peak: drop held values, retain others later, hold what replays recompute."""
     sim, trace = problem.sim, trace_of(candidate.result)
     phase, index = candidate.result.peak_at
     event = -1 if phase == "forward" else index
@@ -70,7 +70,7 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
         if choice is not None:
             moves.append((value, choice))
         if trace.start[value] == -1 and problem.sim.graph.first_event[value] > event >= 0:
-            moves.append((value, event + 1))  # let go, and not retained before
+            moves.append((value, event + 1))  # drop it, and retain it only after the peak
     moves.sort(key=lambda move: (-sim.nbytes[move[0]], move))
     if event >= 0:
         anchors = [
@@ -90,9 +90,10 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
 
 
 def _earlier(problem: Problem, trace: Trace, event: int) -> list[tuple[int, int]]:
-    """Values made again here that an earlier replay made as well: retained since, they are there.
+    """Values replayed at the peak that an earlier replay made too: retain them from that one on.
 
-    What the forward has let go for good cannot be an anchor in any other way.
+    For a value that cannot be held from the forward on (`Problem.gone`), this is the only way to
+    serve as an anchor.
     """
     missed: dict[int, list[int]] = {}
     for value, at in trace.missed:

@@ -1,15 +1,15 @@
 """From plans that fit to cheaper ones that fit, by exchanging what is held.
 
-Problem: a repaired cut knows one moment of the step; what it let go first need not go once the rest
-is known, and where several moments stand near the limit it is points away from the best plan.
+Problem: a cut knows only one moment of the step. Some of what it dropped could stay once the repair
+is done, and where several moments are near the limit it is some percent from the best plan.
 
-Invariant: every plan in the pool fits, as the simulator says. The cheapest one that has an untried
-exchange is tried next, exchanges in a fixed order, so equal input gives equal output.
+Invariant: every plan in the pool fits, according to the simulator. The next exchange is made from
+the cheapest plan that has an untried one, in a fixed order, so equal input gives equal output.
 
 Imports: `lowtide.planner.repair`.
 
 Rejected: annealing in its place. It needs a thousand times as many simulations, which take minutes
-here; what it finds besides, with a simulator that is as much faster, is for `polish`.
+here; with a compiled simulator it follows the exchanges, in `polish`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lowtide.planner.repair import (
 from lowtide.planner.retention import HOLD
 
 ROUNDS = 6
-"""Simulations after which an exchange that does not fit is given up."""
+"""After this many simulations, an exchange that does not fit yet is given up."""
 TRIES = 3
-"""Times that an exchange is tried, each time without letting go the largest of the last one."""
+"""How often an exchange is tried: each time, the largest value that the last try dropped stays."""
 WORTH = 1.3
-"""An exchange that takes this many times the best plan's time before it fits is given up."""
+"""An exchange whose plan exceeds this many times the best plan's time is given up."""
 NEAR = 1.1
-"""Plans of up to this many times the best one's time are starting points too."""
+"""Plans of up to this many times the best plan's time are starting points too."""
 
 
 class Pool:
@@ -50,7 +50,7 @@ class Pool:
         self.known: set[tuple[int, ...]] = set()
 
     def add(self, plan: Candidate) -> None:
-        """Take a plan in, if it fits and is new."""
+        """Add a plan, if it fits and is new."""
         if plan.result.peak > self.limit or not plan.result.complete:
             return
         key = tuple(trace_of(plan.result).start)
@@ -90,12 +90,12 @@ class Pool:
                 yield found
                 if not moved:
                     break
-                # What went first may have been the wrong thing: estimates count no second replay.
+                # Estimates ignore second replays, so `shrink` may have dropped the wrong values.
                 frozen |= {max(moved, key=lambda value: (problem.sim.nbytes[value], value))}
 
 
 def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]]]:
-    """What to hold or retain earlier, largest saving first; then what to let go, cheapest first."""
+    """What to hold or retain earlier, largest saving first; then what to drop, cheapest first."""
     sim, trace = problem.sim, trace_of(plan.result)
     start, producer, cost = trace.start, sim.producer, sim.cost
     ranked: list[tuple[float, int, int]] = []
@@ -126,7 +126,7 @@ def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]
 
 
 def _replayed(problem: Problem, plan: Candidate) -> Iterable[int]:
-    """Values that are made again and could be held."""
+    """Values that are recomputed and could be held."""
     sim, trace = problem.sim, trace_of(plan.result)
     for value, at in enumerate(trace.start):
         can = not problem.fixed[value] and value not in problem.gone

@@ -1,9 +1,9 @@
-"""The fields of a JSON document: graphs, plans and what they are saved in.
+"""Typed access to the fields of a JSON document: a graph, a plan, or a file that contains them.
 
-Problem: a file may be damaged, of another version, or no document of this package at all, and
-loading one must never execute anything. Invariant: whatever is not what it has to be is a
-`UsageError` that says what stands there. Imports: `lowtide.errors`. Rejected: pickle, and a
-library of schemas for a dozen fields.
+Problem: a file may be damaged, of another version, or not written by this package at all, and
+loading one must never execute anything. Invariant: a field of the wrong type raises a `UsageError`
+that shows what was found. Imports: `lowtide.errors`. Rejected: pickle, and a schema library for a
+dozen fields.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.errors import UsageError
 
 
 def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
-    """Parse a JSON document of this package and check what it says it is."""
+    """Parse a JSON document and check that it is of this kind and version."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -3,13 +3,13 @@
 Problem: the planner's cuts are solved many times for capacities that only grow, in plain Python.
 
 Invariant: capacities and flows are integers, so the cut is exact and the same on every machine.
-A flow stays feasible while capacities grow: `maximise` continues from where it stands.
+A flow stays feasible while capacities grow: `maximise` continues from the current flow.
 
 Imports: the standard library.
 
-Rejected: push-relabel. Replay costs sit one or two operations from the bytes that would pay for
-them, so augmenting paths are short and a level graph needs few phases; recursion, because a chain
-of a thousand operations is deeper than the interpreter allows.
+Rejected: push-relabel, as augmenting paths are short here (a replay's cost is one or two arcs away
+from the bytes that it would free) and a level graph needs few phases; recursion, because a chain of
+a thousand operations is deeper than the interpreter allows.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Protocol
 
 INFINITE = 1 << 100
 MOST = 1 << 60
-"""Where `CutWith` cuts, all capacities that are not infinite are together less."""
+"""Networks for `CutWith` must have finite capacities that sum to less than this."""
 
 
 class CutWith(Protocol):
     """Finds minimum cuts faster; `flow.h` says how."""
 
     def __call__(self, nodes: int, heads: list[int], rooms: list[int], /) -> bytes:
-        """Of each node, whether it is on the source's side of the smallest minimum cut."""
+        """For each node, whether it is on the source's side of the smallest minimum cut."""
         ...
 
 
@@ -43,7 +43,7 @@ class Network:
         self.room: list[int] = []
 
     def arc(self, tail: int, head: int, capacity: int) -> int:
-        """Add an arc; its number can be passed to `widen`."""
+        """Add an arc; its number is its index in `head` and `room`."""
         number = len(self.head)
         self.head += (head, tail)
         self.room += (capacity, 0)
@@ -52,30 +52,30 @@ class Network:
         return number
 
     def snapshot(self) -> list[int]:
-        """The flow as it stands."""
+        """The residual capacities of all arcs, which are the flow."""
         return self.room.copy()
 
     def restore(self, snapshot: list[int]) -> None:
-        """Go back to a flow."""
+        """Go back to a flow that `snapshot` returned."""
         self.room = snapshot.copy()
 
     def maximise(self) -> int:
-        """Push until no path is left; the amount of flow added."""
+        """Push flow until no augmenting path is left; returns the amount added."""
         added = 0
         while levels := self._levels():
             added += self._block(levels)
         return added
 
     def cut(self) -> Sequence[int]:
-        """The smallest minimum cut, as `source_side`. The flow that proves it is not kept: whoever
-        goes on from a flow calls `maximise`."""
+        """The smallest minimum cut, as `source_side` returns it. The flow may not be kept; to
+        continue from a flow, call `maximise`."""
         if self.cut_with is not None:
             return self.cut_with(len(self.arcs), self.head, self.room)
         self.maximise()
         return self.source_side()
 
     def source_side(self) -> list[bool]:
-        """Of each node, whether the source still reaches it: the smallest minimum cut."""
+        """For each node, whether the source still reaches it: the smallest minimum cut."""
         reached = [False] * len(self.arcs)
         reached[self.SOURCE] = True
         stack = [self.SOURCE]
@@ -89,7 +89,7 @@ class Network:
         return reached
 
     def _levels(self) -> list[int]:
-        """Distance of each node to the sink, or an empty list when the source is cut off."""
+        """Distance of each node to the sink, or an empty list if the source cannot reach it."""
         far = len(self.arcs)
         levels = [far] * far
         levels[self.SINK] = 0
@@ -107,7 +107,7 @@ class Network:
         return []
 
     def _block(self, levels: list[int]) -> int:
-        """Saturate every shortest path (Dinic), walking with an explicit path."""
+        """Saturate every shortest path (Dinic), with an explicit stack for the path."""
         arcs, head, room = self.arcs, self.head, self.room
         place = [0] * len(arcs)
         path: list[int] = []

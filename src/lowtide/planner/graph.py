@@ -1,11 +1,11 @@
-"""A recorded step as pure values: what was computed, what was saved, what backward asked for.
+"""A recorded step as plain data: what was computed, what was saved, what backward asked for.
 
-Problem: deciding what to recompute needs sizes, times, dependencies and the memory that is not
-the plan's, and nothing else. Tensors here would keep memory alive and could not be written down.
+Problem: deciding what to recompute needs only sizes, times, dependencies and the memory that the
+plan does not control. Tensors here would keep memory alive and could not be serialized.
 
-Invariant: a `Graph` is immutable and checked when built. Operations stand in recorded order, so
-every operation reads values with smaller producers; events stand in backward order; a value's
-release never comes before its last event. Whatever passes the constructor can be simulated.
+Invariant: a `Graph` is immutable and checked when built. Operations are in recorded order, so
+every operation reads values with smaller producers; events are in backward order; a value is
+never released before its last event. Whatever passes the constructor can be simulated.
 
 Imports: `lowtide.errors`, `lowtide.planner.fields` and the standard library. Never torch.
 
@@ -38,17 +38,17 @@ class ValueNode:
     producer: int
     """Index of the operation that makes it, or `EXTERNAL`."""
     pinned: bool = False
-    """The storage stays through backward whatever a plan says: somebody else keeps it, or the tape
-    cannot let it go. Free to use, never counted."""
+    """Its storage stays in memory through backward whatever the plan says: something outside the
+    tape holds it, or the tape cannot drop it. A plan may use it, and counts no bytes for it."""
     overwritten: bool = False
-    """A later operation writes its storage in place: the forward cannot hold it."""
+    """A later operation writes its storage in place, so it cannot be held from the forward on."""
     named: int = -1
-    """The last operation of the forward during which somebody else has its storage, -1 where that
-    is not known to be later than its last use: until then to let it go frees nothing."""
+    """The last operation of the forward during which something outside the tape holds its storage:
+    dropping it before then frees nothing. -1 unless that is known to be after its last use."""
     forgotten: int = -1
-    """The last operation of the forward during which autograd has what it saved of it, where it
-    lets go of that before any backward, as the graph dies; else -1. A plain step holds it until
-    then; under a plan nothing does, since nobody will ask for it."""
+    """If the autograd graph that saved it dies before any backward: the last operation of the
+    forward during which that graph lives; else -1. A plain step holds it until then; a plan does
+    not, since no backward will ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class OpNode:
     """Bytes the kernel allocates and frees while it runs."""
     replayable: bool = True
     other: int = 0
-    """Bytes allocated right after this operation in the forward that a plan does not hold."""
+    """Bytes in memory right after this operation in the forward that the plan does not hold."""
     peak_other: int = 0
-    """The maximum of the same while the operation runs."""
+    """The maximum of such bytes while the operation runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +74,24 @@ class Event:
 
     value: int
     other: int = 0
-    """Bytes not held by the plan at the unpack."""
+    """Bytes in memory at the unpack that the plan does not hold."""
     peak_other: int = 0
-    """The maximum of the same from this unpack to the next."""
+    """The maximum of such bytes from this unpack to the next."""
     releases: tuple[int, ...] = ()
     """Values whose last saved-tensor handle is dropped after this event."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A recorded step. Without slots, so that derived facts are computed once and kept."""
+    """A recorded step. It has no slots, so that derived facts can be cached."""
 
     values: tuple[ValueNode, ...]
     ops: tuple[OpNode, ...]
     events: tuple[Event, ...]
     turn: int = 0
-    """Bytes not held by the plan, at most, after the last operation and before the first event: a
-    loss that is not among the operations takes them. 0 where that is no more than before or after.
-    """
+    """The maximum of bytes that the plan does not hold between the last operation and the first
+    event, where a loss that was not recorded may allocate. 0 where it is no higher than the
+    neighbouring peaks."""
 
     def __post_init__(self) -> None:
         _check_ops(self)
@@ -99,7 +99,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each value, the operations that read it, in recorded order."""
+        """For each value, the operations that read it, in recorded order."""
         found: list[list[int]] = [[] for _ in self.values]
         for index, op in enumerate(self.ops):
             for value in dict.fromkeys(op.inputs):
@@ -108,7 +108,8 @@ class Graph:
 
     @cached_property
     def last_use(self) -> tuple[int, ...]:
-        """Of each value, the last operation of the forward that reads it, or else makes it."""
+        """For each value, the last operation of the forward that reads it; if none does, the one
+        that makes it."""
         return tuple(
             readers[-1] if readers else node.producer
             for node, readers in zip(self.values, self.consumers, strict=True)
@@ -116,15 +117,15 @@ class Graph:
 
     @cached_property
     def stays(self) -> tuple[int, ...]:
-        """Of each value, the operation up to which it is in memory without being held."""
+        """For each value, the operation up to which it is in memory even if it is not held."""
         return tuple(
             max(node.named, last) for node, last in zip(self.values, self.last_use, strict=True)
         )
 
     @cached_property
     def plain(self) -> Graph:
-        """The step as it is without lowtide: what autograd saves for graphs that die before any
-        backward is in memory as long as they live."""
+        """The plain step: what autograd saves for a graph that dies before any backward stays in
+        memory as long as that graph lives."""
         change = [0] * (len(self.ops) + 1)
         values = list(self.values)
         for value, (node, stays) in enumerate(zip(values, self.stays, strict=True)):
@@ -143,7 +144,7 @@ class Graph:
 
     @cached_property
     def first_event(self) -> tuple[int, ...]:
-        """Of each value, the first event that unpacks it, or -1."""
+        """For each value, the first event that unpacks it, or -1."""
         first = [-1] * len(self.values)
         for index in range(len(self.events) - 1, -1, -1):
             first[self.events[index].value] = index
@@ -151,7 +152,7 @@ class Graph:
 
     @cached_property
     def last_event(self) -> tuple[int, ...]:
-        """Of each value, the last event that unpacks it, or -1."""
+        """For each value, the last event that unpacks it, or -1."""
         last = [-1] * len(self.values)
         for index, event in enumerate(self.events):
             last[event.value] = index
@@ -159,9 +160,9 @@ class Graph:
 
     @cached_property
     def release(self) -> tuple[int, ...]:
-        """Of each value, the event after which no handle is left, or -1 if none ever was.
+        """For each value, the event after which no handle is left, or -1 if there never was one.
 
-        A value that is unpacked and never released (a retained graph) keeps its handle to the end.
+        A value that is unpacked and never released (a retained graph) has its handle to the end.
         """
         end = len(self.events) - 1
         release = [-1 if last < 0 else end for last in self.last_event]
@@ -172,10 +173,11 @@ class Graph:
 
     @cached_property
     def needed(self) -> tuple[int, ...]:
-        """Of each value, the last event at which backward needs it, or -1.
+        """For each value, the last event at which backward needs it, or -1.
 
-        That is its release. Of what is never released, as the graph is retained, it is the last
-        request: from there on it may go, to be made again for whoever comes back to it.
+        That is its release. A value that is never released, because the graph is retained, is
+        needed until its last unpack: it may then be dropped, and recomputed if another backward
+        asks for it.
         """
         released = {value for event in self.events for value in event.releases}
         return tuple(
@@ -184,12 +186,12 @@ class Graph:
         )
 
     def retained(self) -> Graph:
-        """The same step with a backward that gives back nothing of what was saved."""
+        """The same step with a retained graph: its backward releases no saved value."""
         return replace(self, events=tuple(replace(event, releases=()) for event in self.events))
 
     @cached_property
     def must_hold(self) -> frozenset[int]:
-        """Values that no replay can make and that backward or a replay may need."""
+        """Values that no replay can make but that backward or a replay may need."""
         found = set()
         for op in self.ops:
             if op.replayable:
@@ -202,7 +204,7 @@ class Graph:
 
     @cached_property
     def fleeting(self) -> frozenset[int]:
-        """Values that no plan may hold: nothing saves them, and their memory is written again."""
+        """Values that no plan may hold: nothing saves them, and their storage is overwritten."""
         return frozenset(
             value
             for value, (node, release) in enumerate(zip(self.values, self.release, strict=True))
@@ -216,7 +218,7 @@ class Graph:
 
     @cached_property
     def saved(self) -> int:
-        """Bytes that backward asks for and a plan decides on."""
+        """Bytes of the saved values that a plan decides on."""
         return sum(
             node.nbytes
             for node, release in zip(self.values, self.release, strict=True)
@@ -227,8 +229,8 @@ class Graph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
-        Times, memory of others, pinning and names are observations that change from step to step,
-        so they are left out: a plan stays applicable when they are measured again.
+        Times, memory outside the plan, `pinned` and `named` are observations that vary from step
+        to step, so they are left out: a plan stays applicable when they are measured again.
         """
         text = json.dumps(
             [
@@ -241,7 +243,7 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def to_json(self) -> str:
-        """Plain JSON text; `from_json` gives an equal graph."""
+        """The graph as JSON; `from_json` reads an equal one back."""
         return json.dumps(
             {
                 "format": FORMAT,

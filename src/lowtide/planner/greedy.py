@@ -1,9 +1,9 @@
-"""Start from keeping everything; at the peak, let the most bytes go for the least time.
+"""Start from keeping everything; at the peak, drop the most bytes for the least time.
 
-Problem: a first plan within milliseconds, and a check on the cut. Where operations are alike and
-bytes are spread evenly it is as good as anything.
+Problem: a first plan is wanted within milliseconds, also to check the cuts against. On graphs of
+similar operations with evenly spread bytes it is as good as any.
 
-Invariant: as `repair`: estimates choose, the simulator decides.
+Invariant: as in `repair`: estimates choose among moves, the simulator decides.
 
 Imports: `lowtide.planner.repair`.
 
@@ -16,5 +16,5 @@ from lowtide.planner.repair import Candidate, Problem, grow, shrink
 
 
 def greedy(problem: Problem, limit: int) -> Candidate:
-    """The greedy plan for a limit; it may exceed the limit when greed finds no way under it."""
+    """The greedy plan for a limit. It may exceed the limit, where this finds no way under it."""
     return grow(problem, shrink(problem, problem.keep_all(), limit, rounds=80), limit)

@@ -1,8 +1,9 @@
-"""Bytes along the step, raised over ranges and asked for their maximum.
+"""Bytes along the step: a list with fast addition over a range and maximum over a range.
 
-Problem: whether a value fits again is the maximum over most of the step, asked for thousands of
-values: on ten thousand operations that alone took seconds. Invariant: the same answers as a plain
-list. Imports: the standard library. Rejected: a segment tree, which is slower below a million.
+Problem: whether there is room for a value depends on the maximum over most of the step, and is
+asked for thousands of values: with ten thousand operations this alone took seconds. Invariant: the
+same answers as a plain list. Imports: the standard library. Rejected: a segment tree, which is
+slower below a million entries.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ BLOCK = 128
 
 
 class Heights:
-    """A list of numbers in blocks, of each of which the maximum is known."""
+    """A list of numbers in blocks; the maximum of each block is known."""
 
     def __init__(self, heights: Sequence[int]) -> None:
         self.heights = list(heights)
-        self.raised = [0] * (len(heights) // BLOCK + 1)  # of all of a block
+        self.raised = [0] * (len(heights) // BLOCK + 1)  # added to every number of a block
         self.top = [
             max(heights[i : i + BLOCK], default=0) for i in range(0, len(heights) + 1, BLOCK)
         ]
 
     def highest(self, begin: int, stop: int) -> int:
-        """The maximum from `begin` up to `stop`; 0 where that is empty."""
+        """The maximum over [`begin`, `stop`); 0 if that is empty."""
         stop = min(stop, len(self.heights))
         first, last = begin // BLOCK, (stop - 1) // BLOCK
         if begin >= stop:
@@ -37,7 +38,7 @@ class Heights:
         return max(found, max(self.top[first + 1 : last], default=0))
 
     def add(self, begin: int, stop: int, size: int) -> None:
-        """Raise everything from `begin` up to `stop`."""
+        """Add `size` to everything in [`begin`, `stop`)."""
         stop = min(stop, len(self.heights))
         while begin < stop:
             block = begin // BLOCK

@@ -1,9 +1,10 @@
 """The lowest peak that can be reached, for `minimum` and where nothing else fits.
 
-Problem: near the floor several moments of the step stand at the peak, and what is cheap to let go
-is not what helps. Invariant: ended early or not, the search takes the same path, so that a limit of
-the peak it finds can be solved. Imports the other modules of `lowtide.planner`. Rejected: to let
-everything go, which is far above the floor where replays hold what they pass by.
+Problem: near the lowest peak several moments of the step are equally high, and what is cheap to
+drop is not what helps. Invariant: whether or not it ends early, the search takes the same path, so
+that a limit of the peak it finds can be solved. Imports the other modules of `lowtide.planner`.
+Rejected: dropping everything. That is far above the lowest peak where replays hold much of what
+they recompute on their way.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from lowtide.planner.search import LARGE, SEGMENTS, Search, nested_anchors, offe
 from lowtide.planner.segments import Boundaries
 
 LOWER = 4
-"""How much more work than the cheapest plan the lowest may take: it is what a refusal names."""
+"""How many times the work of a search for the cheapest plan: a refusal names the lowest peak."""
 NESTED = 3
-"""Of the anchors of two levels, those from which less is asked for."""
+"""How many plans with nested anchors are shrunk further."""
 
 
 def lowest(problem: Problem, enough: int, deadline: float) -> Search:
-    """Search for the lowest peak; ends once it is at most `enough`, on the same path."""
+    """Search for the lowest peak, along a path that does not depend on `enough`, until the peak is
+    at most that."""
     search = Search(problem, 0, deadline)
     search.offer(greedy(problem, 0), "greedy")
     if len(problem.sim.cost) > LARGE:
@@ -42,9 +44,9 @@ def lowest(problem: Problem, enough: int, deadline: float) -> Search:
 
 
 def _nested(search: Search) -> None:
-    """Anchors of two levels, those with the lowest peaks pushed down like the others.
+    """Shrink the plans with nested anchors that have the lowest peaks.
 
-    Where segments are long and many, replays within one want anchors of their own.
+    Where there are many long segments, replays within one need anchors of their own.
     """
     problem = search.problem
     found = sorted(nested_anchors(search), key=lambda candidate: candidate.result.peak)
@@ -57,7 +59,7 @@ def _nested(search: Search) -> None:
 
 
 def _lower(search: Search, enough: int) -> None:
-    """Ask for less than the best peak met, by steps that shrink whenever one fails."""
+    """Try to lower the best peak, by a step that becomes smaller whenever it fails."""
     sim = search.problem.sim
     stop = sim.evaluations + LOWER * search.allowed
     step = max(search.best.result.peak // 20, 1)

@@ -1,17 +1,19 @@
-"""A lower bound that knows several moments of the step.
+"""A lower bound that takes several moments of the step into account.
 
-Problem: a plan has to stay under the limit at every moment; a cut at one moment lets each of its
-values go as if the others did not matter, and proves up to three points less than can be proved.
+Problem: a plan has to stay within the limit at every moment; a cut at one moment drops values as if
+the other moments did not matter, and its bound is up to three percent below what can be proved.
 
-Invariant: valid for every plan. An operation that is replayed is paid once, whenever and however
-often that happens. At each moment a value that is still to be asked for is in memory, or its
-producer is replayed after that moment; what is replayed after a moment was replayed after every
-earlier one. For any prices of a byte at each moment, the minimum cut less what the limit leaves
-there at these prices is a bound. Prices move towards the moments at which the cut is over.
+Invariant: valid for every plan. A replayed operation is paid for once, whenever and however often
+it is replayed. At each moment, a value that backward has yet to ask for is in memory, or its
+producer is replayed after that moment; an operation replayed after one moment is also replayed
+after every earlier one. For any prices of a byte at the moments, the value of the minimum cut,
+minus the price of the room at each moment, is a lower bound. Prices are raised at the moments where
+the cut exceeds the room.
 
 Imports: `lowtide.planner.cut`, `lowtide.planner.flow`, `lowtide.planner.simulate`.
 
-Rejected: a linear program, which is this bound's limit and needs a solver as a dependency.
+Rejected: a linear program, to whose optimum this bound converges, but which needs a solver as a
+dependency.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from lowtide.planner.flow import INFINITE, MOST, CutWith, Network
 from lowtide.planner.simulate import Simulator
 
 APART = 2
-"""Events between two moments."""
+"""Chosen moments are more than this many events apart."""
 NEGLIGIBLE = 1000
-"""The smallest values are left out, up to this part of the limit in all: cuts are much faster."""
+"""The smallest values, up to one part in this many of the limit in all, are left out: cuts are then
+much faster."""
 
 
 def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
-    """The events with the most bytes over the limit, in order, not next to each other."""
+    """The events with the most bytes over the limit, in order, none close to another."""
     chosen: list[int] = []
     for event in sorted(range(len(backward)), key=lambda event: (-backward[event], event)):
         if backward[event] <= limit or len(chosen) == count:
@@ -38,7 +41,7 @@ def worst_moments(backward: list[int], limit: int, count: int) -> list[int]:
 
 
 def _small(sizes: list[int], total: int) -> int:
-    """The largest size of which all values up to that size have at most so many bytes together."""
+    """The largest size such that all values up to it have at most `total` bytes together."""
     found = below = 0
     for size in sorted(sizes):
         if size > below:
@@ -52,7 +55,7 @@ def _small(sizes: list[int], total: int) -> int:
 class Moments:
     """Cuts of one graph at several moments, for any prices.
 
-    `moments` are numbers of `moment_at`, in order.
+    `moments` are numbers as in `moment_at`, in increasing order.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class Moments:
             return nodes - 1
 
         self.paid: list[tuple[int, float]] = []
-        self.base: dict[int, int] = {}  # of each operation, the arc that pays for it
-        self.replays: list[dict[int, int]] = []  # of each moment, the nodes of its operations
-        self.values: list[list[int]] = []  # of each moment, the values that have a price
+        self.base: dict[int, int] = {}  # for each operation, the arc that pays for it
+        self.replays: list[dict[int, int]] = []  # for each moment, the nodes of its operations
+        self.values: list[list[int]] = []  # for each moment, the values that have a price
         for moment in moments:
             weight = moment_weights(sim, moment_at(sim, moment))
             weight = [size if size > small else 0 for size in weight]
@@ -84,7 +87,7 @@ class Moments:
                 op = sim.producer[value]
                 if size and not sim.free[value] and op not in replays:
                     replays[op] = node()
-                    # What is replayed after this moment is replayed after the earlier ones.
+                    # What is replayed after this moment is also replayed after the earlier ones.
                     if op in earlier:
                         network.arc(replays[op], earlier[op], INFINITE)
                     elif sim.replayable[op]:
@@ -116,11 +119,11 @@ class Moments:
             self.replays.append(replays)
             earlier.update(replays)
         self.empty = network.snapshot()
-        # No more is paid for a byte: all that has a price is together less than what has none.
+        # The highest price of a byte, so that all finite capacities together stay below `MOST`.
         self.dearest = MOST / (2 * SCALE * len(moments) * max(sum(sim.nbytes), 1))
 
     def bound(self, prices: list[float]) -> tuple[float, list[int]]:
-        """Seconds that these prices prove, and the bytes by which the cut is over each room."""
+        """Seconds that these prices prove, and the bytes by which the cut exceeds each room."""
         network, prices = self.network, [min(price, self.dearest) for price in prices]
         network.restore(self.empty)
         for price, priced in zip(prices, self.priced, strict=True):
@@ -139,7 +142,8 @@ class Moments:
 def raise_bound(
     model: Moments, prices: list[float], best: float, target: float, cuts: int
 ) -> tuple[float, list[float]]:
-    """Move the prices uphill for so many cuts; the best bound met and its prices.
+    """Raise the bound by moving the prices, for at most `cuts` cuts; returns the best bound and its
+    prices.
 
     `target` is the time of a plan that fits: the bound cannot rise above it.
     """

@@ -1,14 +1,14 @@
-"""Changing the best plan of a search at random, where a simulator is brought that is fast enough.
+"""Random changes to the best plan of a search, if the caller has a simulator that is fast enough.
 
-Problem: at tight limits the plans that exchanges lead to cost up to a tenth more than some that are
-several changes away. Invariant: what comes back is one more candidate: simulated here, and taken if
-it is cheaper and fits. The decisions that may be tried are those that every other search takes.
-Deterministic: work is counted, in items of lists that the simulations walk through.
+Problem: at tight limits the plans that exchanges lead to cost up to a tenth more than others that
+are several changes away. Invariant: the result is one more candidate: it is simulated here, and
+taken if it fits and is cheaper. Only decisions that the other searches may take are tried.
+Deterministic: work is counted, in list items that the simulations walk through.
 
 Imports: `lowtide.planner.repair`, `lowtide.planner.retention`, `lowtide.planner.search`.
 
-Rejected: the same in Python. In the time that this takes it tries some two hundred changes, where
-fifty thousand are wanted; and then plans would not depend on whether there is a compiler.
+Rejected: the same in Python. Plans would then not depend on whether there is a compiler, but in the
+same time Python tries about two hundred changes, and fifty thousand are needed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lowtide.planner.search import Search
 from lowtide.planner.simulate import Simulator
 
 WORK = 160_000_000
-"""Items that one search may walk through: about half a second."""
+"""List items that one search may walk through: about half a second."""
 FEWEST, MOST = 10, 3000
-"""Changes for each value to decide on: with fewer nothing is found, with more nothing else."""
+"""Changes per value that is decided on: fewer find nothing, more find nothing better."""
 
 Lists = tuple[list[Any], ...]
 Choice = tuple[int, int, bool, bool]
-"""A value; the last event from which it may be retained, -1: none; whether it may be held; whether
-it may go before its release."""
+"""A value; the last event from which it may be retained (-1: none); whether it may be held; whether
+it may be dropped before its release (`NEVER`)."""
 
 
 class Polish(Protocol):
-    """Changes a plan at random; `anneal.h` says how."""
+    """Changes a plan at random; see `anneal.h`."""
 
     def __call__(
         self,
@@ -46,13 +46,13 @@ class Polish(Protocol):
         seconds: float,
         /,
     ) -> list[int]:
-        """The cheapest plan met under the limit. The search ends when it has walked through so
-        much, has a plan of at most `enough` seconds, or has taken so many of real time."""
+        """The cheapest plan found within the limit. The search ends when it has walked through
+        `work` items, has a plan of at most `enough` seconds, or has run for `seconds`."""
         ...
 
 
 def polish(search: Search, with_: Polish) -> None:
-    """Offer what comes of the best plan, if the graph is small enough for that to be something."""
+    """Anneal the best plan and offer the result, unless the graph is too large to gain from it."""
     problem = search.problem
     choices = choices_of(problem)
     size = len(problem.fixed) + len(problem.sim.cost) + len(problem.sim.event_value) + 1
@@ -72,7 +72,7 @@ def polish(search: Search, with_: Polish) -> None:
 
 
 def choices_of(problem: Problem) -> list[Choice]:
-    """The decisions that are open: those of `reference.choices`, for values that have bytes."""
+    """The open decisions: those of `reference.choices`, for values that have bytes."""
     sim, graph = problem.sim, problem.sim.graph
     found = []
     for value, fixed in enumerate(problem.fixed):
@@ -107,7 +107,7 @@ def tables(sim: Simulator) -> Lists:
 
 
 def _tidy(problem: Problem, retain: list[int]) -> Candidate:
-    """Without what is held for nobody: changes that cost nothing are left over from others."""
+    """Drop what is held but never needed: random changes that cost nothing are left behind."""
     result = problem.run(retain)
     alive = trace_of(result).alive
     tidy = [

@@ -1,9 +1,9 @@
-"""How much better a plan could be: the cheap bound raised by what other moments demand.
+"""How much better a plan could be: the cheap bound, raised by considering several moments.
 
-Problem: the cut at the plain peak bounds every plan, but is points below the best where several
-moments stand near the limit. Invariant: the larger of valid bounds is one; no plan is touched.
-Imports: the other modules of `lowtide.planner`. Rejected: doing this for every search: whoever only
-runs a plan need not know how good it is.
+Problem: the cut at the plain peak bounds every plan, but this bound is some percent below the best
+plan where several moments are near the limit. Invariant: the result is the largest of several valid
+bounds, so it is valid; no plan is changed. Imports: the other modules of `lowtide.planner`.
+Rejected: doing this in every search: to run a plan, it need not be known how good it is.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from lowtide.planner.repair import Candidate, Problem, trace_of
 from lowtide.planner.simulate import Trace
 
 WORK = 200_000
-"""Nodes of the networks that may be cut."""
+"""How much may be cut: each cut counts as many as its network has nodes."""
 COMPILED_WORK, COMPILED_ROUNDS = 2_000_000, 3
-"""The same where somebody brings faster cuts, and how many moments may join that of the peak."""
+"""The same with the caller's faster cuts, and how many moments may be added to the plain peak's."""
 LONGEST = 1e5
-"""Seconds of a forward up to which capacities are numbers that the networks take."""
+"""If the forward takes more seconds than this, capacities would be too large for the networks."""
 LATER = 4
 """Moments tried besides that of the plain peak."""
 PROBE = 3
-"""The part of the work that is spent on all of them alike."""
+"""One part in this many of the work is spent on trying all combinations of moments alike."""
 NEAR = 0.98
-"""The part of the limit from which on a moment of the plan is one of its peaks."""
+"""A moment of the plan above this share of the limit counts as one of its peaks."""
 LEAST = 8
-"""Cuts without which nothing is proved that the cut at one moment does not prove."""
+"""With fewer cuts than this, no more is proved than by the cut at one moment."""
 
 
 def prove(
@@ -39,12 +39,12 @@ def prove(
     bound: float,
     cut_with: CutWith | None = None,
 ) -> float:
-    """The best bound found, `bound` or better.
+    """The best lower bound found, at least `bound`.
 
-    `main` is the moment of the plain peak, by its number, and the price of a byte there; `best` is
-    the plan found. That moment alone and with another is branched on; with faster cuts those that
-    have proved most are joined by a third, and by one more; then what has proved most gets the rest
-    of the work.
+    `main` is the number of the moment of the plain peak, and the price of a byte there; `best` is
+    the plan found. Branch and bound runs on that moment alone and on pairs with another moment;
+    with faster cuts, a third moment is added to the pair that proved most, and then a fourth. The
+    combination that proved most gets the rest of the work.
     """
     event, price = main
     target = best.result.seconds
@@ -66,7 +66,7 @@ def prove(
             starts = _starts(moments, event, price)
             trees.append(Tree(Branch(problem, moments, limit, cut_with), starts, target))
             left -= trees[-1].grow(work // (PROBE * rounds * len(tried)))
-        # Of those that have proved the same, the first pair has seen the plan's own peak.
+        # The sort is stable: of equal ones, the first pair has the moment of the plan's own peak.
         trees.sort(key=lambda tree: -round(tree.bound / target, 3))
         if not trees or trees[0].moments == chosen:
             break
@@ -77,18 +77,18 @@ def prove(
 
 
 def _starts(moments: list[int], event: int, price: float) -> list[list[float]]:
-    """Prices to begin with: what is held at one of them is mostly held at the others, or the others
-    are no peaks."""
+    """Two sets of initial prices: one spread evenly, as values held at one moment are mostly held
+    at the others too, and one for the case that the other moments are no peaks."""
     if len(moments) == 1:
         return [[price]]
     return [[price / len(moments)] * len(moments), [price * (m == event) for m in moments]]
 
 
 def _later(plain: Trace, best: Trace, main: int, limit: int) -> list[int]:
-    """Moments besides that of the plain peak that are over the limit in the plain step.
+    """Moments to try besides that of the plain peak; all are over the limit in the plain step.
 
-    Those are the later ones of its own peaks and those of the plan, which show what is replayed
-    twice, and the highest of the forward where the plan is as high there.
+    They are later peaks of the plan and of the plain step, which show what is replayed twice, and
+    the highest moment of the forward if the plan is near the limit there.
     """
     high, over = best.backward, [level > limit for level in plain.backward]
     own = [event for event in sorted(range(len(high)), key=lambda e: (-high[e], e)) if over[event]]

@@ -1,12 +1,12 @@
-"""Every plan of a tiny graph: the oracle for the solvers that are fast.
+"""Every plan of a tiny graph: the reference for the fast solvers.
 
-Problem: a heuristic needs something that is certainly right to be compared with.
-Invariant: tries every combination in which a value waits at most for its own first event, which is
-what the solvers propose: after it, autograd may hold the value next to the others that the same
-backward operation unpacks, and a plan that counts on its absence would be wrong. Refuses graphs
-where that would take long.
+Problem: heuristics must be compared with results that are certainly optimal.
+Invariant: tries every combination in which a value is retained no later than at its own first
+event, which is all that the solvers propose: from that event on, autograd may hold the value along
+with the others that the same backward operation unpacks, so a plan must not count on its absence.
+Refuses graphs with too many combinations.
 Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`. Rejected: branch and bound, which
-would need an argument for why it is exact.
+would need a proof that it is exact.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lowtide.planner.retention import HOLD, NEVER
 from lowtide.planner.simulate import Simulator
 
 MOST = 100_000
-"""Combinations that are still tried."""
+"""Graphs with more combinations than this are refused."""
 
 
 def choices(problem: Problem, value: int) -> tuple[int, ...]:
-    """The decisions worth telling apart for one value."""
+    """The decisions for one value that can make a difference."""
     sim = problem.sim
     if problem.fixed[value]:
         return (HOLD,)
@@ -41,7 +41,7 @@ def choices(problem: Problem, value: int) -> tuple[int, ...]:
 
 
 def brute_force(graph: Graph, limit: int) -> tuple[Candidate | None, int]:
-    """The cheapest plan under a limit, if there is one, and the lowest peak of any plan."""
+    """The cheapest plan within the limit, if there is one, and the lowest peak of any plan."""
     problem = Problem(Simulator(graph))
     options = [choices(problem, value) for value in range(len(graph.values))]
     combinations = prod(map(len, options))

@@ -1,10 +1,10 @@
-"""Moving a plan under a limit, and then giving back what was taken too much.
+"""Bringing a plan under a limit, and then using the room that is left.
 
-Problem: a cut knows one moment of the step and no recomputed memory. The plan it gives may exceed
+Problem: a cut knows only one moment of the step, and not the memory of replays. Its plan may exceed
 the limit elsewhere, or leave room unused.
 
 Invariant: estimates only choose among moves; the simulator alone decides whether a plan fits and
-what it costs. Every walk goes over ids in a fixed order, so equal input gives equal output.
+what it costs. All loops go over ids in a fixed order, so equal input gives equal output.
 
 Imports: `lowtide.planner.simulate`, `lowtide.planner.retention`.
 
@@ -22,23 +22,23 @@ from lowtide.planner.retention import HOLD, NEVER
 from lowtide.planner.simulate import ABSENT, Simulation, Simulator, Trace
 
 EXPLODED = 8.0
-"""A plan that replays the forward more often than this is not worth simulating to the end."""
+"""A plan that replays more than this many forwards is not worth simulating to the end."""
 
 
 FEW, PARTS = 40, 32
-"""Values among which the cheapest cover of an excess is looked for, and its precision."""
+"""For `_cover`: how many values it considers, and into how many parts it divides the excess."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """A simulator with what every solver asks of it, and a count of what they asked."""
+    """A simulator, and the facts about its graph that all solvers need."""
 
     sim: Simulator
     gone: frozenset[int] = frozenset()
-    """Values that no plan may hold from the forward on: they are not in memory any more, or not
-    for long (`Graph.fleeting`)."""
+    """Values that no plan may hold from the forward on: they are already dropped, or will be
+    overwritten (`Graph.fleeting`)."""
     fixed: list[bool] = field(init=False)
-    """Of each value, whether no plan may let it go (or need not, being free)."""
+    """For each value, whether it is always held: it must be, or holding it is free."""
     seconds_cap: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,16 +50,16 @@ class Problem:
         self.seconds_cap = EXPLODED * sum(self.sim.cost)
 
     def dropped(self, value: int) -> int:
-        """The decision for a value that is let go and cached once recomputed."""
+        """The decision that drops a value and retains it the first time it is recomputed."""
         return 0 if self.sim.release[value] >= 0 else NEVER
 
     def less_of(self, value: int, trace: Trace, event: int) -> int | None:
-        """The decision that takes a value out of memory at an event (-1: in the forward) where a
-        plan has it; None: there is none.
+        """The decision that takes a value, now in memory at an event (-1: in the forward), out of
+        it; None: there is none.
 
-        What is held is let go. What a replay retains waits: not past its own first event, as one
-        backward operation may unpack it next to others. What only a retained graph keeps is not
-        retained by a replay.
+        A held value is dropped. A value that a replay retains is retained later, but no later than
+        at its own first event, as one backward operation may unpack it along with others. A value
+        that only a retained graph still keeps at the event is never retained.
         """
         graph = self.sim.graph
         if graph.needed[value] < event <= graph.release[value]:
@@ -69,14 +69,14 @@ class Problem:
         return event + 1 if graph.first_event[value] > event else None
 
     def start(self, held: set[int] | frozenset[int]) -> list[int]:
-        """The plan that holds these values and caches the rest once recomputed."""
+        """The plan that holds these values and retains others once they are recomputed."""
         return [
             HOLD if fixed or (v in held and v not in self.gone) else self.dropped(v)
             for v, fixed in enumerate(self.fixed)
         ]
 
     def keep_all(self) -> list[int]:
-        """Every saved value held."""
+        """The plan that holds every saved value."""
         return [
             HOLD if fixed or self.sim.release[v] >= 0 else NEVER
             for v, fixed in enumerate(self.fixed)
@@ -90,13 +90,13 @@ class Problem:
 
 @dataclass(slots=True)
 class Candidate:
-    """A plan and what the simulator says of it."""
+    """A plan and its simulation."""
 
     retain: list[int]
     result: Simulation
 
     def key(self, limit: int) -> tuple[int, float, int]:
-        """Order of merit: least excess over the limit, then least time, then least peak."""
+        """Sort key, best first: least excess over the limit, then least time, then least peak."""
         over = max(self.result.peak - limit, 0) if self.result.complete else 1 << 100
         return over, self.result.seconds, self.result.peak
 
@@ -110,11 +110,12 @@ def shrink(
     seconds_cap: float = float("inf"),
     moved: list[int] | None = None,
 ) -> Candidate:
-    """Let values go at the peak, most bytes for the least time first, until the plan fits.
+    """Drop values at the peak, most bytes for the least time first, until the plan fits.
 
-    Each round takes enough moves to cover the excess and simulates once. The best plan met comes
-    back, which may still exceed the limit. `frozen` values stay as they are; a plan that replays
-    for more than `seconds_cap` is given up. `moved` is told what was let go.
+    Each round makes enough moves to cover the excess and simulates once. Returns the best plan
+    found, which may still exceed the limit. Decisions for `frozen` values do not change; a plan
+    that replays for more than `seconds_cap` is given up. Values that were moved are appended to
+    `moved`.
     """
     retain = retain.copy()
     result = problem.run(retain, seconds_cap)
@@ -140,7 +141,7 @@ def shrink(
 
 
 def live_at_peak(problem: Problem, result: Simulation) -> list[int]:
-    """Values that a plan holds at the peak without anybody using them there."""
+    """Values that a plan has in memory at the peak although nothing uses them there."""
     sim, trace = problem.sim, trace_of(result)
     phase, index = result.peak_at
     start, alive, fixed = trace.start, trace.alive, problem.fixed
@@ -201,9 +202,10 @@ def _moves(
 
 
 def _cover(sim: Simulator, spare: list[tuple[float, int]], needed: int) -> tuple[float, list[int]]:
-    """The cheapest values that together have the bytes: sizes in parts, costs as if independent.
+    """The cheapest values that together have `needed` bytes: a knapsack over sizes in coarse parts,
+    as if their costs were independent.
 
-    The cheapest per byte first overshoots where the last of them is large.
+    Taking the cheapest per byte first overshoots if the last one taken is large.
     """
     costs = [0.0] + [float("inf")] * PARTS
     chosen: list[tuple[int, ...]] = [()] * (PARTS + 1)
@@ -220,9 +222,10 @@ def _cover(sim: Simulator, spare: list[tuple[float, int]], needed: int) -> tuple
 def closure_cost(
     sim: Simulator, trace: Trace, value: int, gone: set[int], paid: set[int]
 ) -> tuple[float, list[int]]:
-    """Estimate what letting a value go adds: operations of its closure not replayed anyway.
+    """Estimate the cost of dropping a value: the operations of its closure not replayed anyway.
 
-    A value that is retained already was replayed once; letting it wait replays its closure again.
+    A value that is retained was already replayed once; to retain it later replays its closure
+    again.
     """
     again = trace.start[value] >= 0
     replays, start, reads, producer = trace.replays, trace.start, sim.reads, sim.producer
@@ -252,9 +255,10 @@ def grow(
     rounds: int = 6,
     frozen: frozenset[int] = frozenset(),
 ) -> Candidate:
-    """Hold again, or retain earlier, what there is room for, until nothing more fits.
+    """Hold values again, or retain them earlier, until nothing more fits.
 
-    The largest saving goes first. When a batch of moves does not fit together, half of it is tried.
+    The largest saving goes first. If a batch of moves does not help as a whole, half of it is
+    tried.
     """
     best = candidate
     for _ in range(rounds):
@@ -283,7 +287,7 @@ def grow(
 
 
 def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
-    """Values to retain at an earlier reproduction than now, so that later ones need not happen."""
+    """Values to retain from an earlier replay than now, so that later replays are not needed."""
     sim, trace = problem.sim, trace_of(candidate.result)
     profile = Heights(trace.backward)
     missed: dict[int, list[int]] = {}
@@ -305,7 +309,7 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
 
 
 def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[int, int]]:
-    """Values to hold again, judged by the profile of the plan as it stands."""
+    """Values to hold again, judged by the plan's current profile of bytes."""
     sim, trace = problem.sim, trace_of(candidate.result)
     split, end = len(trace.forward), len(trace.forward) + len(trace.backward)
     profile = Heights(trace.forward + trace.backward)
@@ -339,7 +343,8 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
 
 
 def saving(sim: Simulator, trace: Trace, value: int, replays: list[int]) -> tuple[float, list[int]]:
-    """Estimate the replays that holding a value makes unneeded: its producer and idle ancestors."""
+    """Estimate the replays that holding a value saves: its producer, and ancestors that are then
+    unused."""
     consumers = sim.graph.consumers
     dead: set[int] = set()
     order: list[int] = []

@@ -1,9 +1,9 @@
-"""A plan for a backward that begins with part of the forward already let go.
+"""A plan for a backward that begins after part of the forward was already dropped.
 
-Problem: a step that no plan covers reaches its backward with whatever was held; from there on the
-order is known, and the rest can be planned. Invariant: what is not held is never held from the
-forward on; the forward, which is over, weighs nothing. Imports the other modules of
-`lowtide.planner`. Rejected: `solve`, whose starting points hold what is gone.
+Problem: a step without a plan reaches its backward with whatever was held; from there on the order
+of unpacks is known, and the rest can be planned. Invariant: a plan never holds from the forward on
+what is not held now; the forward is over, so its memory does not count. Imports the other modules
+of `lowtide.planner`. Rejected: `solve`, whose starting points hold values that are already dropped.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from lowtide.planner.repair import Candidate, Problem, grow, shrink
 from lowtide.planner.search import WORK
 from lowtide.planner.simulate import Simulator
 
-_DEAR = 3.0  # times the forward that a backward may replay without a second thought
+_DEAR = 3.0  # a plan that replays more than this many forwards is retried with a smaller margin
 
 
 def forward_over(graph: Graph, held: Container[int]) -> Graph:
-    """The same step where its forward cannot be changed any more: it weighs nothing.
+    """The same step when its forward is over and cannot be changed: its memory does not count.
 
-    What somebody else has in memory and the tape has let go of is there, and of no use.
+    A pinned value that the tape has already dropped is no longer pinned: its memory is still in
+    use, but a replay cannot read it.
     """
     ops = tuple(replace(op, other=0, peak_other=0) for op in graph.ops)
     values = tuple(
         replace(node, pinned=False) if node.pinned and value not in held else node
         for value, node in enumerate(graph.values)
     )
-    return Graph(values, ops, graph.events)  # and what followed it
+    return Graph(values, ops, graph.events)  # without `turn`, which is over too
 
 
 def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) -> Candidate:
-    """The cheapest plan found that holds no more than `held`, at most `limit` in backward.
+    """The cheapest plan found that holds nothing but `held` and stays within `limit` in backward.
 
-    If none is found, the one of the lowest peak met. Without `search` only the estimates are
-    followed, not every move tried.
+    If none fits, the one with the lowest peak found. Without `search`, moves are chosen by
+    estimates only, not simulated one by one.
     """
     gone = frozenset(range(len(graph.values))) - held
     problem = Problem(Simulator(graph), gone)
@@ -51,7 +52,7 @@ def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) 
 def with_margin(
     graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
 ) -> Candidate:
-    """The same with a share of the limit left free; less of it where that takes much time."""
+    """The same with a share of the limit left free; a smaller share if that replays too much."""
     found = from_held(graph, held, int(limit * (1 - margin)), search=search)
     if found.result.seconds <= _DEAR * sum(Simulator(graph).cost):
         return found

@@ -1,13 +1,13 @@
 """What to hold and what to recompute: one integer for each value of a recorded graph.
 
-Problem: the engine needs a decision it can apply without thinking, and a user one they can store,
-compare and load again.
+Problem: the engine needs decisions that it can apply with a table look-up, and users need plans
+that they can store, compare and load again.
 
-Invariant: a `Retention` is immutable and says for which graph structure it was made. `retain[v]` is
+Invariant: a `Retention` is immutable and names the graph structure it was made for. `retain[v]` is
 - `HOLD` (-1): keep the value from the forward on; its link to its producer is cut;
-- k >= 0: let it go; when a replay at event k or later reproduces it while a handle is pending,
-  keep it until its release (0 keeps it the first time it comes back);
-- `NEVER`: let it go and never keep it as a by-product. A value nobody saved is `HOLD` or `NEVER`.
+- k >= 0: drop it; when a replay at event k or later recomputes it while a handle is pending, keep
+  ("retain") it until its release. 0 retains it the first time it is recomputed;
+- `NEVER`: drop it and never retain it. A value that nothing saved is `HOLD` or `NEVER`.
 
 Imports: `lowtide.errors`, `lowtide.planner.fields` and `lowtide.planner.graph`.
 
@@ -54,7 +54,7 @@ class Retention:
             )
 
     def to_json(self) -> str:
-        """Plain JSON text; `from_json` gives an equal plan."""
+        """The plan as JSON; `from_json` reads an equal one back."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -76,7 +76,7 @@ class Retention:
 
 
 def keep_all(graph: Graph) -> Retention:
-    """What plain autograd does: every saved value is held, everything else is let go."""
+    """What plain autograd does: every saved value is held, everything else is dropped."""
     return Retention(
         tuple(
             HOLD if release >= 0 or node.pinned or value in graph.must_hold else NEVER

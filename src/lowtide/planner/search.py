@@ -1,9 +1,9 @@
-"""One search for a plan: the best plan met, the work left, and when it may end.
+"""The state of one search: the best plan so far, the work left, and when to stop.
 
-Problem: searches for the cheapest plan and for the lowest peak share what they know and when they
-stop. Invariant: deterministic; work is counted in simulated operations, not seconds. Imports the
-other modules of `lowtide.planner`. Rejected: a list of plans handed from step to step, which says
-nothing of the work that is left.
+Problem: the searches for the cheapest plan and for the lowest peak share their state and their
+criteria for stopping. Invariant: deterministic; work is counted in simulated operations, not
+seconds. Imports the other modules of `lowtide.planner`. Rejected: passing a list of plans from one
+method to the next, which does not say how much work is left.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lowtide.planner.solution import Solution
 WORK = 250_000
 """Operations and events that one search may simulate: one to two seconds of plain Python."""
 GOOD_ENOUGH = 1.02
-"""A plan within this factor of the proved bound, and `SMALL`, ends the search."""
+"""A plan within this factor of the proved bound, plus `SMALL`, ends the search."""
 SMALL = 5e-3
-"""A share of the forward's time that is not worth searching for."""
+"""A difference of this share of the forward's time is not worth searching for."""
 DOUBTFUL = 2.0
-"""The best plan above so many times the bound: anchors of two levels are tried as well."""
+"""If the best plan takes more than this many times the bound, nested anchors are tried too."""
 SEGMENTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-"""Parts that the forward is divided into, with an anchor where they meet."""
+"""Numbers of segments into which the forward is divided, with anchors at their boundaries."""
 OUTER, INNER = (2, 4, 8, 12, 16), (2, 3, 4, 6)
-"""Segments whose anchors are held, and into how many of them each is divided again."""
+"""For nested anchors: numbers of outer segments, and of inner segments in each of them."""
 SCREEN = 24
-"""Simulations that a search must have for each starting point that it weighs."""
+"""Anchored starting points are limited to one for every so many simulations that a search has."""
 LARGE = 1000
-"""Operations above which a search has too few simulations to try everything in turn."""
+"""With more operations than this, a search has too few simulations to try everything in turn."""
 
 
 @dataclass
@@ -48,10 +48,10 @@ class Search:
     method: str = "keep all"
     bound: float = 0.0
     price: tuple[int, float] | None = None
-    """The event of the plain peak, and the price of a byte there that proves most; None where it
-    is in the forward."""
+    """The event of the plain peak, and the price of a byte there that proves the best bound; None
+    if that peak is in the forward."""
     main: tuple[int, float] | None = None
-    """The same of any moment, by its number."""
+    """The same for a peak at any moment, given by its number (`cut.moment_at`)."""
 
     def __post_init__(self) -> None:
         retain = self.problem.keep_all()
@@ -109,9 +109,9 @@ class Search:
 
 
 def offer_anchors(search: Search) -> None:
-    """Offer every number of anchors as it is, one simulation each, and improve the best.
+    """Simulate each number of anchors once, and improve only the best of them.
 
-    A large graph leaves a search too few simulations to shrink each of them.
+    For large graphs a search has too few simulations to shrink each of them.
     """
     problem, limit = search.problem, search.limit
     bounds = Boundaries(problem.sim)
@@ -127,7 +127,7 @@ def offer_anchors(search: Search) -> None:
 
 
 def nested_anchors(search: Search) -> Iterator[Candidate]:
-    """Anchors of two levels: held, and retained when the replay of a segment passes by."""
+    """Anchors of two levels: some held, others retained when a replay recomputes their segment."""
     problem = search.problem
     bounds = Boundaries(problem.sim)
     for outer in OUTER[:: max(2 * SCREEN * len(OUTER) // search.allowed, 1)]:

@@ -1,12 +1,12 @@
 """Anchors: hold what crosses a few places of the forward, recompute everything between them.
 
-Problem: at low limits the memory of a replay is what stands at the peak, and a cut that knows one
-moment cannot see it. Checkpoints spread over the step keep every replay short.
+Problem: at low limits the memory of replays dominates the peak, and a cut, which knows only one
+moment, cannot see it. Checkpoints spread over the step keep every replay short.
 
-Invariant: a boundary is a place between two operations; its crossing values are those made before
-it and read after it. Holding them means that no replay of a later value reaches back over it.
+Invariant: a boundary is a place between two operations; its crossing values, the anchors, are those
+made before it and read after it. If they are held, no replay of a later value goes back past it.
 Boundaries are spread by saved bytes and moved to the narrowest crossing nearby. Anchors can be
-nested: those of a finer level are retained once the replay of their segment makes them.
+nested: those of a finer level are retained once a replay of their segment makes them.
 
 Imports: `lowtide.planner.simulate`.
 
@@ -42,7 +42,7 @@ class Boundaries:
         self.saved = list(accumulate(saved))[:count]
 
     def places(self, segments: int) -> list[int]:
-        """Operations after which to cut the forward into so many segments."""
+        """Operations after which to divide the forward, for this number of segments."""
         if not self.saved or not self.saved[-1]:
             return []
         total = self.saved[-1]
@@ -69,10 +69,10 @@ class Boundaries:
         return frozenset(found)
 
     def waiting(self, places: list[int]) -> dict[int, int]:
-        """When to retain what does not cross any of these places, if it is not held.
+        """From which event on to retain the values that cross none of these places, if not held.
 
-        Not before backward reaches its segment: until then a replay that passes by, on its way to
-        a later segment, leaves nothing behind but what crosses. That is what nests checkpoints.
+        That is when backward reaches their segment. A replay before then, on its way to a later
+        segment, leaves only crossing values behind. This is what nests checkpoints.
         """
         sim, first_event = self.sim, self.sim.graph.first_event
         crossing = self.anchors(places)

@@ -4,16 +4,18 @@ Problem: a solver tries hundreds of plans and needs the peak and the replayed ti
 as the engine would give them, in a few milliseconds of plain Python.
 
 Invariant: this module is the definition of what a plan means. The rules:
-1. In the forward a held value counts from the operation after its last forward use, or after the
-   last during which somebody else has it; until then it is alive anyway and part of `other`.
-2. A value lives until its release and as long as a consumer operation may be replayed; an operation
-   may be replayed as long as one of its outputs that is not held lives. A held value cuts the link
-   to its producer. What is held or retained is freed after the event that ends its life.
-3. At an event whose value is missing, the closure back to available values runs in recorded order.
-   Outputs of an operation that nobody wants are freed right after it, temporaries after their last
-   reader in this replay; an output with a pending handle is retained when the plan says so.
+1. In the forward a held value counts from the operation after its last use, or after the last
+   during which something outside the tape holds it (`ValueNode.named`). Until then it is in memory
+   in any case and is part of `other`.
+2. A value lives until its release and as long as an operation that reads it may be replayed; an
+   operation may be replayed as long as one of its outputs that is not held lives. A held value cuts
+   the link to its producer. A held or retained value is freed after the last event of its life.
+3. At an event whose value is missing, the operations that lead to it from values in memory run in
+   recorded order. Outputs that nothing needs are freed right after their operation, temporaries
+   after their last reader in this replay; an output with a pending handle is retained if the plan
+   says so.
 4. While an operation is replayed, all its outputs and its workspace count. The unpacked value lives
-   to the end of its event even where it is not retained.
+   to the end of its event even if it is not retained.
 
 Imports: `lowtide.planner.graph`, `lowtide.planner.retention`, `lowtide.errors`.
 
@@ -33,7 +35,7 @@ from lowtide.planner.graph import Graph
 from lowtide.planner.retention import HOLD, keep_all
 
 REPLAY_OVERHEAD = 20e-6
-"""Seconds added to each replayed operation: dispatch costs time even where no kernel does."""
+"""Seconds added for each replayed operation: dispatch takes time even if the kernel takes none."""
 
 ABSENT = 1 << 61
 """In `Trace.start`: the value is never held or retained."""
@@ -41,25 +43,25 @@ ABSENT = 1 << 61
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where the bytes of a plan stand: lists by operation, event and value."""
+    """Where a plan's bytes are and when: lists indexed by operation, event or value."""
 
     forward: list[int]
-    """Of each operation, the peak while it runs in the forward; then, if the graph knows of any,
-    the peak from there to the first event."""
+    """For each operation, the peak while it runs in the forward; then, if `Graph.turn` is set, the
+    peak between the last operation and the first event."""
     backward: list[int]
-    """Of each event, the peak from its unpack (replay included) to the next."""
+    """For each event, the peak from its unpack (replay included) to the next."""
     replay: list[int]
-    """Of each event, the peak within its replay, 0 where nothing is replayed."""
+    """For each event, the peak within its replay, 0 where nothing is replayed."""
     start: list[int]
-    """Of each value, the event that retains it; -1 held from the forward; `ABSENT`."""
+    """For each value, the event that retains it; -1 if held from the forward; else `ABSENT`."""
     alive: list[int]
-    """Of each value, the last event of its life; -1 when backward never needs it."""
+    """For each value, the last event of its life; -1 if backward never needs it."""
     replays: list[int]
-    """Of each operation, how often it is replayed."""
+    """For each operation, how often it is replayed."""
     peak_op: int
     """The operation being replayed at the peak, or -1."""
     missed: list[tuple[int, int]]
-    """(value, event): a value with a pending handle was reproduced and, as planned, let go."""
+    """(value, event): a value with a pending handle was recomputed and, by the plan, dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,15 @@ class Simulation:
 
     peak: int
     peak_at: tuple[str, int]
-    """("forward", operation), ("replay", event) or ("backward", event). The number of operations
-    stands for what follows the last of them."""
+    """("forward", operation), ("replay", event) or ("backward", event). In the forward, an index
+    equal to the number of operations means the time after the last of them."""
     seconds: float
-    """Replayed time, `REPLAY_OVERHEAD` included for each operation."""
+    """Replayed time, including `REPLAY_OVERHEAD` for each operation."""
     replayed_ops: int
     held_bytes_at_peak: int
-    """Bytes at the peak that the plan holds or has retained."""
+    """Bytes at the peak that are held or retained by the plan."""
     complete: bool = True
-    """False when the run was cut short: it replayed more than the caller allowed."""
+    """False if the simulation was cut short because it replayed more than the caller allowed."""
     trace: Trace | None = None
 
 
@@ -89,7 +91,7 @@ class Simulator:
         self.producer = [v.producer for v in graph.values]
         self.free = [v.producer < 0 or v.pinned for v in graph.values]
         self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in graph.ops]
-        # Externals and pinned values are always there, so no walk need look at them.
+        # Externals and pinned values are always in memory, so no walk needs to look at them.
         self.reads = [tuple(x for x in ins if not self.free[x]) for ins in self.inputs]
         self.outputs = [op.outputs for op in graph.ops]
         self.made = [sum(self.nbytes[w] for w in outs) for outs in self.outputs]
@@ -111,7 +113,7 @@ class Simulator:
         self.evaluations = 0
 
     def lifetimes(self, retain: Sequence[int]) -> list[int]:
-        """Of each value, the last event of its life under a plan (rule 2)."""
+        """For each value, the last event of its life under a plan (rule 2)."""
         alive = self.release.copy()
         free = self.free
         for reads, outs in self.backwards:
@@ -130,14 +132,14 @@ class Simulator:
     ) -> Simulation:
         """Peak and replayed time of a plan.
 
-        The run stops, with `complete` false, once it has replayed more than `seconds_limit`.
+        Stops, with `complete` false, once more than `seconds_limit` has been replayed.
         """
         self.evaluations += 1
         return _Run(self, retain, seconds_limit).simulate(trace)
 
 
 class _Run:
-    """One simulation under way."""
+    """One simulation in progress."""
 
     def __init__(self, sim: Simulator, retain: Sequence[int], seconds_limit: float) -> None:
         self.sim = sim
@@ -157,7 +159,8 @@ class _Run:
         self.missed: list[tuple[int, int]] = []
 
     def forward(self) -> list[int]:
-        """Totals at each moment of the forward; fills the books for backward."""
+        """Total bytes at each operation of the forward; also sets up `bytes` and `expire` for
+        backward."""
         sim, alive, expire = self.sim, self.alive, self.expire
         steps = [0] * (len(sim.cost) + 1)
         nbytes, stays = sim.nbytes, sim.stays
@@ -216,7 +219,8 @@ class _Run:
         return Simulation(peak, at, self.seconds, self.count, held, complete, details)
 
     def closure(self, value: int) -> tuple[list[int], dict[int, int]]:
-        """Operations to run for a missing value, in order, and how often each result is read."""
+        """Operations to run for a missing value, in order, and how many of them read each missing
+        value."""
         sim, start = self.sim, self.start
         producer, reads = sim.producer, sim.reads
         first = producer[value]
@@ -241,7 +245,7 @@ class _Run:
         return sorted(seen), readers
 
     def replay(self, event: int, value: int) -> int:
-        """Run the closure of a missing value; its bytes if it is returned and not retained."""
+        """Replay the closure of a missing value. Its bytes if it is not retained, else 0."""
         sim, start, retain, expire = self.sim, self.start, self.retain, self.expire
         nbytes, outputs, reads, work = sim.nbytes, sim.outputs, sim.reads, sim.work
         release, cost, alive = sim.release, sim.cost, self.alive
@@ -281,14 +285,14 @@ class _Run:
 
 
 def simulate(graph: Graph, retain: Sequence[int], *, trace: bool = False) -> Simulation:
-    """Try one plan. Build a `Simulator` to try many."""
+    """Simulate one plan. To simulate many, build a `Simulator`."""
     if len(retain) != len(graph.values):
         raise UsageError(f"{len(retain)} decisions for a graph of {len(graph.values)} values")
     return Simulator(graph).run(retain, trace=trace)
 
 
 def plain_peak(graph: Graph) -> int:
-    """Bytes of the step with nothing recomputed, as it is without lowtide."""
+    """The peak of the plain step, in which nothing is recomputed."""
     return Simulator(graph.plain).run(keep_all(graph).retain).peak
 
 

@@ -1,10 +1,10 @@
 """What every solver returns.
 
-Problem: reports, errors and tests want one answer with its evidence, whatever found it.
-Invariant: `peak` and `seconds` are the simulator's for exactly this plan; `status` is "fits" only
-if that peak is under the limit that was asked for, margin included.
-Imports: `lowtide.planner.retention`. Rejected: raising when nothing fits. The caller needs the peak
-that would do.
+Problem: reports, errors and tests want one answer with its evidence, whichever method found it.
+Invariant: `peak` and `seconds` are the simulator's results for exactly this plan; `status` is
+"fits" only if that peak is at most the requested limit less its margin.
+Imports: `lowtide.planner.retention`. Rejected: raising when nothing fits. The caller needs the
+lowest peak that was found.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ class Solution:
     plan: Retention
     peak: int
     seconds: float
-    """Replayed time, the constant for each operation included."""
+    """Replayed time, including `REPLAY_OVERHEAD` for each operation."""
     plain_peak: int
     """Peak of the same step with every saved value held."""
     lower_bound: float | None
-    """No plan under the limit, margin taken off, replays for less; None: nothing was proved."""
+    """Every plan within the limit (less the margin) replays for at least this long; None: nothing
+    was proved."""
     evaluations: int
+    """Plans simulated during the search."""
     solve_seconds: float
     method: str = ""
-    """Which way of searching found the plan."""
+    """The search method that found the plan."""
