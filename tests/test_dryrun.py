@@ -247,6 +247,21 @@ def test_questions_about_data_are_answered() -> None:
     assert met == [(1, True, [1])]
 
 
+def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).square().sum()
+        if loss.item() > 0:
+            loss.backward()
+            optimizer.step()
+        return layer(x).sum()
+
+    with pytest.warns(DryRunWarning, match="also wrote to 2 parameters, and that was not undone"):
+        dry_run(step, (torch.ones(2, 4),), {})
+
+
 def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
 

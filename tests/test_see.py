@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -314,6 +314,23 @@ def test_a_step_that_takes_one_size_of_batch_has_no_half_and_needs_no_real_step(
     subject = study(step, (torch.randn(32, 16),))
     assert subject.step.source == "fake"
     assert subject.halved is None
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def test_half_a_batch_in_a_named_tuple_is_half_of_it() -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def step(batch: Batch) -> Tensor:
+        return (model(batch.x) - batch.y).square().mean()
+
+    batch = Batch(torch.randn(512, 16), torch.randn(512, 4))
+    halved = study(step, (batch,)).halved
+    assert halved is not None
+    assert halved.peak == lowtide.plan(step, Batch(batch.x[:256], batch.y[:256])).peak
 
 
 # ---------------------------------------------------------------------------- reasons

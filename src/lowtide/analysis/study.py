@@ -162,7 +162,9 @@ def _halved(
         if isinstance(item, torch.Tensor):
             leaf = item.detach()[:half] if item.dim() else item.detach()
             return leaf.requires_grad_(item.requires_grad)
-        if type(item) in (list, tuple):
+        if hasattr(item, "_fields"):  # a named tuple
+            return type(item)(*map(cut, item))
+        if isinstance(item, list | tuple):
             return type(item)(map(cut, item))
         if isinstance(item, dict):
             return {key: cut(part) for key, part in item.items()}

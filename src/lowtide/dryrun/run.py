@@ -39,6 +39,7 @@ from lowtide.running.prepared import Signature, signature_of
 from lowtide.step import Recording, current_recorder, recordable
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Handle, Operation, Region, Value
+from lowtide.texttable import count_of
 
 
 @dataclass(frozen=True)
@@ -286,11 +287,17 @@ def dry_run(
                 f"the step cannot be gone through on fake tensors ({reason})."
             ) from error
     # If the error is the user's own, the real step raises it again.
-    step = _real(found, device, function, args, kwargs, witness)
+    step, moved = _real(found, device, function, args, kwargs, witness)
+    stays = ""
+    if moved:
+        stays = (
+            f" The step also wrote to {count_of(moved, 'parameter')}, and that was not undone: leave "
+            "optimizer.step() out of it."
+        )
     warnings.warn(
         f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
         "backward was run and recorded in its place. Gradients, buffers and random state were put "
-        "back.",
+        f"back.{stays}",
         DryRunWarning,
         stacklevel=users_frame(),
     )
@@ -375,8 +382,9 @@ def _real(
     args: Any,
     kwargs: Any,
     witness: Witness | None = None,
-) -> Dry:
-    with RealState(found):
+) -> tuple[Dry, int]:
+    """The step, and how many parameters it wrote."""
+    with RealState(found) as state:
         if witness is not None:
             witness.starts_over()
             witness.begins(found, lambda tensor: tensor)
@@ -389,7 +397,7 @@ def _real(
             observer.finish(_nothing)
         if witness is not None:
             witness.ends(observer)
-    return _dry(observer, seconds, "recorded", str(device))
+    return _dry(observer, seconds, "recorded", str(device)), state.moved
 
 
 def _nothing(observer: Observer) -> None:

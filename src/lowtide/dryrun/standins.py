@@ -224,14 +224,26 @@ class _Saved:
 
 
 class RealState:
-    """Context manager: restores gradients, buffers and random states on exit."""
+    """Context manager: restores gradients, buffers and random states on exit.
+
+    Attributes:
+        moved: once it is over, how many parameters were written: copying all of them up front could
+            take as much memory as the step itself, so that these are reported and not restored.
+    """
 
     def __init__(self, found: Found) -> None:
         self._found = found
         self._python = _Saved(found)
+        self.moved = 0
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RealState:
         self._python.take()
+        self._versions = [
+            (parameter, _compat.version_of(parameter))
+            for module in self._found.modules()
+            for parameter in _compat.parameters_and_buffers(module)[0].values()
+            if parameter is not None and not parameter.is_inference()
+        ]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
         self._gradient_bits = [g.clone() for _, g in self._gradients if g is not None]
@@ -241,9 +253,7 @@ class RealState:
             for buffer in _compat.parameters_and_buffers(module)[1].values()
             if buffer is not None
         ]
-        cuda = torch.cuda.is_initialized()
-        self._generator = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if cuda else None
+        self._draws = [(generator, generator.get_state()) for generator in _generators()]
 
     def __exit__(self, *exc: object) -> None:
         with torch.no_grad():
@@ -254,10 +264,24 @@ class RealState:
                 if gradient is not None:
                     gradient.copy_(next(bits))
                 leaf.grad = gradient
-        torch.set_rng_state(self._generator)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for generator, state in self._draws:
+            generator.set_state(state)
         self._python.restore()
+        self.moved = sum(_compat.version_of(p) != before for p, before in self._versions)
+
+
+def _generators() -> list[torch.Generator]:
+    """The default generators: the CPU's, and those of the accelerator's devices."""
+    found = [torch.default_generator]
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None and _compat.accelerator_in_use():
+        for index in range(torch.accelerator.device_count()):
+            try:
+                generator = _compat.default_generator(torch.device(kind.type, index))
+            except LookupError:  # draws on it are kept and never replayed
+                continue
+            found += [] if generator is None else [generator]
+    return found
 
 
 __all__ = ["Found", "RealState", "StandIns"]
