@@ -64,7 +64,8 @@ def _capabilities() -> Mapping[str, Any]:
     """What the CPU has, by torch's names; torch 2.10 says less, and only by private ones."""
     asked = getattr(torch.cpu, "get_capabilities", None)
     if asked is not None:
-        return asked()
+        known: Mapping[str, Any] = asked()
+        return known
     wide = torch.cpu._is_avx512_supported()  # all of these parts, or not
     return {"avx2": torch.cpu._is_avx2_supported(), **dict.fromkeys(_WIDE_PARTS, wide)}
 
