@@ -61,9 +61,13 @@ def second_cache() -> int:
 
 @functools.cache
 def _capabilities() -> Mapping[str, Any]:
-    """What the CPU has, by torch's names; older versions of torch do not say."""
+    """What the CPU has, by torch's names; torch 2.10 says less, and only by private ones."""
     asked = getattr(torch.cpu, "get_capabilities", None)
-    return {} if asked is None else asked()
+    if asked is not None:
+        known: Mapping[str, Any] = asked()
+        return known
+    wide = torch.cpu._is_avx512_supported()  # all of these parts, or not
+    return {"avx2": torch.cpu._is_avx2_supported(), **dict.fromkeys(_WIDE_PARTS, wide)}
 
 
 @functools.cache
