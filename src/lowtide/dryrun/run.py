@@ -291,8 +291,8 @@ def dry_run(
     stays = ""
     if moved:
         stays = (
-            f" The step also wrote to {count_of(moved, 'parameter')}, and that was not undone: leave "
-            "optimizer.step() out of it."
+            f" The step also wrote to {count_of(moved, 'parameter')}, and that was not undone: "
+            "leave optimizer.step() out of it."
         )
     warnings.warn(
         f"the step cannot be gone through on fake tensors ({reason}): one real forward and "

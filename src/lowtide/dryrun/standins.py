@@ -254,6 +254,7 @@ class RealState:
             if buffer is not None
         ]
         self._draws = [(generator, generator.get_state()) for generator in _generators()]
+        return self
 
     def __exit__(self, *exc: object) -> None:
         with torch.no_grad():
