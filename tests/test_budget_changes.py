@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -237,6 +238,55 @@ def test_a_fitted_model_counts_gradients_it_has_not_come_to() -> None:
         model(x)
     fitted.detach()
     assert caught.value.minimum > nbytes
+
+
+def test_a_layer_that_has_no_parameters_yet_has_no_bytes() -> None:
+    """A lazy layer makes its parameters when it is first called: until then nobody knows them."""
+
+    def losses(limit: int | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.LazyLinear(64), nn.Tanh())
+        fitted = None if limit is None else lowtide.fit(model, limit)
+        made = []
+        for _ in range(3):
+            loss = model(torch.randn(16, 8)).square().mean()
+            loss.backward()
+            made.append(loss.detach())
+        if fitted is not None:
+            fitted.detach()
+        return made + [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, limit, refusals = losses(None), 4000, 0
+    while True:
+        try:
+            planned = losses(limit)
+            break
+        except lowtide.BudgetError as refused:
+            limit, refusals = refused.minimum, refusals + 1
+    assert refusals in (2, 3)  # before the lazy layer, and once its parameters are known
+    assert len(plain) == 7
+    assert all(map(torch.equal, plain, planned))
+
+
+@pytest.mark.parametrize("way", ["budget", "fit"])
+def test_parameters_can_be_swapped_once_their_budget_is_gone(way: str) -> None:
+    """torch swaps no tensor that has weak references, and a budget knows leaves by them."""
+    model = nn.Linear(4, 4)
+    budget = lowtide.fit(model, "1 MB") if way == "fit" else lowtide.budget("1 MB")
+    with contextlib.nullcontext() if way == "fit" else budget:
+        loss = model(torch.randn(2, 4)).sum()
+    loss.backward()
+    del loss
+    model.zero_grad()
+    other = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(model.weight, other)
+    if isinstance(budget, lowtide.fitting.FittedBudget):
+        budget.detach()
+    del budget
+    gc.collect()
+    torch.utils.swap_tensors(model.weight, other)
+    assert not model.weight.any()
 
 
 @pytest.mark.parametrize(("name", "way"), FOLLOWED)

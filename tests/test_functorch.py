@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 
 import lowtide
+from against_plain import WAYS, Way, check
 from by_hand import counted_replays, same
 from lowtide.errors import UnsupportedError
 
@@ -160,3 +161,38 @@ def test_right_around_without_gradients() -> None:
     with torch.no_grad():
         plain = vmap(model)(inputs())
         assert torch.equal(plain, vmap(lambda v: lowtide.checkpoint(model, v))(inputs()))
+
+
+def by_batched_rows(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    rows = torch.eye(loss.numel())
+    return list(torch.autograd.grad(loss, leaves, rows, is_grads_batched=True, retain_graph=True))
+
+
+def by_vmap_of_rows(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    def pulled(row: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, leaves, row, retain_graph=True)
+
+    return list(vmap(pulled, randomness="different")(torch.eye(loss.numel())))
+
+
+class Noise(nn.Module):
+    """Out of place, in a kernel that `vmap` would draw another noise from for each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("pull", [by_batched_rows, by_vmap_of_rows])
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+def test_a_backward_inside_of_vmap(how: str, pull: Callable[..., list[Tensor]]) -> None:
+    """As `torch.autograd.functional.jacobian(vectorize=True)`: what is replayed is no batch."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        model = nn.Sequential(net(), Noise(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 1))
+        x = inputs().requires_grad_()
+        out = way(lambda: model(x).exp().mean(0))
+        leaves = [x, *model.parameters()]
+        rows = pull(out, leaves)  # what it holds afterwards serves the next one
+        return [out, *rows, *torch.autograd.grad(out.sum(), leaves)]
+
+    assert check(scenario, WAYS[how]).operations > 0

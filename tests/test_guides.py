@@ -63,7 +63,7 @@ def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     finally:
         torch.set_num_threads(threads)
     printed = capsys.readouterr().out
-    for line in re.findall(r"print\(.*?\)  # (.*)$", code, re.MULTILINE):
+    for line in re.findall(r"^\s*(?:print\(.*)?\)  # (.*)$", code, re.MULTILINE):
         assert line.split("...")[0].strip() in printed
 
 

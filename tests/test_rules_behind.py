@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import _compat
+from lowtide.step import current_recorder
 
 
 def result(p: Tensor) -> Tensor:
@@ -246,6 +248,73 @@ def test_a_recurrent_net_takes_no_more_in_a_region(kind: type[nn.RNNBase]) -> No
     after = lowtide.measure(lambda: step(lowtide.checkpoint), device="cpu").peak_bytes
     # Under a dispatch mode torch's own `linear` takes a tensor more; all versions were 1.5 times.
     assert after < 1.2 * before
+
+
+def held_values(table: Any) -> list[Any]:
+    found = (entry.weak() for entry in table.values() if entry.weak is not None)
+    return [value for value in found if value is not None and value.held is not None]
+
+
+def test_a_counter_is_kept_from_when_a_value_is_let_go_of() -> None:
+    """While a value is held its alias tells which counter is its own, so most need no other."""
+    budget = lowtide.budget(1_000_000)
+
+    def step(p: Tensor, let_go: bool) -> Tensor:
+        with budget:
+            saved = torch.exp(p)
+            far = saved.sin()
+            recorder = current_recorder()
+            assert recorder is not None
+            entry = recorder.table.get(_compat.storage_key(saved))
+            assert entry is not None
+            assert entry.counter is None
+            if let_go:
+                (value,) = [v for v in held_values(recorder.table) if v.op is not None]
+                recorder.let_go(value)
+                assert entry.counter.shares(saved)
+                assert not entry.counter.shares(saved.data)
+                saved.data.mul_(0.5)
+            return far.sum()
+
+    def plain(p: Tensor, let_go: bool) -> Tensor:
+        saved = torch.exp(p)
+        far = saved.sin()
+        if let_go:
+            saved.data.mul_(0.5)
+        return far.sum()
+
+    for let_go in (False, False, False, True):
+        one, other = (partial(how, let_go=let_go) for how in (step, plain))
+        assert torch.equal(gradient(one, 1), gradient(other, 1))
+
+
+def test_a_value_that_is_written_leaves_its_counter_behind() -> None:
+    """Also where it was held, and what is written there next is held by nobody."""
+    budget = lowtide.budget(1_000_000)
+
+    def step(p: Tensor) -> Tensor:
+        with budget:
+            x = p * 2
+            dead = x.sin()  # saves it
+            recorder = current_recorder()
+            assert recorder is not None
+            entry = recorder.table.get(_compat.storage_key(x))
+            assert entry is not None
+            x.mul_(3)
+            assert entry.counter is not None
+            assert entry.counter.shares(x)
+            del dead
+            x.data.mul_(0.5)
+            return x.cos().sum()
+
+    def plain(p: Tensor) -> Tensor:
+        x = p * 2
+        x.mul_(3)
+        x.data.mul_(0.5)
+        return x.cos().sum()
+
+    for _ in range(4):
+        assert torch.equal(gradient(step, 1), gradient(plain, 1))
 
 
 def test_a_counter_keeps_no_memory() -> None:

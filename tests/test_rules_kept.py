@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from against_plain import WAYS, Way, check, gradients, leaf
+from against_plain import WAYS, Scenario, Way, check, gradients, leaf
 from lowtide import replay, step
 from lowtide._compat import switches
 from lowtide.errors import UnsupportedError
@@ -330,6 +331,21 @@ def test_a_dispatch_mode_around_that_changes_results(way: Way, backward: bool) -
     check(scenario, way)
 
 
+def test_a_mode_around_counts_what_the_program_runs() -> None:
+    """What a first step takes is found out on shapes, of which a mode around sees nothing."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    rows = torch.randn(64, 8)
+
+    def products(limit: int | None) -> int:
+        budget = contextlib.nullcontext() if limit is None else lowtide.budget(limit)
+        with FlopCounterMode(display=False) as counter, budget:
+            loss = net(rows).square().mean()
+        loss.backward()
+        return counter.get_total_flops()
+
+    assert products(20_000) == products(None) > 0
+
+
 @every_way
 def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(
     way: Way, monkeypatch: pytest.MonkeyPatch
@@ -556,3 +572,88 @@ def test_a_plain_subclass() -> None:
         return [base.grad]
 
     assert check(scenario).operations > 0
+
+
+# Memory that NumPy or another process has too.
+
+
+def numpy_writes_between(way: Way) -> list[Tensor | None]:
+    """After the operation that made it, before it is read."""
+
+    def region(x: Tensor) -> Tensor:
+        y = x.sin()
+        mask = y.detach().exp()
+        there = mask.numpy()
+        there[...] = there * 3 + 1
+        return (y * mask).tanh() * mask
+
+    x = leaf(8)
+    return gradients(way(region, x).sum(), x)
+
+
+def numpy_writes_after_it_was_saved(way: Way) -> list[Tensor | None]:
+    """Autograd goes on with what it finds; what was made of it before is what it was."""
+
+    def region(x: Tensor) -> Tensor:
+        mask = x.detach().exp()
+        y = x.sin() * mask
+        z = (mask * 2).cos() * y
+        mask.numpy()[...] = 7
+        return z.tanh() + y * mask
+
+    x = leaf(8)
+    return gradients(way(region, x).sum(), x)
+
+
+def torch_writes_what_numpy_has(way: Way) -> list[Tensor | None]:
+    def region(x: Tensor) -> Tensor:
+        mask = x.detach().exp()
+        there = mask.numpy()
+        mask.mul_(2)
+        y = x.sin() * mask.view(2, 4).t().reshape(8)
+        there[...] += 1
+        mask.add_(y.detach())
+        return y.tanh() * mask
+
+    x = leaf(8)
+    return gradients(way(region, x).sum(), x)
+
+
+def several_processes_share_it(way: Way) -> list[Tensor | None]:
+    def region(x: Tensor) -> Tensor:
+        mask = x.detach().exp().share_memory_()
+        y = x.sin() * mask
+        ctypes.memset(mask.data_ptr(), 0, 16)  # as another one would
+        return y.tanh() * mask
+
+    x = leaf(8)
+    return gradients(way(region, x).sum(), x)
+
+
+@every_way
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        numpy_writes_between,
+        numpy_writes_after_it_was_saved,
+        torch_writes_what_numpy_has,
+        several_processes_share_it,
+    ],
+)
+def test_memory_that_somebody_else_has_is_kept(scenario: Scenario, way: Way) -> None:
+    """Once it is read again: torch marks it as not to be resized, and nothing else tells."""
+    check(scenario, way)
+
+
+@every_way
+def test_a_batch_norm_whose_statistics_are_shared_is_replayed(way: Way) -> None:
+    norm = nn.BatchNorm1d(4).share_memory()
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        norm.reset_running_stats()
+        x = leaf(16, 4)
+        out = way(lambda x: norm(norm(x.sin()).exp()).exp(), x).square().sum()
+        return [*gradients(out, x), norm.running_mean, norm.running_var]
+
+    check(scenario, way)
+    assert check(scenario)["native_batch_norm"] > 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
 from lowtide.budget import Budget
@@ -65,6 +66,7 @@ class FittedBudget(Budget):
             for parameter in model.parameters()
             if parameter.requires_grad
             and parameter.grad is None
+            and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
             and self.where.counts in (None, parameter.device)
             and id(parameter) not in observer.leaves.gradients
         )

@@ -191,7 +191,9 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
     why = (
         "and nothing that it saves for its backward is recorded, so that nothing can be "
         "recomputed. Tensors of a class of their own that does not say what they consist of "
-        "(`__tensor_flatten__`, `__tensor_unflatten__`) are kept whole."
+        "(`__tensor_flatten__`, `__tensor_unflatten__`) are kept whole, and so is everything where "
+        "a dispatch mode of the program's own stands around a step that is recorded in Python "
+        "(lowtide.engine.reason() says why it is)."
     )
     if before:
         why = (

@@ -27,15 +27,19 @@ def is_operator(thing: object) -> bool:
 
 
 # Below-autograd execution. torch offers no public way to run an operator under every mode,
-# autocast and autograd; goes when `torch.library` has a "redispatch below" call.
+# autocast and autograd; goes when `torch.library` has a "redispatch below" call. A backward may run
+# inside of `vmap`, or of autograd's own (`is_grads_batched`): what it asks for was no part of the
+# batch, nor were the draws that make it.
 _AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 for _name in torch._C.DispatchKey.__members__:
-    if _name.startswith("Autocast") or _name in ("Python", "PythonDispatcher"):
+    if _name.startswith(("Autocast", "FuncTorch")) or _name in ("Python", "PythonDispatcher"):
         _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey.__members__[_name])
+# autograd's `vmap`, for which Python has no name
+_AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C._dispatch_key_parse("VmapMode"))
 
 
 class below_autograd:
-    """Run operators under autograd, autocast, dispatch modes and torch-function overrides."""
+    """Run operators under autograd, autocast, transforms, modes and torch-function overrides."""
 
     __slots__ = ("_guards",)
 

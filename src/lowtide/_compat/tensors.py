@@ -8,6 +8,7 @@ dispatch. Rejected: identity by `data_ptr`, which all storages without memory ha
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -76,6 +77,11 @@ def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     return shared
 
 
+@functools.cache
+def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 class Counter:
     """A tensor's version counter, without its memory.
 
@@ -86,9 +92,9 @@ class Counter:
     __slots__ = ("_alias",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias = detached_alias(tensor)
-        with disable_dispatch(), torch.no_grad():
-            self._alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        with disable_dispatch():
+            self._alias = detached_alias(tensor)
+            self._alias.data = _without_memory(tensor.dtype, tensor.device)
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a write through `tensor` moves this counter."""

@@ -251,6 +251,15 @@ PyObject* leaf_states(PyObject*, PyObject* leaves) {
   END_HANDLE_TH_ERRORS
 }
 
+// The version counter of a tensor: `Counter` of `lowtide/_compat/tensors.py`.
+PyObject* counter_of(PyObject*, PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a tensor has a version counter");
+    return nullptr;
+  }
+  return leave_error([&] { return new_counter(THPVariable_Unpack(tensor)); });
+}
+
 // How many values, operations and handles are alive: Python's garbage collector does not list them.
 PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(records_alive); }
 
@@ -258,6 +267,7 @@ PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(recor
 PyObject* count_direct(PyObject*, PyObject*) { return PyLong_FromLongLong(packed_directly); }
 
 PyMethodDef functions[] = {
+    {"counter_of", counter_of, METH_O, nullptr},
     {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},
     {"leaf_states", leaf_states, METH_O, nullptr},

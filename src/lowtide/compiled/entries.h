@@ -27,7 +27,7 @@ struct Entry {
   Value* value;  // owned, or null
   Weak weak;
   PyObject* counter;
-  bool loose;
+  bool loose, given_out;
 };
 
 // Called by an entry whose storage was freed.

@@ -95,6 +95,7 @@ inline PyGetSetDef entry_getset[] = {
     {"weak", entry_weak, entry_set_weak},
     {"counter", get_object<Entry, &Entry::counter>, set_object<Entry, &Entry::counter>},
     {"loose", get_flag<Entry, &Entry::loose>, set_flag<Entry, &Entry::loose>},
+    {"given_out", get_flag<Entry, &Entry::given_out>, set_flag<Entry, &Entry::given_out>},
     {}};
 
 inline PyType_Slot entry_slots[] = {

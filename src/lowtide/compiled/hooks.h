@@ -36,7 +36,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (entry == nullptr) {
     owner = external(state, tensor, key, false);
     entry = find_entry(state->table, key);
-  } else if (entry->version != tensor._version()) {
+  } else if (entry->version != tensor._version() || is_given_out(entry, tensor)) {
     return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {
     owner = Owned(Py_NewRef(object_of(found)));
@@ -63,9 +63,8 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
     }
     if (keep) hold(entry, value, tensor);
   }
-  // For `_other_counter`. An alias held for good shows it, as that of an external always does.
-  if (!external && (state->asks || !value->held.defined()) && entry->counter == nullptr) {
-    entry->counter = new_counter(tensor);
+  if (!external && !value->held.defined() && entry->counter == nullptr) {
+    entry->counter = new_counter(tensor);  // while it is held, its alias shows the counter
   }
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,

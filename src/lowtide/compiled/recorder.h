@@ -140,6 +140,7 @@ inline bool run_recorded(
   for (const Written& each : written) {
     int64_t key = each.entry()->key;
     if (watched->storages.find(key) == watched->storages.end()) continue;
+    keep_counter(each.entry());
     Owned number(checked(PyLong_FromLongLong(key)));
     PyObject* arguments[] = {number.get(), each.hidden ? Py_True : Py_False};
     Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));

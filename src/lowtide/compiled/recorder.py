@@ -28,7 +28,7 @@ def recorder_class(core: Any) -> type[Recorder]:
         takes_apart = False  # it sees operations on the parts, but not which wrapper they are of
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 
-        new_table = core.Table
+        new_table, new_counter = core.Table, staticmethod(core.counter_of)
 
         @staticmethod
         def new_count(table: Any) -> tuple[Any, Any]:

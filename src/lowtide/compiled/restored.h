@@ -26,8 +26,13 @@ struct BelowAutograd {
   at::impl::TorchFunctionDisabledState before;
 
   static c10::DispatchKeySet keys() {
-    return c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python,
-        c10::DispatchKey::PythonDispatcher, c10::DispatchKey::PythonTLSSnapshot, KEY});
+    using c10::DispatchKey;
+    return c10::autocast_dispatch_keyset |
+        c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonDispatcher,
+            DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchDynamicLayerFrontMode,
+            DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::FuncTorchBatchedDecomposition,
+            DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchVmapMode,
+            DispatchKey::FuncTorchGradWrapper, DispatchKey::VmapMode, KEY});
   }
   BelowAutograd() : above(keys()), before(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
     at::impl::PythonTorchFunctionTLS::set_disabled_state(

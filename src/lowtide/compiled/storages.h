@@ -26,16 +26,23 @@ inline bool is_ordinary(const at::Tensor& tensor) {
       !impl->has_symbolic_sizes_strides();
 }
 
+// Whether something unseen may write what was made here, as `Known._given_out` says.
+inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
+  if (tensor.storage().unsafeGetStorageImpl()->resizable()) return false;
+  const Value* value = value_in(entry);
+  return value != nullptr && value->op != nullptr;
+}
+
 // The value in a storage, borrowed, if it can be read without a closer look; else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (entry->version != tensor._version()) return nullptr;
+  if (entry->version != tensor._version() || entry->given_out) return nullptr;
   Value* value = value_in(entry);
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
   if (value->op == nullptr) {
     if (!held) return nullptr;
     value->read = true;
-  } else if ((value->keep && !held) || value->region != state->region) {
+  } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
     return nullptr;
   }
   return value;
@@ -53,6 +60,13 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   entry->weak = weak_to(kept.get());
   put_value(entry, nullptr);
   watch(watched, entry->key, kept.get());
+}
+
+// As `Known._overwriting`.
+inline void keep_counter(Entry* entry) {
+  const Value* value = value_in(entry);
+  if (entry->counter != nullptr || value == nullptr || !value->held.defined()) return;
+  if (key_number(value->held) == entry->key) entry->counter = new_counter(value->held);
 }
 
 // As `Known._is_here`.
@@ -126,7 +140,7 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   int64_t key = key_number(tensor);
   Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) return enter(state, nullptr, tensor, key, false).first;
-  return entry->version == tensor._version() ? entry : nullptr;
+  return entry->version == tensor._version() && !is_given_out(entry, tensor) ? entry : nullptr;
 }
 
 // Bytes of a tensor of the usual layout; 0 for others.

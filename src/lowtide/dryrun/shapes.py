@@ -70,7 +70,7 @@ class Shapes:
 
     def _again(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """Repeated layers call operators with the same shapes: their results are remembered."""
-        if kwargs or FACTS[func].view:
+        if kwargs or facts_of(func).view:
             return self._short(func, args, kwargs, device)
         key = (func, device, *map(_key, args))
         known = self._results.get(key)
@@ -129,7 +129,7 @@ def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
 
 def _plain(func: Any) -> bool:
     """Whether an operator only makes new tensors, or views, out of what it is given."""
-    facts = FACTS.get(func) or facts_of(func)
+    facts = FACTS.get(id(func)) or facts_of(func)
     return (facts.simple or facts.view) and facts.name.startswith("aten::")
 
 

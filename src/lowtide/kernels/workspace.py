@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
 from lowtide.kernels.promotion import converted
@@ -313,10 +314,11 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     dynamo_aside()
     try:
-        named = {name: _meta(a) for name, a in kwargs.items()}
-        if facts_of(func).places:  # left out, it is a real one: memory, and draws for good
-            named["device"] = torch.device("meta")
-        result = func(*[_meta(a) for a in args], **named)
+        with _compat.below_autograd():  # no mode of the program's is to see or to count it
+            named = {name: _meta(a) for name, a in kwargs.items()}
+            if facts_of(func).places:  # left out, it is a real one: memory, and draws for good
+                named["device"] = torch.device("meta")
+            result = func(*[_meta(a) for a in args], **named)
         given = {id(t) for t in tensors}
         return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
     except Exception:  # any operator may refuse meta tensors, each in its own way

@@ -16,10 +16,10 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tensors_in
-from lowtide.tape.watch import hold, watch
+from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:
-    from lowtide.tape.tape import Tape
+    from lowtide.tape.tape import Decisions, Tape
 
 Tensor = torch.Tensor
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -34,7 +34,9 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     reference must be weak (`weak`), or the table would keep the storage alive through it.
     """
 
-    __slots__ = ("counted", "counter", "key", "loose", "nbytes", "value", "version", "weak")
+    __slots__ = (
+        "counted", "counter", "given_out", "key", "loose", "nbytes", "value", "version", "weak"
+    )  # fmt: skip
 
     key: int
     value: Value | None
@@ -44,6 +46,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     nbytes: int
     counter: Any  # the version counter of what autograd saved of it, where no alias shows it
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
+    given_out: bool  # see `Known._given_out`
 
 
 class Known:
@@ -57,8 +60,11 @@ class Known:
     _wholes: list[Kept]
     # The compiled recorder has its own.
     new_value: Callable[..., Value] = Value
+    decisions: Decisions
+    _asks: bool  # whether the decisions want to be asked
     new_entry: Callable[..., Entry] = Entry
     new_table: Callable[[], dict[int, Entry]] = dict
+    new_counter: Callable[[Tensor], _compat.Counter] = _compat.Counter
 
     def __init__(self, tape: Tape) -> None:
         self.region = tape.root
@@ -108,7 +114,37 @@ class Known:
                 entry.value = self.new_value(None, entry.nbytes, self.region)
             entry.version = version
             entry.loose = False
+        elif not storage.resizable():
+            self._given_out(entry, tensor)
         return entry
+
+    def _given_out(self, entry: Entry, tensor: Tensor) -> None:
+        """NumPy or another process has memory that was made here: torch resizes it no more, and a
+        write to it moves no version.
+
+        What autograd has saved of it is what it finds there, as in the plain step. What was made
+        of it so far is replayed from the record of its old content; what is made of it from here
+        on is kept (rule 5).
+        """
+        old = self.value_in(entry)
+        if old.op is None:
+            return
+        entry.given_out = True
+        new = entry.value = self.new_value(None, entry.nbytes, self.region)
+        entry.weak = None
+        handles = old.handles()
+        old.hand_over(new)
+        if old.held is not None:
+            self.decisions.forgotten(old)
+            old.held = None
+        if not handles:
+            return
+        new.scope = old.scope or self.region
+        with _compat.disable_dispatch():
+            self._hold(entry, new, tensor)
+        if self._asks:
+            for handle in handles:
+                self.decisions.packed(handle, new)
 
     def know_wholes(self, args: Any, kwargs: Any) -> None:
         """Wrappers are about to be used: a write to one changes the content of its parts."""
@@ -158,7 +194,7 @@ class Known:
         entry = self.new_entry(storage, self._forget)
         entry.key = _compat.storage_id(storage)
         entry.version = version
-        entry.loose = False
+        entry.loose = entry.given_out = False
         entry.weak = entry.counter = None
         entry.nbytes = storage.nbytes()
         here = self._is_here(storage.device, op is not None)
@@ -196,10 +232,25 @@ class Known:
         if held is None:
             return
         entry = self.table.get(_compat.storage_id(held.untyped_storage()))
-        if entry is None or entry.value is not None:  # gone, or written since
+        if entry is None:
+            return
+        self._keep_counter(entry, held)
+        if entry.value is not None:  # written since
             return
         if entry.weak is not None and entry.weak() is value:
             entry.value, entry.weak = value, None
+
+    def _keep_counter(self, entry: Entry, held: Tensor) -> None:
+        """What autograd has saved of a storage is held no longer: its counter has to be known."""
+        if entry.counter is None and _compat.storage_key(held) == entry.key:
+            entry.counter = self.new_counter(held)
+
+    def _overwriting(self, entry: Entry, hidden: bool = False) -> None:
+        """A call is about to write a storage; see `watch.overwriting`."""
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        if value is not None and value.held is not None:
+            self._keep_counter(entry, value.held)
+        overwriting(entry.key, hidden)
 
     def adopt(self, value: Value, tensor: Tensor) -> None:
         """A replay inside the forward (for a gradient penalty) gave `value` a new storage."""
@@ -246,7 +297,7 @@ class Known:
         """Note a tensor's counter before it is split into chunks with counters of their own."""
         entry = self.entry_of(tensor)
         if entry is not None and entry.counter is None:
-            entry.counter = _compat.Counter(tensor)
+            entry.counter = self.new_counter(tensor)
 
     @staticmethod
     def _device(entry: Entry) -> torch.device:

@@ -249,14 +249,15 @@ def _returns_only_aliases(schema: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None for r in returns)
 
 
-FACTS: dict[Any, Facts] = {}
+FACTS: dict[int, Facts] = {}
+"""By identity, which the facts keep: the hash of an overload is a function of Python's."""
 
 
 def facts_of(func: Any) -> Facts:
     """The facts of an operator overload, computed at its first use."""
-    facts = FACTS.get(func)
+    facts = FACTS.get(id(func))
     if facts is None:
-        facts = FACTS[func] = Facts(func)
+        facts = FACTS[id(func)] = Facts(func)
     return facts
 
 

@@ -26,7 +26,6 @@ from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
-from lowtide.tape.watch import overwriting
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -66,7 +65,7 @@ class Recorder(Saves, _compat.Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        facts = FACTS.get(func) or facts_of(func)
+        facts = FACTS.get(id(func)) or facts_of(func)
         if kwargs is None:
             kwargs = {}
         if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
@@ -106,8 +105,13 @@ class Recorder(Saves, _compat.Mode):
         for place, argument in enumerate(args):
             kind = type(argument)
             if kind is Tensor and argument.layout is _STRIDED and not argument.is_nested:
-                entry = table.get(_compat.storage_id(argument.untyped_storage()))
-                value = entry.value if entry is not None else None
+                storage = argument.untyped_storage()
+                entry = table.get(_compat.storage_id(storage))
+                value = None
+                if entry is not None:
+                    value = entry.value
+                    if value is None and entry.weak is not None:
+                        value = entry.weak()
                 ref: Ref | None
                 if (
                     entry is not None
@@ -116,6 +120,7 @@ class Recorder(Saves, _compat.Mode):
                     and not value.keep
                     and value.region is region
                     and entry.version == _compat.version_of(argument)
+                    and storage.resizable()  # see `_given_out`
                     and not self._lazy_bits
                 ):
                     ref = Ref(value, argument)
@@ -189,7 +194,7 @@ class Recorder(Saves, _compat.Mode):
             if place != facts.fills_saved:
                 saved, _ = behind.get(entry.key, (None, None))
                 hidden = place in statistics and place not in facts.writes
-                overwriting(entry.key, hidden or (saved is not None and saved.op is None))
+                self._overwriting(entry, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
         try:
@@ -260,7 +265,7 @@ class Recorder(Saves, _compat.Mode):
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
         for entry, _ in written:
-            overwriting(entry.key)
+            self._overwriting(entry)
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
@@ -313,7 +318,7 @@ class Recorder(Saves, _compat.Mode):
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
-        if entry is None or (self._lazy_bits and needs_care(tensor)):
+        if entry is None or entry.given_out or (self._lazy_bits and needs_care(tensor)):
             return None
         value = entry.value
         if value is None:

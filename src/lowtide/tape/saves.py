@@ -71,9 +71,8 @@ class Saves(Writes):
         ):
             with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
-        # For `_other_counter`. An alias held for good shows it, but decisions may drop the alias.
-        if value.op is not None and entry.counter is None and (value.held is None or self._asks):
-            entry.counter = _compat.Counter(tensor)
+        if value.op is not None and entry.counter is None and value.held is None:
+            entry.counter = self.new_counter(tensor)  # while held, its alias shows the counter
         handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
         if self._asks:
             self.decisions.packed(handle, value)
@@ -111,8 +110,8 @@ class Saves(Writes):
         ):
             with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
-        if entry.counter is None and (value.held is None or self._asks):
-            entry.counter = _compat.Counter(tensor)
+        if entry.counter is None and value.held is None:
+            entry.counter = self.new_counter(tensor)
         if self._asks:
             for handle in handles:
                 self.decisions.packed(handle, value)

@@ -10,7 +10,7 @@ wrong content.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,17 +19,11 @@ from lowtide.tape.known import Entry, Known, covers
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Ref, Value, flatten, tensors_in
 
-if TYPE_CHECKING:
-    from lowtide.tape.tape import Decisions
-
 Tensor = torch.Tensor
 
 
 class Writes(Known):
     """The part of a recorder that deals with writes."""
-
-    decisions: Decisions
-    _asks: bool  # whether the decisions want to be asked
 
     def _written(
         self,
