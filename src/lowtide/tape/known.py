@@ -119,12 +119,12 @@ class Known:
         return entry
 
     def _given_out(self, entry: Entry, tensor: Tensor) -> None:
-        """NumPy or another process has memory that was made here: torch resizes it no more, and a
-        write to it moves no version.
+        """NumPy or another process shares memory that was made here: torch then does not resize it,
+        and a write to it moves no version.
 
-        What autograd has saved of it is what it finds there, as in the plain step. What was made
-        of it so far is replayed from the record of its old content; what is made of it from here
-        on is kept (rule 5).
+        Backward uses whatever it finds there of what autograd has saved, as in the plain step. What
+        was made from it so far is replayed from the record of its old content; what is made from it
+        from now on is kept (rule 5).
         """
         old = self.value_in(entry)
         if old.op is None:
@@ -241,7 +241,7 @@ class Known:
             entry.value, entry.weak = value, None
 
     def _keep_counter(self, entry: Entry, held: Tensor) -> None:
-        """What autograd has saved of a storage is held no longer: its counter has to be known."""
+        """What autograd has saved of a storage is about to be dropped: note its version counter."""
         if entry.counter is None and _compat.storage_key(held) == entry.key:
             entry.counter = self.new_counter(held)
 

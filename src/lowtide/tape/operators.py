@@ -250,7 +250,7 @@ def _returns_only_aliases(schema: Any) -> bool:
 
 
 FACTS: dict[int, Facts] = {}
-"""By identity, which the facts keep: the hash of an overload is a function of Python's."""
+"""By id, as hashing an overload runs Python code; `Facts.func` keeps the overload alive."""
 
 
 def facts_of(func: Any) -> Facts:
