@@ -1,10 +1,10 @@
 """Which recorder runs: the compiled one or the one in Python.
 
-Problem: the compiled recorder is many times cheaper, but must be built, and cannot be everywhere.
-Invariant: both write the same records and give the same bits, so the choice is about time only;
-without a compiler everything works. Nobody waits: while the build runs in the background, once,
-steps are recorded in Python. Imports the recorders. Rejected: building at import, which makes
-`import lowtide` take a minute; a silent choice, which makes timings a riddle.
+Problem: the compiled recorder is many times cheaper, but has to be built, and cannot be everywhere.
+Invariant: both write the same records and give the same bits, so the choice affects only times and
+plans, and everything works without a compiler. Nothing waits for the build: it runs once, in the
+background, and steps are recorded in Python meanwhile. Imports the recorders. Rejected: building at
+import, which makes `import lowtide` take a minute; a silent choice, which makes timings a riddle.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Recorder.wrapper_met = staticmethod(_wrapper_met)
 
 
 class _Choice:
-    """What has been found out so far; one a process."""
+    """Which engine was chosen, and why; one object per process."""
 
     def __init__(self) -> None:
-        self.wanted: str | None = None  # None: not asked yet
+        self.wanted: str | None = None  # None: not chosen yet
         self.compiled: type[Recorder] | None = None
         self.core: Any = None
         self.reason = "no step has been recorded yet"
         self.building: threading.Thread | None = None
         self.built: Path | None = None
         self.active: type[Recorder] | None = None
-        self.wrappers = False  # met one, of which only the recorder in Python sees the whole
+        self.wrappers = False  # a wrapper subclass was met: only the Python recorder sees those
 
 
 _choice = _Choice()
@@ -62,7 +62,7 @@ _lock = threading.RLock()
 
 
 def _after_fork() -> None:
-    """A child has no thread that builds."""
+    """A child process does not have the thread that waits for the build: choose anew there."""
     if _choice.building is not None and _choice.compiled is None:
         _choice.building = _choice.wanted = _choice.active = None
 
@@ -72,13 +72,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def name() -> str:
-    """``"compiled"`` or ``"python"``: what the next recording will run on, as far as known now."""
+    """``"compiled"`` or ``"python"``: the engine of the next recording, as far as known now."""
     _settle()
     return "compiled" if _choice.active is not Recorder and not _choice.wrappers else "python"
 
 
 def reason() -> str:
-    """Why it is that one: a sentence for a report."""
+    """Why the engine is the one that `name` says, as a sentence for a report."""
     _settle()
     if _choice.wrappers and _choice.active is not Recorder:
         return "tensors that consist of others (DTensor, nested ones) are recorded in Python"
@@ -87,13 +87,14 @@ def reason() -> str:
 
 @contextmanager
 def use(way: str) -> Iterator[None]:
-    """Record on this engine inside: ``"python"``, ``"compiled"`` or ``"auto"``.
+    """Inside this context, record with the engine ``"python"``, ``"compiled"`` or ``"auto"``.
 
-    ``"compiled"`` builds it now if need be, and raises if that is not possible. The environment
-    variable ``LOWTIDE_ENGINE`` says the same for a whole process.
+    ``"compiled"`` builds it now if it is not built yet, and raises if that is not possible. The
+    environment variable ``LOWTIDE_ENGINE`` makes the same choice for a whole process.
 
     Raises:
-        UsageError: another name, or no compiled recorder here; the text says why.
+        UsageError: there is no engine of this name, or the compiled one cannot be used here; the
+            text says why.
     """
     with _lock:
         before, active, why = _choice.wanted, _choice.active, _choice.reason
@@ -108,31 +109,31 @@ def use(way: str) -> Iterator[None]:
 
 
 def new_recorder(tape: Tape) -> Recorder:
-    """A recorder for one recording, of the engine in force."""
+    """A recorder for one recording, of the engine in use."""
     active = _choice.active
     if active is None or _choice.built is not None:
         _settle()
         active = _choice.active
     assert active is not None
     if _compat.compiled_before_modes() and _compat.modes_of_users():
-        return Recorder(tape)  # which keeps everything then
+        return Recorder(tape)  # it keeps everything in this case
     return Recorder(tape) if _choice.wrappers else active(tape)
 
 
 def annealing() -> Polish | None:
-    """What the planner ends its searches with; None where the Python recorder is in force."""
+    """The compiled core's annealing, which ends the planner's searches; None on Python's engine."""
     found = _core_to_plan_with()
     return found.anneal if found is not None else None
 
 
 def cutting() -> CutWith | None:
-    """What the planner proves with; None where the Python recorder is in force."""
+    """The compiled core's minimum cut, for the planner's proofs; None on Python's engine."""
     found = _core_to_plan_with()
     return found.minimum_cut if found is not None else None
 
 
 def _core_to_plan_with() -> Any:
-    """Whoever only plans has no recorder built for it."""
+    """The core, for planning alone, which does not start a build."""
     if _choice.wanted is None and _asked_for() == "auto" and not build.target().exists():
         return None
     _settle()
@@ -140,7 +141,7 @@ def _core_to_plan_with() -> Any:
 
 
 def core() -> Any:
-    """The loaded extension, or None where the Python recorder is in force."""
+    """The loaded extension, or None on Python's engine."""
     return _choice.core if _choice.active is not Recorder else None
 
 
@@ -180,7 +181,7 @@ def _want(way: str) -> None:
 
 
 def _look_for_it() -> None:
-    """Load what has been built before, or begin to build it."""
+    """Load an earlier build, or start one."""
     target = build.target()
     if target.exists():
         _load_or_say_why(target)
@@ -201,7 +202,7 @@ def _look_for_it() -> None:
 
 
 def _build_beside() -> None:
-    """In a process of its own, so that training keeps its thread and its environment."""
+    """Build in a separate process, which leaves training's interpreter and environment alone."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "lowtide.compiled"],
@@ -210,7 +211,7 @@ def _build_beside() -> None:
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
-    except (OSError, TypeError) as error:  # no interpreter to be found, as in an embedded one
+    except (OSError, TypeError) as error:  # no executable, as where Python is embedded
         _choice.reason = f"the build could not be started: {error}"
         return
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

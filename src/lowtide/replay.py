@@ -1,11 +1,12 @@
 """Replay: runs recorded operations again, to give autograd a tensor that was dropped.
 
 Problem: backward asks for one freed tensor; the operations between it and what is still in memory
-must run again with the same bits, no trace in the user's state, and as little memory as possible.
+must run again with the same bits, without a trace in the user's state, in as little memory as
+possible.
 Invariant: replays run below autograd, autocast and every mode; they write to fresh memory only,
 never to an external (rule 4); each temporary is freed after its last reader. The order is that of
 recording, so all ranks replay alike (rule 14). Imports tape. Rejected: recursion from the request
-to its inputs, whose depth the Python stack bounds and whose order varies (rule 9).
+to its inputs, whose depth Python's stack limits and whose order varies (rule 9).
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 listeners: list[Callable[[list[Operation]], None]] = []
-"""Called with each list of replayed operations, whose ``facts.name`` says what they are: how tests
-count what was recomputed. Add a function of such a list, and remove it again."""
+"""Functions that are called with the operations of each replay, as a list; ``facts.name`` is an
+operation's name. Tests count what was recomputed with them. Append one, and remove it when done."""
 
 
 def unpack(packed: Any) -> Any:
@@ -83,7 +84,7 @@ def unpack(packed: Any) -> Any:
 
 @contextlib.contextmanager
 def _all_stays_held(recorder: Recorder | None) -> Iterator[None]:
-    """A replay inside the forward counts on what it has found in memory."""
+    """Let nothing be dropped while a replay inside the forward relies on what is in memory."""
     if recorder is None:
         yield
         return
@@ -130,7 +131,7 @@ def _sequence(op: Operation) -> int:
 
 
 def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation]]:
-    """Replay until `value` exists; holds what the decisions want retained on the way."""
+    """Replay until `value` exists; hold what the decisions want retained on the way."""
     decisions = request.tape.decisions
     operations = closure(value)
     readers = {value: 1}
@@ -171,7 +172,7 @@ def run(
     readers: dict[Value, int],
     now: tuple[object, ...],
 ) -> list[tuple[Value, Tensor]]:
-    """Run one operation again; the values it makes that are still in use, with their tensors."""
+    """Run one operation again; returns the values it makes that are still in use, with tensors."""
     if op.stream is None:
         return _run(op, live, readers, now)
     with replaying(op, _read_by(op, live)):
@@ -288,13 +289,13 @@ def _under_recorded_state(
 
 
 def _private(ref: Ref, live: dict[Value, Tensor], readers: dict[Value, int]) -> Tensor:
-    """Memory that the operation may write: its own, with the content it is going to change."""
+    """Memory of its own for the operation to write, with the content that it is going to change."""
     value = ref.value
     if value is None:
         return _fresh(ref)
     base = live.get(value)
     if base is not None and value.held is not base and readers[value] == 1:
-        return base  # a temporary of this replay, and nobody reads it after us
+        return base  # a temporary of this replay, which no later operation reads
     if base is None:
         base = in_memory(value)
     if base is None:

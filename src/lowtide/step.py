@@ -1,7 +1,7 @@
 """Opening and closing a recording on this thread.
 
-Problem: a region, a budget and a fitted model all put the same recorder and the same hooks in
-place, may stand inside one another, and must leave nothing behind when the forward raises.
+Problem: a region, a budget and a fitted model all install the same recorder and the same hooks,
+may be nested, and must leave nothing behind when the forward raises.
 Invariant: a thread has at most one open recorder; a region opened inside it only marks a part of
 its tape, so the insides of nested regions are planned and replayed together (rule 9). Imports
 tape and replay. Rejected: one tape for each region, whose externals would keep the insides of
@@ -44,7 +44,7 @@ def _recording() -> bool:
 
 
 def _leave_the_parents_recording() -> None:
-    """A process was forked while recording, as a `DataLoader` does: its work is no part of it."""
+    """In a forked process (a `DataLoader` worker): leave the recording that its parent has open."""
     recorder, _open.recorder = _open.recorder, None
     if recorder is None:
         return
@@ -61,7 +61,7 @@ _warned = False
 
 
 def _compilation_lost() -> None:
-    """A compiled function was called where the tape records: say so, once a process."""
+    """A compiled function was called inside a recording: warn, once per process."""
     global _warned
     if not _warned:
         _warned = True
@@ -81,11 +81,11 @@ for _function in (Recorder.__torch_dispatch__, Recorder.pack, unpack):
 
 
 class Recording:
-    """Context manager: record what runs inside onto a tape of its own."""
+    """Context manager: record what runs inside onto a new tape."""
 
     __slots__ = ("_recorder", "tape")
 
-    # A dry run has its own.
+    # A dry run replaces this.
     new_recorder: Callable[[Tape], Recorder] = staticmethod(engine.new_recorder)
 
     def __init__(self, decisions: Decisions, policy: Any = None, *, timed: bool = False) -> None:
@@ -122,7 +122,7 @@ class Recording:
         return self.recorder.region is self.tape.root
 
     def renew(self, decisions: Decisions, *, timed: bool) -> Tape:
-        """Record onto a tape of its own what comes from here on."""
+        """From here on, record onto a new tape."""
         self.tape.recorder = None
         self.tape = Tape(decisions, Region(None, None), timed=timed)
         self.recorder.begin(self.tape)
@@ -160,7 +160,7 @@ def _push_hooks(recorder: Recorder) -> None:
 
 
 def _torchs_refusal(error: RuntimeError) -> UnsupportedError | None:
-    """What torch says where it does not offer saved-tensor hooks, in our words."""
+    """Our error for one with which torch refuses saved-tensor hooks; None for any other."""
     text = str(error)
     if "torch.func" in text and "saved tensor hooks" in text:
         return UnsupportedError(
@@ -188,8 +188,8 @@ class Nested:
         self.policy = policy
 
     def __enter__(self) -> Tape:
-        # Our hooks again, on top: somebody's own between the two regions (torch's checkpoint,
-        # save_on_cpu) must see the same saves whether a recording stands around them or not.
+        # Push our hooks again, on top: hooks that others pushed between the two regions (torch's
+        # checkpoint, save_on_cpu) must see the same saves with and without a recording around them.
         _push_hooks(self.recorder)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
@@ -201,10 +201,10 @@ class Nested:
 
 
 def recordable() -> bool:
-    """Whether anything run now could be asked for in a backward (rule 12).
+    """Whether a backward could ask for anything that runs now (rule 12).
 
-    Nothing that torch.compile traces: its code is not recorded. In the capture of a CUDA graph
-    it could, and that is refused.
+    False while torch.compile traces, whose code is not recorded. Raises while a CUDA graph is
+    captured.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,12 +1,12 @@
-"""How the gradients of leaves come to be in a backward that nobody has seen.
+"""How the gradients of leaves arise in a backward that has not run.
 
-Problem: a leaf that is read several times gets a gradient of each read, and they are added up; one
-that is read in parts gets whole gradients made of small ones, when the views that made the parts
-are gone through, which may be long after the reads. Invariant: what waits is counted from the
-backward of its reader to that of its view, the sum from the first gradient on, and what is added to
-it for as long as that takes; torch adds in place where nobody else has the sum. Imports nothing
-that runs. Rejected: a new sum for each read, which refuses limits that can be met for every shared
-table.
+Problem: a leaf that is read several times gets a gradient from each read, and they are added up; if
+parts of it are read, gradients of its full size are made of small ones when backward reaches the
+views that made the parts, which may be long after the reads. Invariant: a waiting gradient is
+counted from the backward of its reader to that of its view, the sum from the first gradient on, and
+what is added to it while it is added; torch adds in place if nothing else refers to the sum.
+Imports nothing that runs. Rejected: a new sum for each read, which refuses limits that can be met
+for every shared table.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from lowtide.observing.rebuild import OpLog
 
 
-_OF_ITS_OWN = 1 << 62  # an operation's backward comes before those of views that it may read
+_OF_ITS_OWN = 1 << 62  # an operation's own gradient comes before those of views that it reads
 
 
 class Accumulation(NamedTuple):
     """Bytes of the gradients of leaves, by operation.
 
     Attributes:
-        made: what is there for good once the backward of the operation is over.
-        change: their running sum at `k` is what waits as the backward of operation `k` begins.
-        extra: what the backward of an operation takes besides, outside of its own.
+        made: what stays to the end of the step once the backward of the operation is over.
+        change: their running sum at `k` is what waits when the backward of operation `k` begins.
+        extra: what is allocated around the backward of an operation, besides its own memory.
     """
 
     made: list[int]
@@ -38,14 +38,14 @@ class Accumulation(NamedTuple):
 
 
 class _Gift(NamedTuple):
-    """What is added to the gradient of a leaf at once."""
+    """One gradient that is added to the gradient of a leaf."""
 
-    place: int
-    order: int  # among those of one place, the highest is the first
-    made: int  # bytes that its view makes of parts
+    place: int  # the operation after whose backward it arrives
+    order: int  # at one place, the highest is the first
+    made: int  # bytes that its view makes of gradients of parts
     parts: int  # bytes of those
-    lent: bool  # somebody else refers to its memory, so that nothing is added to it in place
-    by: int | None = None  # the node that passes it on: what comes by the same is added before
+    lent: bool  # something else refers to its memory, so nothing is added to it in place
+    by: int | None = None  # the node that passes it on: those from one node are added up first
 
 
 def accumulation(
@@ -55,9 +55,9 @@ def accumulation(
 
     Args:
         leaves: what was read.
-        ops: by what.
+        ops: the operations that read them.
         dead: operations without a backward.
-        watched: all of them were; else a leaf has been read before.
+        watched: all operations were watched; else a leaf may have reads that are not known.
     """
     count = len(ops)
     found = Accumulation(*([0] * (count + 2) for _ in range(3)))
@@ -67,7 +67,7 @@ def accumulation(
         gifts = _gifts([r for r in reads if r.op not in dead], nbytes, leaves.nodes, ops, found)
         if gifts:
             _add_up(gifts, nbytes, there, found, passing)
-        elif not there and not (reads and watched):  # of steps that began alike: its last reader
+        elif not there and not (reads and watched):  # not watched: only its last reader is known
             found.made[reader] += nbytes
     for place, nbytes in enumerate(passing):
         found.extra[place] += nbytes
@@ -81,7 +81,7 @@ def _gifts(
     ops: Sequence[OpLog],
     found: Accumulation,
 ) -> list[_Gift]:
-    """Of each whole read one, of all reads through one view another; the first comes first."""
+    """One gift for each read of the whole leaf, one for all reads through one view; in order."""
     gifts = {}
     ways: dict[int, list[Read]] = {}
     for read in reads:
@@ -92,7 +92,7 @@ def _gifts(
             ways.setdefault(read.way.node, []).append(read)
     several = list(gifts.values())
     for node, group in ways.items():
-        # It runs right after the backward of the first operation that came after it.
+        # The view's node runs right after the backward of the first operation that followed it.
         place = min(bisect.bisect_left(nodes, node), *(read.op for read in group))
         parts = _waiting(group, place, ops, found)
         way = group[0].way
@@ -106,7 +106,7 @@ def _gifts(
 
 
 def _waiting(group: Sequence[Read], place: int, ops: Sequence[OpLog], found: Accumulation) -> int:
-    """Bytes of the gradients of views that wait for the node at `place` to run."""
+    """Bytes of the gradients of parts that wait for the view's node, at `place`, to run."""
     parts: dict[object, list[Read]] = {}
     for read in sorted(group, key=lambda read: -read.op):
         parts.setdefault(read.way and read.way.part, []).append(read)
@@ -128,10 +128,10 @@ def _add_up(
     first, last = gifts[0], gifts[-1].place
     if not there:
         found.made[first.place] += nbytes
-    elif last < first.place:  # the sum is there until it is added to the gradient that was
+    elif last < first.place:  # the sum exists until it is added to the gradient that was there
         found.change[last] += nbytes
         found.change[first.place] -= nbytes
-    # What a view makes is the sum from then on; what it takes to make it is over before the next.
+    # What the first view makes becomes the sum; what else it takes is freed before the next gift.
     found.extra[first.place] += min(first.made, nbytes)
     lent, gone = first.lent, first.parts
     takes = {first.place: max(0, first.made - nbytes)}

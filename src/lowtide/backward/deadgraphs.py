@@ -1,9 +1,9 @@
-"""What dies before any backward: graphs that a forward builds and lets go of.
+"""Graphs that die before any backward: those that a forward builds and abandons.
 
 Problem: a generator whose output is detached, or a teacher that is not under `no_grad`, saves for a
-backward that cannot come; what that backward would take is not the step's. Invariant: an operation
-is taken for dead only where autograd was seen to let go of what it saved, and for what hangs on
-such ones alone; in doubt it lives, which is the high side. Imports nothing that runs. Rejected:
+backward that cannot come; what that backward would take does not belong to the step. Invariant: an
+operation counts as dead only if autograd was seen to release what it saved, or if only dead ones
+depend on it; in doubt it lives, which estimates too high. Imports nothing that runs. Rejected:
 asking autograd for its nodes, which a forward does not hand out.
 """
 
@@ -23,8 +23,8 @@ Save = tuple[int, int]
 
 
 def alive(seen: Observer) -> list[bool]:
-    """Of each save, whether autograd still has it. What was saved last goes first: the node of an
-    operation holds those of its inputs."""
+    """For each save, whether autograd still has it. Of equal saves the last one dies first, as the
+    node of an operation holds those of its inputs."""
     left = Counter(seen.dead)
     living = []
     for save in reversed(seen.last_save):
@@ -35,7 +35,7 @@ def alive(seen: Observer) -> list[bool]:
 
 
 def dead_operations(seen: Observer, places: Sequence[tuple[int, int, bool]]) -> set[int]:
-    """Operations whose nodes are gone; `places` are those of `modelled` for each save."""
+    """Operations whose nodes are gone; `places` are those that `modelled` found for each save."""
     if not seen.dead:
         return set()
     saves: set[int] = set()
@@ -46,12 +46,12 @@ def dead_operations(seen: Observer, places: Sequence[tuple[int, int, bool]]) -> 
         elif low == high:
             saves.add(low)
     readers = _readers(seen.ops)
-    below = lives.copy()  # a living operation may hang on it
+    below = lives.copy()  # operations that a living one may depend on
     for index in range(len(seen.ops) - 1, -1, -1):
         if any(reader in below for reader in readers[index]):
             below.add(index)
     dead = saves - lives
-    for index, found in enumerate(readers):  # the forward: on a dead one hang dead ones
+    for index, found in enumerate(readers):  # in forward order: what a dead one leads to is dead
         if index in dead:
             dead.update(reader for reader in found if reader not in below)
     for index in range(len(seen.ops) - 1, -1, -1):
@@ -62,7 +62,7 @@ def dead_operations(seen: Observer, places: Sequence[tuple[int, int, bool]]) -> 
 
 
 def _readers(ops: Sequence[OpLog]) -> list[list[int]]:
-    """Of each operation, those that give a gradient to something that it made."""
+    """For each operation, those whose backward gives a gradient to something that it made."""
     makers = {number: index for index, log in enumerate(ops) for number in log.outputs}
     readers: list[list[int]] = [[] for _ in ops]
     for index, log in enumerate(ops):
@@ -74,7 +74,7 @@ def _readers(ops: Sequence[OpLog]) -> list[list[int]]:
 
 
 def without(ops: Sequence[OpLog], dead: set[int]) -> list[OpLog]:
-    """The operations as a backward sees them that does not come to the dead ones."""
+    """The operations for a backward that does not reach the dead ones."""
     return [
         replace(log, temporaries=0, left=0, besides=0, receivers=(), viewing=(), pieces=(),
                 piece_sizes=(), node=False)

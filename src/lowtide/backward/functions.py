@@ -1,11 +1,11 @@
 """What the backward of a custom `torch.autograd.Function` takes, guessed from its forward.
 
-Problem: its forward runs without grad, operation by operation, and nothing tells what its backward
-will do before that has run once. Invariant: a forward that reads parameters is taken to be gone
-through again with grad, as reversible blocks, equilibria and reentrant checkpoints do, and one that
-does not for a formula, whose derivative holds what it did; both with the gradients of its inputs.
-What ran without grad and never gets a gradient costs nothing. Imports nothing that runs. Rejected:
-wrapping `Function.apply`, which is often bound before anybody could.
+Problem: its forward runs without grad, operation by operation, and nothing shows what its backward
+will do before that has run once. Invariant: if the forward reads parameters, the backward is taken
+to run it again with grad, as reversible blocks, equilibria and reentrant checkpoints do; if not, to
+be the derivative of a formula, which holds what the forward held. Both also make the gradients of
+the inputs. What ran without grad and never gets a gradient costs nothing. Imports nothing that
+runs. Rejected: wrapping `Function.apply`, which is often bound before it could be wrapped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def ends(seen: Observer) -> set[int]:
-    """The last operation of each Function's forward: something with a graph was read of what it
-    made, or saved right after it and not for the operation that follows."""
+    """The last operation of each Function's forward: a result that it made was read and has a
+    graph, or a tensor was saved right after it and not for the operation that follows."""
     ops = seen.ops
     found = {index for index, log in enumerate(ops) if log.function}
     for number, place in seen.last_save:
@@ -31,18 +31,18 @@ def ends(seen: Observer) -> set[int]:
 
 
 def kept_for(ops: Sequence[OpLog], number: int, last: int) -> bool:
-    """Whether a value that was saved right after this last operation of a Function was saved by
-    it: the operation that follows does not read it."""
+    """Whether the Function whose last operation this is saved a value that was saved right after
+    it: it did if the next operation does not read the value."""
     return last + 1 >= len(ops) or number not in ops[last + 1].inputs
 
 
 def extra(seen: Observer, sizes: list[int], ended: set[int]) -> dict[int, int]:
-    """Of the last operation of each Function's forward: bytes that its backward takes."""
+    """Last operation of a Function's forward -> bytes that the Function's backward takes."""
     found = {}
     for last in ended:
         first, hidden = last, seen.ops[last].hidden
         assert hidden is not None
-        # Autograd makes its node before its forward, and none while that runs.
+        # Autograd makes the Function's node before its forward, and none while that runs.
         while first and (before := seen.ops[first - 1].hidden) and before[0] == hidden[0]:
             first -= 1
         found[last] = _cost(seen, sizes, first, last)
@@ -53,7 +53,7 @@ def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
     ops = seen.ops[first : last + 1]
     made = {number for log in ops for number in log.outputs}
     inputs = {number for log in ops for number in log.inputs} - made
-    # What the next operation has saved perhaps is taken to be gone by then.
+    # What the next operation may have saved instead is taken to be released by then.
     saved = {n for n, place in seen.last_save if place == last + 1 and n not in made}
     there = sum(sizes[n] for n in saved if not kept_for(seen.ops, n, last))
     gradients = sum(sizes[number] for number in inputs)
@@ -63,8 +63,8 @@ def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
 
 
 def _again(ops: Sequence[OpLog]) -> int:
-    """All that its forward makes. What is called with the same parameters once more is an
-    iteration, of which one is differentiated."""
+    """Bytes of all that its forward makes. Further calls with the same parameters are iterations,
+    of which only one is differentiated."""
     met: set[object] = set()
     total, offset = 0, 0
     leaves: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ def _again(ops: Sequence[OpLog]) -> int:
 
 
 def _passing(ops: Sequence[OpLog], sizes: list[int]) -> int:
-    """The most that is there at once of what its forward makes."""
+    """The most bytes of what its forward makes that are alive at once."""
     last = {number: k for k, log in enumerate(ops) for number in (*log.outputs, *log.inputs)}
     over: list[list[int]] = [[] for _ in ops]
     for log in ops:

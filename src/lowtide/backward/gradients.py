@@ -1,10 +1,10 @@
-"""When the gradients of activations are in memory, for a backward that nobody has seen.
+"""When the gradients of activations are in memory, in a backward that has not run.
 
-Problem: gradients are much of what stands in backward, and a joined tensor's is one buffer that the
-gradients of its parts look into. Invariant: a gradient is there from the backward of the last
-reader to that of the producer; one that is a view keeps what it sees until it is used or, where
-more is added to it, until the sum is made. Imports nothing but the log of operations. Rejected: a
-buffer for every gradient, which counts each `cat` of a DenseNet twice.
+Problem: gradients are a large part of memory in backward, and the gradient of a `cat` is one buffer
+of which the gradients of its inputs are views. Invariant: a gradient exists from the backward of
+the last reader to that of the producer; one that is a view keeps its base alive until it is used
+or, if another gradient is added to it, until the sum is made. Imports nothing but the log of
+operations. Rejected: a buffer for every gradient, which counts each `cat` of a DenseNet twice.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "
 
 
 class Lifetimes(NamedTuple):
-    """Bytes of gradients that lie across the operations of a step, gone through backwards.
+    """Bytes of gradients that live across operations, in backward order.
 
     Attributes:
-        change: their running sum at `k` is what is there when the backward of operation `k` begins.
-        sums: of each operation, what is made right after its backward, where gradients are added.
-        copies: of each operation, what its backward makes of the gradient that it is given.
+        change: their running sum at `k` is what exists when the backward of operation `k` begins.
+        sums: for each operation, the sums of gradients that are made right after its backward.
+        copies: for each operation, the copy that its backward makes of the gradient it is given.
     """
 
     change: list[int]
@@ -56,7 +56,7 @@ def lifetimes(
                 continue
             start = reading[-1]
             if number in ops[start].viewing:
-                # It sees the gradient of what was made of it, until another one is added.
+                # Its gradient is a view of that of the reader's result, until another is added.
                 if len(reading) == 1:
                     part = sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
                     if part and any(name in log.name for name in _COPYING):
@@ -71,7 +71,7 @@ def lifetimes(
 
 
 def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:
-    """Of each value, the operations whose backward gives it a gradient, but for pieces of it."""
+    """For each value, the operations whose backward gives it a gradient, not of a piece only."""
     readers: dict[int, list[int]] = {}
     for index, log in enumerate(ops):
         for number in log.receivers:
@@ -89,8 +89,8 @@ def _pieces(
     change: list[int],
     sums: list[int],
 ) -> None:
-    """Gradients of pieces lie there until the first reader has given its own; then the whole is
-    made of them, as if that reader had given it."""
+    """Gradients of pieces wait until the first reader, the last in backward, has given its own;
+    then the whole is made of them, as if that reader had given it."""
     first: dict[int, int] = {}
     unused: dict[int, int] = {}
     for index, log in enumerate(ops):
@@ -110,7 +110,7 @@ def _pieces(
 def _looked_into(
     log: OpLog, index: int, readers: dict[int, list[int]], until: dict[int, int]
 ) -> list[int]:
-    """How long the gradient of what an operation made lives on in those of its inputs."""
+    """Until when the gradient of an operation's result lives on in views that its inputs got."""
     found = []
     for number in log.viewing:
         reading = readers.get(number)

@@ -1,12 +1,12 @@
 """The events of a backward that has not been measured, from what the forward showed.
 
-Problem: before a step has been measured, and where it cannot be, its backward must be planned all
-the same. Invariant: autograd goes through the nodes in the reverse order of their operations and
+Problem: before a step has been measured, and where it cannot be, its backward must be planned
+nevertheless. Invariant: autograd visits the nodes in the reverse order of their operations and
 unpacks what a node saved, inputs first, right before it runs; gradients live as `gradients` says,
-and each backward takes what it took on shapes alone. Where that could not be found out, estimates
-from sizes stand in, to the high side. Imports accumulation, operation, deadgraphs, functions,
-gradients, planner. Rejected: spreading every operation's temporaries over its neighbours, which
-refuses limits that can be met.
+and each backward takes what it took when run on shapes alone. Where that failed, estimates from
+sizes are used, which are too high rather than too low. Imports accumulation, operation, deadgraphs,
+functions, gradients, planner. Rejected: spreading every operation's temporaries over its
+neighbours, which refuses limits that can be met.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 
 def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
-    """What the backward of each operation costs, from a run of it on shapes alone.
+    """Find out what the backward of each operation costs by running it on shapes alone.
 
-    Statistics that a normalization returns besides, say, get no gradient if nothing reads them.
+    A result that no operation reads (statistics that a normalization also returns) gets no
+    gradient.
     """
     asked = [(log, _with_use(log, log.call, carries_grad)) for log in ops if log.call is not None]
     found = costs(call for _, call in asked)
@@ -62,13 +63,13 @@ def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
 def modelled_events(
     seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
 ) -> tuple[Event, ...]:
-    """What a backward asks for, and the memory that is not the tape's meanwhile.
+    """What a backward requests, and the memory that is not the tape's at each request.
 
     Args:
         seen: the forward.
         sizes: of each value, in bytes.
-        requests: (value, operations recorded when it was saved) as asked for in the backward that
-            ran; None: it is still to come.
+        requests: (value, operations recorded when it was saved) as requested by the backward that
+            ran; None: it has not run yet.
     """
     look_closer(seen.ops, seen.carries_grad)
     count = len(seen.ops)
@@ -84,7 +85,7 @@ def modelled_events(
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
         order = _to_come(seen, places)
-        # A graph that is retained keeps the handles of what it has asked for.
+        # A retained graph keeps the handles that it has unpacked.
         asked = () if seen.retains else enumerate(order)
         released = {value: index for index, (value, *_) in asked}
     else:
@@ -113,19 +114,19 @@ def modelled_events(
         following = order[index + 1][2] if index + 1 < len(order) else -1
         base = max(begins[low], begins[high])
         peak = max([base, *takes[low : high + 1 if following < high else high]])
-        if following + 1 < low:  # further on, what it saved is gone
+        if following + 1 < low:  # in operations below, what this node saved is released
             peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
         events.append(Event(number, base, peak, freed.get(index, ())))
     return tuple(events)
 
 
 def _leaves(log: OpLog, sums: int) -> int:
-    """Bytes of an operation's gradients when they are added up; what it saved is gone by then."""
+    """Bytes of an operation's gradients when they are added up, after it released what it saved."""
     return log.left + log.besides + sums
 
 
 def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
-    """Saves in the order in which backward will ask: (value, lowest operation, highest)."""
+    """Saves in the order of backward's requests: (value, lowest operation, highest)."""
     alive = deadgraphs.alive(seen)
     keys = [(-high, -low, result, i) for i, (low, high, result) in enumerate(places) if alive[i]]
     order = [key[-1] for key in sorted(keys)]
@@ -135,7 +136,7 @@ def _to_come(seen: Observer, places: list[tuple[int, int, bool]]) -> list[tuple[
 def _as_asked(
     seen: Observer, requests: list[tuple[int, int]], ended: set[int]
 ) -> list[tuple[int, int, int]]:
-    """The same for what has been asked for, last saved first."""
+    """The same for the requests of a backward that ran, in its order, which is last saved first."""
     places = _places(seen, requests[::-1], ended)[::-1]
     return [(value, *place[:2]) for (value, _), place in zip(requests, places, strict=True)]
 
@@ -143,11 +144,11 @@ def _as_asked(
 def _places(
     seen: Observer, saves: list[tuple[int, int]], ended: set[int]
 ) -> list[tuple[int, int, bool]]:
-    """Of each save in the order of the forward: the operations that may have saved it, lowest and
-    highest, and whether it did so as its result.
+    """For each save, in the order of the forward: the lowest and the highest operation that may
+    have saved it, and whether it was saved as a result.
 
-    Saved between two operations, a tensor is a result of the one before or an input of the one
-    after; if both save it, in this order.
+    A tensor that is saved between two operations is a result of the one before or an input of the
+    one after; if both save it, in this order.
     """
     ops, count = seen.ops, len(seen.ops)
     producers = {number: index for index, log in enumerate(ops) for number in log.outputs}
@@ -176,9 +177,9 @@ def _places(
 def _freed(
     order: list[tuple[int, int, int]], released: dict[int, int]
 ) -> dict[int, tuple[int, ...]]:
-    """Of each event, the values that nothing asks for after it.
+    """For each event, the values that nothing requests after it.
 
-    A node lets go of what it saved when it has run, all at once.
+    A node releases all that it saved at once, after it has run.
     """
     last: dict[int, int] = {}
     over, node = -1, -1

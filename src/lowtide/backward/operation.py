@@ -1,12 +1,12 @@
 """What the backward of one operation allocates, found by running it on tensors without memory.
 
 Problem: a first step must stay inside its limit before any of its backward has been measured, and
-sizes alone say too much: the gradient of a `cat` is seen by views, a ReLU's backward makes one
-tensor and a pooling's three. Invariant: an operation is described by numbers, run once forward and
-backward on the meta device, and what it cost is remembered for all calls of the same shapes; an
-operator that cannot be run so is estimated from sizes by the caller. Imports counting. Rejected:
-factors by operator name, which have to be guessed for every operator there is; running it at once,
-below autograd, where there is no backward.
+estimates from sizes are too high: a `cat` gives its inputs views of its gradient, a ReLU's backward
+makes one tensor and a pooling's three. Invariant: an operation is described by numbers, run once
+forward and backward on the meta device, and its cost is remembered for all calls of the same
+shapes; if that fails, the caller estimates from sizes. Imports counting. Rejected: factors by
+operator name, which have to be guessed for every operator; running it during the recording, which
+is below autograd and has no backward.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Like:
 class Call:
     """An operation as numbers: equal ones cost the same.
 
-    `used`: of each storage that it makes, in order, whether a gradient comes back for it; () where
-    that is not known: for all.
+    `used`: for each storage that it makes, in order, whether it gets a gradient; (): not known, so
+    all are taken to.
     """
 
     func: Any
@@ -59,17 +59,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one backward.
+    """The cost of one backward.
 
     Attributes:
-        peak: bytes allocated above those at its start while it runs, the gradients of its inputs
-            included.
-        left: of them, bytes that are there when it is over: the gradients of its inputs.
+        peak: the most bytes allocated since its start while it runs, including the gradients of
+            its inputs.
+        left: those that remain when it is over: the gradients of its inputs.
         given: for every tensor argument that requires grad, in order: whether its gradient is a
             view of that of the output (True), memory of its own (False), or None: it gets none.
-        fresh: of the same: whether nobody else refers to its memory, so that another one may be
-            added to it in place.
-        saved: of each storage that the operation made, in order, whether autograd saves it as a
+        fresh: for the same: whether nothing else refers to the gradient's memory, so that another
+            may be added to it in place.
+        saved: for each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
 
@@ -81,7 +81,7 @@ class Cost:
 
 
 def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
-    """A call as numbers; None where it must not be run again or has no backward of its own."""
+    """A call as numbers; None if it must not be run again or its arguments cannot be compared."""
     if facts.opaque:
         return None
     call = Call(
@@ -111,7 +111,7 @@ _known: dict[Call, Cost | None] = {}
 
 
 def costs(calls: Iterable[Call]) -> dict[Call, Cost | None]:
-    """What the backward of each call costs; None: it could not be found out."""
+    """What the backward of each call costs; None: it could not be run."""
     wanted = dict.fromkeys(calls)
     unknown = [call for call in wanted if call not in _known]
     if unknown:
@@ -130,7 +130,7 @@ def _run_all(calls: list[Call]) -> None:
     for call in calls:
         try:
             _known[call] = _run(call)
-        except Exception:  # an operator may refuse in any way of its own
+        except Exception:  # an operator may refuse with any error
             _known[call] = None
 
 
@@ -139,7 +139,7 @@ def _run(call: Call) -> Cost:
     build = functools.partial(_build, wanted, bool(facts_of(call.func).writes))
     args = [build(a) for a in call.args]
     kwargs = {name: build(a) for name, a in call.kwargs}
-    if facts_of(call.func).places:  # left out, it is a real one: memory, and draws for good
+    if facts_of(call.func).places:  # the default is a real device: memory, and real draws
         kwargs["device"] = torch.device("meta")
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def _run(call: Call) -> Cost:
         found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
     outer = storage_keys(gradients)
     given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
-    # A view refers to what it was made of, also where that has no other name.
+    # A view refers to its base, even if nothing else does.
     fresh = [
         lent is False and not _compat.is_view(gradient)
         for gradient, lent in zip(found, given, strict=True)
@@ -174,7 +174,7 @@ class _AsReal(Counting):
     torch's formulas that fill zeros do so out of place under a mode, and on tensors without memory.
     """
 
-    _zeros: int | None = None  # the storage that the last operator made of them
+    _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -210,7 +210,7 @@ def _build(wanted: list[torch.Tensor], written: bool, argument: Any) -> Any:
         if not argument.grad:
             return tensor
         wanted.append(tensor.requires_grad_())
-        return tensor.clone() if written else tensor  # a leaf cannot be written in place
+        return tensor.clone() if written else tensor  # a leaf must not be written in place
     if isinstance(argument, tuple):
         return [_build(wanted, written, item) for item in argument]
     return torch.device("meta") if isinstance(argument, torch.device) else argument

@@ -1,9 +1,9 @@
 """Which inputs of an operation get gradients, and how much of them it reads.
 
 Problem: autograd makes the gradient of a part (a slice, a piece of a split) as large as the whole,
-and nothing in the operation that reads the part shows it. Invariant: numbers are noted, no tensor
-is kept. Imports `_compat` and the tape's references. Rejected: asking the view that made the part,
-which need not have been recorded.
+and nothing in the operation that reads the part shows it. Invariant: only numbers are noted, no
+tensor is kept. Imports `_compat` and the tape's references. Rejected: asking the view that made the
+part, which need not have been recorded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chunks: bool) -> None:
-    """Which inputs get gradients, and how much of them the operation reads; `chunks`: it makes
-    chunks of its input that autograd does not know as views."""
+    """Note which inputs get gradients, and how much of them the operation reads. `chunks`: it
+    splits its input into chunks that autograd does not know to be views."""
     receivers, whole, besides = [], [], 0
     pieces: list[tuple[int, int]] = []
     split: list[int] = []

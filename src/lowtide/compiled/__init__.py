@@ -1,1 +1,1 @@
-"""The recorder's hot path in C++; see `recorder.h`. Never needed, only faster."""
+"""The recorder's hot path in C++; see `recorder.h`. Optional: it only makes lowtide faster."""

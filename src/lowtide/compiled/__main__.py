@@ -1,4 +1,4 @@
-"""``python -m lowtide.compiled``: build the extension now; prints its path, or says why not."""
+"""``python -m lowtide.compiled``: build the extension now; prints its path, or why it failed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-// Annealing: from a plan that fits to a cheaper one that fits, by changes at random.
+// Annealing: from a plan that fits to a cheaper one that fits, by random changes.
 //
-// Problem: an exchange of `planner/exchange.py` is judged from the plan it changes; some plans far
-// cheaper are several changes away, and the plans between do not fit or cost more. Invariant:
-// deterministic. The seed is fixed, work is counted in what is simulated, and only the arithmetic is
-// used that rounds alike everywhere, no function of a mathematical library; so the same graph, limit
-// and plan give the same plan on every machine. The clock only ends a search early. Knows nothing of
-// Python or torch. Rejected: more and shorter passes, and temperatures in times of the plan instead of
-// the forward: over twenty networks neither finds more.
+// Problem: `planner/exchange.py` judges an exchange by the plan it changes; some much cheaper plans are
+// several changes away, and the plans in between do not fit or cost more. Invariant: deterministic. The
+// seed is fixed, work is counted in simulated items, and only arithmetic that rounds alike everywhere is
+// used, no math library; so the same graph, limit and plan give the same plan on every machine. The
+// clock only ends a search early. Knows nothing of Python or torch. Rejected: more and shorter passes,
+// and temperatures relative to the plan's time instead of the forward's: neither found more, over twenty
+// networks.
 #pragma once
 
 #include "simulator.h"
@@ -16,20 +16,20 @@
 
 namespace lowtide::planner {
 
-// A value that a plan decides on, and the decisions that it may take.
+// A value that a plan decides about, and the decisions that are possible.
 struct Choice {
   int32_t value;
   int32_t latest;  // the last event from which a replay may retain it; -1: none may
   bool holds;      // the forward may hold it
-  bool never;      // it may go before it is released, as its graph is retained
+  bool never;      // it may be dropped before its release, as its graph is retained
 
   int32_t dropped() const { return latest < 0 ? NEVER : 0; }
 };
 
 // When to stop.
 struct Effort {
-  int64_t work;    // items of lists walked through
-  double enough;   // seconds that need not be bettered
+  int64_t work;    // list items that the simulations visit
+  double enough;   // a plan that replays no longer than this is good enough
   double seconds;  // of real time
 };
 
@@ -42,8 +42,8 @@ class Random {
 
   bool percent(uint32_t chance) { return below(100) < chance; }
 
-  // Of mean one, about: -ln of a number between 0 and 1, its logarithm taken as straight between
-  // powers of two.
+  // Exponentially distributed with a mean of about one: -ln of a number between 0 and 1, where the
+  // logarithm is interpolated linearly between powers of two.
   double exponential() {
     uint64_t bits = next() | 1;
     int zeros = std::countl_zero(bits);
@@ -70,7 +70,7 @@ class Annealing {
     each_ = graph.values() + graph.operations() + graph.events() + 1;
   }
 
-  // The cheapest plan met, or the first one, if that does not fit.
+  // The cheapest plan found, or the first one if that does not fit.
   const Plan& run(const Effort& effort) {
     auto everything = [](int64_t, double) { return false; };
     if (choices_.empty() || !simulator_.run(best_, everything) || simulator_.peak > limit_) {
@@ -88,16 +88,16 @@ class Annealing {
   }
 
  private:
-  // Times are in forwards: what the first stage accepts, and by how much each stage accepts less.
+  // In units of the forward's time: what the first stage accepts, and by which factor each stage accepts less.
   static constexpr int STAGES = 64;
   static constexpr double HOT = 1e-2, HOT_RATIO = 0.9075, COLD = 2e-3, COLD_RATIO = 0.9306;
-  // What an excess as large as the limit counts as, in forwards.
+  // The cost of exceeding the limit by as much again, in the same units.
   static constexpr double DEAR = 8;
-  // Of a replayed operation, the items of lists walked through.
+  // List items visited for a replayed operation.
   static constexpr int64_t REPLAY = 4;
   static constexpr int MOST = 3;              // changes at once
-  static constexpr uint32_t NEIGHBOURS = 10;  // choices to either side of the first of them
-  static constexpr int64_t BETWEEN = 256;     // moves from one look at the clock to the next
+  static constexpr uint32_t NEIGHBOURS = 10;  // how far the others may be from the first, in choices
+  static constexpr int64_t BETWEEN = 256;     // moves between two looks at the clock
 
   double score(int64_t peak, double seconds) const {
     return peak > limit_ ? seconds + dear_ * static_cast<double>(peak - limit_) : seconds;
@@ -116,7 +116,7 @@ class Annealing {
     }
   }
 
-  // Change the plan, unless that costs too much more; the work that it took.
+  // Change the plan, unless that costs too much more; returns the work done.
   int64_t move(double temperature) {
     int32_t places[MOST], before[MOST];
     int count = 1 + random_.percent(40);
@@ -145,7 +145,7 @@ class Annealing {
     return static_cast<int32_t>(random_.below(static_cast<uint32_t>(choices_.size())));
   }
 
-  // Most changes that go together are of values made one after another.
+  // Changes that work together mostly concern values made one after another.
   int32_t beside(int32_t place) {
     if (random_.percent(30)) return anywhere();
     auto near = place + static_cast<int32_t>(random_.below(2 * NEIGHBOURS + 1)) -
@@ -153,7 +153,7 @@ class Annealing {
     return std::clamp(near, 0, static_cast<int32_t>(choices_.size()) - 1);
   }
 
-  // Held values are let go, others mostly held; some are retained from another event on.
+  // A held value is dropped, another is mostly held; some get another event to be retained from.
   int32_t another(const Choice& choice, int32_t now) {
     if (now == HOLD) return random_.percent(15) ? waiting(choice) : choice.dropped();
     if (choice.holds && random_.percent(80)) return HOLD;

@@ -1,11 +1,12 @@
 """Compiling the extension and finding it again.
 
-Problem: a compiled core must fit one version of Python, torch and these sources, and must never
-stand in the way of a user without a compiler. Invariant: a finished build is a file whose name is a
-digest of all that went into it; it appears in one move, so that ranks and processes may build at
-the same time. Imports the standard library; torch's own `cpp_extension` for its paths, in the
-process that builds. Rejected: `cpp_extension.load`, which needs ninja and waits on a lock file that
-a killed build leaves behind; wheels for each torch version, as long as the sources still move.
+Problem: a compiled core must match one version of Python, torch and these sources, and must never
+get in the way of a user without a compiler. Invariant: a finished build is a file in a directory
+named by a digest of all that went into it; it is moved there in one step, so that ranks and
+processes may build at the same time. Imports the standard library; torch's own `cpp_extension` for
+its paths, in the process that builds. Rejected: `cpp_extension.load`, which needs ninja and waits
+on a lock file that a killed build leaves behind; wheels for each torch version, as long as the
+sources still change.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 MODULE = "_lowtide_core"
 _HERE = Path(__file__).parent
-# A product and a sum are rounded one after the other: the planner's seconds are those of Python.
+# No fused multiply-add: the planner's seconds must have the bits that Python computes.
 _EXACT = "-ffp-contract=off"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", _EXACT, "-w")
 
@@ -48,7 +49,7 @@ def cache_directory() -> Path:
 
 
 def target() -> Path:
-    """The file that a build for this Python, this torch and these sources makes."""
+    """The file that a build for this Python, this torch and these sources produces."""
     return _place(MODULE, sources())
 
 
@@ -72,7 +73,7 @@ def _place(module: str, paths: list[Path]) -> Path:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse a build that somebody else could have put there."""
+    """Refuse a build that another user could have put there."""
     for place in (path, path.parent):
         found = place.stat()
         if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o022:
@@ -131,14 +132,14 @@ def build() -> Path:
     """Compile the extension if that has not been done; returns its path.
 
     Takes half a minute to a minute. Raises:
-        BuildError: with what the compiler said.
+        BuildError: with the compiler's message.
     """
     return _built(_HERE / "core.cpp", target())
 
 
 def library(source: Path, module: str) -> Path:
-    """Another extension of one file, compiled alike and kept beside ours: tests have a device of
-    their own. Raises as `build` does."""
+    """Another extension of one file, compiled and cached like ours: the tests' own device is one.
+    Raises as `build` does."""
     return _built(source, _place(module, [source]))
 
 
@@ -172,7 +173,7 @@ def _first_error(text: str) -> str:
 
 
 class _one_at_a_time:
-    """A lock that goes with its process. Others wait, and then find the finished file."""
+    """A lock that ends with its process. Others wait, and then find the finished file."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "lock"

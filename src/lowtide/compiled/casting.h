@@ -1,9 +1,9 @@
-// What autocast does inside of an operation: `lowtide/_compat/casting.py`, where the rule is, without
+// What autocast does inside of an operation: `lowtide/_compat/casting.py`, which has the rule, without
 // Python.
 //
-// Problem: nearly every operation of a step under autocast has it on inside. Invariant: equal states
-// are one object, which lives for good; a state that Python is asked for is the one that it would
-// find. Rejected: asking Python at each operation, which costs more than recording it.
+// Problem: in a step under autocast nearly every operation has it on inside. Invariant: equal states are
+// one object, which is never freed; its tuple is the one that Python itself would find. Rejected: asking
+// Python at each operation, which costs more than recording it.
 #pragma once
 
 #include "objects.h"
@@ -17,18 +17,18 @@ namespace lowtide {
 
 struct Casting {
   std::vector<std::pair<c10::DeviceType, at::ScalarType>> kinds;
-  PyObject* tuple;  // as Python says it
+  PyObject* tuple;  // the same, as Python has it
 };
 
 inline PyObject* casting_function;  // `_compat.casting.casting_now`
 
-// Whether operators that a kernel calls now are cast, for whatever device.
+// Whether operators that a kernel calls now may be cast, for any device.
 inline bool casts_inside() {
   auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   return !(c10::autocast_dispatch_keyset - excluded).empty();
 }
 
-// The state of now; null: nothing is cast. With the GIL.
+// The present state; null: nothing is cast. Needs the GIL.
 inline const Casting* casting_now() {
   if (!casts_inside()) return nullptr;
   static auto* known = new std::vector<const Casting*>();
@@ -47,7 +47,7 @@ inline const Casting* casting_now() {
   return known->back();
 }
 
-// Autocast as an operation found it, and back. Entered below autocast.
+// Autocast as it was when an operation was recorded, until the end of the scope. Entered below autocast.
 class RestoredCasting {
  public:
   explicit RestoredCasting(const Casting* recorded) : recorded_(recorded) {

@@ -1,8 +1,8 @@
-// The compiled part of lowtide: a Python module with the type that a recorder is derived from, and
-// the planner's annealing.
+// The compiled part of lowtide: a Python module with the base type of the compiled recorder, and the
+// planner's annealing.
 //
-// Problem: see `recorder.h` and `anneal.h`. Invariant: without this module everything works, and gives
-// the same bits, only slower, under plans that may cost more; it is built for one version of Python
+// Problem: see `recorder.h` and `anneal.h`. Invariant: without this module everything works and gives
+// the same bits, only slower, and with plans that may cost more; it is built for one version of Python
 // and torch and loaded by no other.
 // Rejected: pybind11 classes, whose calls cost more than the work behind them.
 
@@ -160,7 +160,8 @@ PyObject* all_interned(PyObject* names) {
   return made.release();
 }
 
-// Script(names, sizes, reads, wanted, needs, choices, by_size): tuples, one item an operation, or a value.
+// Script(names, sizes, reads, wanted, needs, choices, by_size): tuples with one item per operation;
+// `choices` has one per value, and `by_size` lists operations.
 PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
   HANDLE_TH_ERRORS
   PyObject *names, *sizes, *reads, *wanted, *needs, *choices, *by_size;
@@ -215,7 +216,7 @@ PyType_Slot script_slots[] = {
 PyType_Spec script_spec = {
     "lowtide.compiled.Script", sizeof(Script), 0, Py_TPFLAGS_DEFAULT, script_slots};
 
-// Call `function(*args)` with this thread's operators unseen.
+// Call `function(*args)` while no recorder sees this thread's operators.
 PyObject* aside(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   c10::impl::ExcludeDispatchKeyGuard guard(KEY);
@@ -229,7 +230,7 @@ PyObject* current_recorder(PyObject*, PyObject*) {
   return Py_NewRef(current == nullptr ? Py_None : reinterpret_cast<PyObject*>(current));
 }
 
-// `states` of `lowtide/tape/leafstates.py`, of a tuple of weak references.
+// `states` of `lowtide/tape/leafstates.py`, for a tuple of weak references.
 PyObject* leaf_states(PyObject*, PyObject* leaves) {
   HANDLE_TH_ERRORS
   if (!PyTuple_Check(leaves)) throw py::type_error("lowtide: a tuple of weak references is looked at");
@@ -259,10 +260,10 @@ PyObject* counter_of(PyObject*, PyObject* tensor) {
   return leave_error([&] { return new_counter(THPVariable_Unpack(tensor)); });
 }
 
-// How many values, operations and handles are alive: Python's collector does not list them.
+// How many values, operations and handles are alive: Python's garbage collector does not list them.
 PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(records_alive); }
 
-// How many tensors autograd has handed over without Python in between.
+// How many tensors autograd has handed to `hooks.h` without a call into Python.
 PyObject* count_direct(PyObject*, PyObject*) { return PyLong_FromLongLong(packed_directly); }
 
 PyMethodDef functions[] = {
@@ -285,9 +286,9 @@ PyObject* forever(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
-// Views that the dispatcher takes past our key, so that nothing is boxed for them: a transformer has
-// three for each operation that is recorded. Those whose kernels call none but other views; the
-// fallback leaves all others alone itself.
+// Views for which our key falls through in the dispatcher, so that they are not boxed: a transformer has
+// three for each recorded operation. Only views whose kernels call nothing but other views; the fallback
+// itself does not record the rest.
 constexpr std::array<std::pair<const char*, const char*>, 22> PASSED_BY = {{
     {"aten::view", ""},           {"aten::_unsafe_view", ""},   {"aten::_reshape_alias", ""},
     {"aten::as_strided", ""},     {"aten::transpose", "int"},   {"aten::t", ""},
@@ -299,7 +300,7 @@ constexpr std::array<std::pair<const char*, const char*>, 22> PASSED_BY = {{
     {"aten::view", "dtype"},
 }};
 
-// For the life of the process. Raises where somebody else has taken the key.
+// For the life of the process. Raises if something else has registered a fallback for the key.
 void take_key() {
   auto& dispatcher = c10::Dispatcher::singleton();
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>();
@@ -316,7 +317,7 @@ PyTypeObject* type_of(PyType_Spec& spec, PyObject* bases = nullptr) {
   return as<PyTypeObject>(checked(PyType_FromSpecWithBases(&spec, bases)));
 }
 
-// The types, and what Python may make of them.
+// Make the types, and add those that Python uses to the module.
 void add_types(PyObject* module) {
   counter_type = type_of(counter_spec);
   operation_type = type_of(operation_spec);

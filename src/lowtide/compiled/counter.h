@@ -1,7 +1,7 @@
 // A tensor's version counter, without its memory: `Counter` of `lowtide/_compat/tensors.py`.
 //
-// Problem: whether a write through `.data` reaches what autograd has saved can only be told by which
-// counter it moves. Invariant: answers as the Python class does. Rejected: keeping an alias, which
+// Problem: only the counter that it moves tells whether a write through `.data` changes what autograd
+// has saved unnoticed. Invariant: answers as the Python class does. Rejected: keeping an alias, which
 // would keep the memory.
 #pragma once
 

@@ -1,10 +1,10 @@
-// What autograd saves, handed to `hooks.h` without a call of Python's in between.
+// What autograd saves, handed to `hooks.h` without a call into Python.
 //
-// Problem: torch makes an object of two Python functions for each tensor that it saves, and a Python
-// object of each such tensor, which costs more than packing it. Invariant: the hooks that Python pushed
-// decide, here as there: what is saved goes this way while the uppermost of them are a recorder's own,
-// and to torch's otherwise. Rejected: hooks for one saved variable at a time (`register_hooks`), which
-// come after the default ones; a table of virtual functions of our own in torch's engine.
+// Problem: for each tensor that it saves, torch makes an object with two Python hooks and a Python object
+// for the tensor, which costs more than packing it. Invariant: the hooks that Python pushed still decide:
+// a saved tensor takes this path while the topmost hooks are a recorder's own, and torch's otherwise.
+// Rejected: hooks for each saved variable (`register_hooks`), which come after the default ones; a vtable
+// of our own in torch's engine.
 #pragma once
 
 #include "hooks.h"
@@ -28,8 +28,8 @@ namespace autograd = torch::autograd;
   throw error;
 }
 
-// Run what may leave an error in Python's words, and throw it on as torch does: it may have to cross
-// from a thread of the engine.
+// Run what may raise a Python error, and rethrow that as torch does: it may have to leave one of the
+// engine's threads.
 template <class Do>
 auto as_torch_throws(Do act) {
   try {
@@ -45,7 +45,7 @@ auto as_torch_throws(Do act) {
 inline PyObject* unpack_function;
 inline int64_t packed_directly = 0;
 
-// One saved variable's hooks, as `PySavedVariableHooks` of torch.
+// The hooks of one saved variable, in place of torch's `PySavedVariableHooks`.
 class Saved final : public autograd::SavedVariableHooks {
  public:
   explicit Saved(State* state) : state_(state) {}
@@ -57,7 +57,7 @@ class Saved final : public autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     Gil gil;
-    Owned recorder(Py_NewRef(object_of(state_)));  // the hooks' stack has it up to here
+    Owned recorder(Py_NewRef(object_of(state_)));  // until here, the stack of hooks keeps it alive
     packed_ = as_torch_throws([&] { return pack_tensor(state_, tensor); });
     state_ = nullptr;
     ++packed_directly;
@@ -90,7 +90,7 @@ class Saved final : public autograd::SavedVariableHooks {
 
 inline PyCFunction pack_function;
 
-// The recorder whose hooks are the uppermost on this thread, or null.
+// The recorder whose hooks are the topmost on this thread, or null.
 inline State* recorder_of_hooks() {
   const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state();
   if (hooks.stack.empty() || hooks.is_tracing) return nullptr;
@@ -99,12 +99,13 @@ inline State* recorder_of_hooks() {
   return as<State>(PyCFunction_GET_SELF(pack));
 }
 
-// The type of the third argument of `Engine::execute_with_graph_task`: torch changes how it counts.
+// The type of the second argument of `Engine::execute_with_graph_task`: which smart pointer it is depends
+// on torch's version.
 template <class Result, class Task, class Root, class Buffer>
 Root root_of(Result (autograd::Engine::*)(Task, Root, Buffer));
 using Root = decltype(root_of(&autograd::Engine::execute_with_graph_task));
 
-// What torch asks for the hooks of a saved variable. All else is its own engine's work.
+// The engine that torch asks for the hooks of a saved variable. It leaves all else to torch's own engine.
 class Asked final : public autograd::Engine {
  public:
   explicit Asked(autograd::Engine& engine) : engine_(engine) {}
@@ -136,7 +137,7 @@ inline PyObject* variable_class;  // `torch.autograd.Variable`
 inline autograd::Engine* torchs_engine;
 inline std::atomic<bool> forked = false;
 
-// In a child process torch makes its engine anew, in its place, when Python next asks for it.
+// In a child process torch makes its engine anew, at the same address, when Python next uses it.
 inline void after_fork() {
   if (!forked.exchange(false)) return;
   Gil gil;

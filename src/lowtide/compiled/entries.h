@@ -1,9 +1,9 @@
 // What is in each live storage: `Entry` of `lowtide/tape/known.py`, and the table's bookkeeping.
 //
-// Problem: every result of an operator gets an entry, and leaves it when its storage goes. Invariant: an
-// entry is a weak reference of Python's to the storage, as there, since torch tells nobody else when a
-// storage goes; the bytes that are alive are one number that both sides read. Rejected: a table of
-// weak storages of torch's, which has to be searched for what has gone.
+// Problem: every result of an operator gets an entry, which lives as long as its storage. Invariant: an
+// entry is a Python weak reference to the storage, as there, since nothing else reports when torch frees
+// a storage; the live bytes are one number that C++ and Python read. Rejected: a table of torch's weak
+// storages, which has to be searched for dead ones.
 #pragma once
 
 #include "records.h"
@@ -13,7 +13,7 @@
 
 namespace lowtide {
 
-// A number that Python reads and writes as the first item of a list.
+// A number that Python reads and writes like the only item of a list.
 struct Box {
   PyObject_HEAD
   int64_t number;
@@ -30,7 +30,7 @@ struct Entry {
   bool loose, given_out;
 };
 
-// Called by an entry whose storage has gone.
+// Called by an entry whose storage was freed.
 struct Forget {
   PyObject_HEAD
   PyObject* table;
@@ -44,7 +44,7 @@ inline Entry* entry_of(PyObject* object) {
   return as<Entry>(object);
 }
 
-// The value in a storage, borrowed; null where the old record has gone.
+// The value in a storage, borrowed; null if the old value is gone.
 inline Value* value_in(const Entry* entry) {
   return entry->value != nullptr ? entry->value : as<Value>(entry->weak.get());
 }
@@ -54,15 +54,15 @@ inline void put_value(Entry* entry, Value* borrowed) {
   give_up(object_of(std::exchange(entry->value, borrowed)));
 }
 
-// An entry for a storage, and not yet in a table.
+// An entry for a storage, not in a table yet.
 inline Owned new_entry(const at::Tensor& tensor, PyObject* forget) {
   Owned storage(checked(THPStorage_Wrap(tensor.storage())));
-  // Made for us: hundreds a step that live through a collection or two would have Python go through
-  // all objects of the process now and then.
+  // Untrack a wrapper made for us: hundreds per step that survive a collection or two would trigger full
+  // collections, over all objects of the process.
   if (Py_REFCNT(storage.get()) <= 2) PyObject_GC_UnTrack(storage.get());
-  static PyObject* pair = nullptr;  // which nobody keeps: one for all
+  static PyObject* pair = nullptr;  // reused for every entry, as nothing keeps it
   Owned arguments(pair == nullptr ? checked(PyTuple_New(2)) : std::exchange(pair, nullptr));
-  PyObject_GC_UnTrack(arguments.get());  // what is in it is lent
+  PyObject_GC_UnTrack(arguments.get());  // its items are borrowed
   PyTuple_SET_ITEM(arguments.get(), 0, storage.get());
   PyTuple_SET_ITEM(arguments.get(), 1, forget);
   Owned made(entry_type->tp_new(entry_type, arguments.get(), nullptr));
@@ -70,13 +70,13 @@ inline Owned new_entry(const at::Tensor& tensor, PyObject* forget) {
   PyTuple_SET_ITEM(arguments.get(), 1, nullptr);
   if (pair == nullptr) pair = arguments.release();
   checked(made.get());
-  PyObject_GC_UnTrack(made.get());  // it leads to numbers and to records, which are not collected
+  PyObject_GC_UnTrack(made.get());  // it refers only to numbers and records, which are not collected
   return made;
 }
 
 // ---------------------------------------------------------------------- links to many records
 
-// Links to records in the order in which they were added; `WeakList` of `lowtide/tape/values.py`.
+// Weak references to records, in the order in which they were added; `WeakList` of `lowtide/tape/values.py`.
 struct WeakList {
   PyObject_HEAD
   std::vector<Weak> links;
@@ -88,13 +88,13 @@ inline void add_weak(PyObject* list, PyObject* record) {
 
 // ---------------------------------------------------------------------- who holds which storage
 
-// Storages and the values that hold an alias of them; `Watched` of `lowtide/tape/watch.py`. Values of
-// either recorder: those of Python's by its weak references.
+// Storages and the values that hold an alias of them; `Watched` of `lowtide/tape/watch.py`. It has values
+// of both recorders, those of the Python recorder through Python's weak references.
 struct Watched {
   PyObject_HEAD
   struct Holder {
     Weak record;
-    PyObject* reference;  // owned; null: `record`
+    PyObject* reference;  // owned; null: `record` is used
   };
   ska::flat_hash_map<int64_t, c10::SmallVector<Holder, 1>> storages;
   size_t swept;

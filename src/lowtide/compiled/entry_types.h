@@ -1,4 +1,4 @@
-// Entries, and the lists and numbers around them, as Python sees them.
+// The Python types of entries, and of the lists and numbers around them.
 //
 // Problem and invariant: as in `record_types.h`.
 #pragma once
@@ -60,7 +60,7 @@ inline int entry_set_value(PyObject* self, PyObject* to, void*) {
   return leave_error_to([&] { put_value(as<Entry>(self), is_none(to) ? nullptr : value_of(to)); });
 }
 
-// As in Python, a weak reference or None.
+// A weak reference or None, as in Python.
 inline PyObject* entry_weak(PyObject* self, void*) {
   const Weak& weak = as<Entry>(self)->weak;
   if (weak.get() == nullptr) Py_RETURN_NONE;
@@ -220,7 +220,7 @@ inline PyObject* weak_list_beyond(PyObject* self, PyObject* planned) {
 }
 
 inline PyObject* weak_list_settle(PyObject* self, PyObject*) {
-  std::vector<Weak> links = as<WeakList>(self)->links;  // settling gives records up
+  std::vector<Weak> links = as<WeakList>(self)->links;  // a copy: settling may free records
   for (const Weak& link : links) {
     if (link.get() == nullptr) continue;
     Owned kept(Py_NewRef(link.get()));
@@ -273,7 +273,7 @@ inline PyObject* watched_add(PyObject* self, PyObject* args) {
   });
 }
 
-// The values that hold a storage, no longer watched.
+// Stop watching a storage; returns the values that hold it.
 inline PyObject* watched_pop(PyObject* self, PyObject* key) {
   return leave_error([&] {
     auto& storages = as<Watched>(self)->storages;
@@ -293,7 +293,7 @@ inline PyObject* watched_pop(PyObject* self, PyObject* key) {
   });
 }
 
-// How many are known for each storage, those that have gone and have not been swept up included.
+// The number of references for each storage, dead ones not yet swept included.
 inline PyObject* watched_counts(PyObject* self, PyObject*) {
   Owned list(PyList_New(0));
   for (const auto& [key, holders] : as<Watched>(self)->storages) {

@@ -1,8 +1,8 @@
-// What has to be known of an operator: `Facts` of `lowtide/tape/operators.py`, once an operator.
+// What has to be known about an operator: `Facts` of `lowtide/tape/operators.py`, once per operator.
 //
-// Problem: they are asked for at every call, without Python's lock. Invariant: a fact lives as long as
-// the process, so that records may point to it. Rejected: attributes of the Python object, each of
-// which costs more than a small kernel's dispatch.
+// Problem: every call needs them, and looks them up without the GIL. Invariant: a `Fact` lives as long as
+// the process, so that records may point to it. Rejected: attributes of the Python object, each of which
+// costs more than the dispatch of a small kernel.
 #pragma once
 
 #include "objects.h"
@@ -16,20 +16,20 @@
 
 namespace lowtide {
 
-// What has to be known of an operator here, from `Facts`.
+// What C++ has to know of an operator's `Facts`.
 struct Fact {
   PyObject* facts;
   PyObject* name;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
   bool always_trains = false;
-  int mean = -1, variance = -1, training = -1;  // places of running statistics and their flag
-  int non_blocking = -1, target = -1;           // of a copy: the place of that flag, and of where to
-  std::vector<int> writes, fills;               // places of arguments
+  int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
+  int non_blocking = -1, target = -1;           // for a copy: positions of that flag and of the target
+  std::vector<int> writes, fills;               // positions of arguments
 };
 
-inline PyObject* facts_of_function;  // `facts_of` of Python's
+inline PyObject* facts_of_function;  // `lowtide.tape.operators.facts_of`
 
-// One a thread, so that looking needs no lock.
+// One per thread, so that a lookup needs no lock.
 inline ska::flat_hash_map<const c10::FunctionSchema*, const Fact*>& known_facts() {
   static thread_local ska::flat_hash_map<const c10::FunctionSchema*, const Fact*> found;
   return found;
@@ -41,7 +41,7 @@ inline const Fact* fact_of(const c10::OperatorHandle& op) {
   return at == found.end() ? nullptr : at->second;
 }
 
-// Operators of torch itself are never taken back, so that the address of a schema tells them.
+// Operators of torch itself are never deregistered, so the address of a schema identifies them.
 inline const Fact* learn(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (name.compare(0, 6, "aten::") != 0 && name.compare(0, 7, "prims::") != 0) return nullptr;
@@ -75,7 +75,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
     fact.target = name == "aten::copy_" ? 0 : place(py::str("device"));
   }
   facts.release();
-  if (made == nullptr) made = std::make_unique<Fact>(std::move(fact));  // no other thread was faster
+  if (made == nullptr) made = std::make_unique<Fact>(std::move(fact));  // else another thread was faster
   return known_facts()[&op.schema()] = made.get();
 }
 

@@ -1,11 +1,11 @@
 // Maximum flow, as `planner/flow.py` finds it.
 //
 // Problem: a proof of how good a plan is takes thousands of minimum cuts, each some milliseconds in
-// Python. Invariant: the cut that is returned is the smallest of the minimum cuts, which does not
-// depend on the flow that proves it, so Python and this return the same. Capacities are at most
-// INFINITE: what an arc and its reverse have together never changes, so nothing overflows. Knows nothing
-// of Python or torch. Rejected: keeping a network from cut to cut. To copy it takes less than
-// to cut it, and a network that Python changes in place would have to be told of each change.
+// Python. Invariant: of all minimum cuts, the one returned has the fewest nodes on the source's side. It
+// does not depend on the flow that was found, so Python and C++ return the same one. Capacities are at
+// most INFINITE, and those of an arc and its reverse have a constant sum, so nothing overflows. Knows
+// nothing of Python or torch. Rejected: keeping a network from cut to cut: copying it takes less than
+// cutting it, and it would have to be told of each change that Python makes.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr int64_t INFINITE = int64_t(1) << 60;
 // Nodes 0 (source), 1 (sink) and up; arc `a ^ 1` is the reverse of `a`.
 class Network {
  public:
-  // `heads` and `rooms` of each arc, the reverse ones included.
+  // `heads` and `rooms`: for each arc, including the reverse ones.
   Network(int32_t nodes, const std::vector<int32_t>& heads, std::vector<int64_t> rooms)
       : nodes_(nodes), head_(heads), room_(std::move(rooms)), begin_(nodes + 1), arcs_(heads.size()) {
     for (size_t arc = 0; arc < heads.size(); ++arc) ++begin_[heads[arc ^ 1] + 1];
@@ -31,7 +31,7 @@ class Network {
     }
   }
 
-  // Push until no path is left. Of each node, whether the source still reaches it.
+  // Push until no path is left. For each node, whether the source still reaches it.
   std::vector<char> cut() {
     while (find_levels()) block();
     std::vector<char> reached(nodes_);
@@ -71,7 +71,7 @@ class Network {
     return false;
   }
 
-  // Saturate every shortest path (Dinic), walking with an explicit path.
+  // Saturate every shortest path (Dinic), with an explicit path instead of recursion.
   void block() {
     place_.assign(begin_.begin(), begin_.end() - 1);
     path_.clear();
@@ -99,7 +99,7 @@ class Network {
     return room_[arc] != 0 && level_[head_[arc]] == level_[node] - 1;
   }
 
-  // As much as the path has room for; the node at which it is full.
+  // Push as much as the path has room for; returns the first node whose next arc is full.
   int32_t push() {
     int64_t amount = 2 * INFINITE;
     for (int32_t arc : path_) amount = std::min(amount, room_[arc]);

@@ -1,9 +1,9 @@
 // How a tensor lies in its storage, and how it is made again from that.
 //
-// Problem: each tensor that an operation reads or autograd saves is recorded, and most are the very
-// tensor that another operation made. Invariant: a geometry never changes once made, so that all who
-// mean the same share one; counted under Python's lock. Rejected: a copy for each, which takes more
-// memory than all the rest of a record.
+// Problem: the geometry of each tensor that an operation reads or autograd saves is recorded, and mostly
+// it is that of a tensor which another operation made. Invariant: a geometry never changes once made, so
+// that records may share it; its users are counted under the GIL. Rejected: a copy for each tensor, which
+// takes more memory than the rest of a record.
 #pragma once
 
 #include "objects.h"
@@ -57,7 +57,7 @@ class Geometry {
   at::Tensor of(const at::Tensor& base) const {
     if (fits(base)) return base;
     if (typeid(*base.unsafeGetTensorImpl()) != typeid(c10::TensorImpl) && base.dtype() == dtype()) {
-      return at::as_strided(base, size(), stride(), offset());  // a kind of its own
+      return at::as_strided(base, size(), stride(), offset());  // not a plain TensorImpl
     }
     size_t need =
         at::detail::computeStorageNbytes(size(), stride(), dtype().itemsize(), offset());

@@ -1,8 +1,8 @@
 // The saved-tensor hooks: what `Recorder.pack` and `unpack` of `lowtide/replay.py` do.
 //
-// Problem: autograd calls them for every saved tensor, twice. Invariant: a handle is the Python one,
-// and both engines can answer for it. Rejected: an answer for each of both, which would have to find
-// the same bytes.
+// Problem: autograd calls both for every saved tensor. Invariant: the handles have the attributes of the
+// Python class, and what is not handled here is left to the Python hooks, on the same records. Rejected:
+// a second implementation of the rare cases, which would have to give the same answers.
 #pragma once
 
 #include "replay.h"
@@ -46,7 +46,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   auto* value = as<Value>(owner.get());
   bool external = value->op == nullptr;
   if (!external) {
-    if (is_constant(value->op)) return call_python_pack(state, tensor);  // foreign kernels may fill it
+    if (is_constant(value->op)) return call_python_pack(state, tensor);  // a foreign kernel may fill it
     if (value->scope == nullptr || depth_of(state->region) < depth_of(value->scope)) {
       Py_XDECREF(std::exchange(value->scope, Py_NewRef(state->region)));
     }
@@ -64,7 +64,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
     if (keep) hold(entry, value, tensor);
   }
   if (!external && !value->held.defined() && entry->counter == nullptr) {
-    entry->counter = new_counter(tensor);  // while it is held, an alias tells
+    entry->counter = new_counter(tensor);  // while it is held, its alias shows the counter
   }
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
@@ -106,7 +106,7 @@ struct AllStaysHeld {
   }
 };
 
-// The device has no memory for a replay: whether something was let go of, as in `recorder.h`.
+// The device has no memory for a replay: whether some was freed, as in `recorder.h`.
 inline bool make_room(PyObject* decisions, int attempt) {
   static PyObject* name = interned("replay_out_of_memory");
   Owned number(checked(PyLong_FromLong(attempt)));
@@ -115,7 +115,7 @@ inline bool make_room(PyObject* decisions, int attempt) {
   return answer.get() == Py_True;
 }
 
-// Run again what makes a value, and tell those who want to know.
+// Replay what makes a value; report it to the decisions and the listeners.
 inline at::Tensor replayed(
     Value* value, PyObject* handle, PyObject* decisions, const Box* events, bool told) {
   static PyObject* name = interned("replayed");
@@ -134,10 +134,10 @@ inline at::Tensor replayed(
       if (!error.matches(out_of_memory_error)) throw;
       of_python = Owned(Py_NewRef(error.value().ptr()));
     }
-    replay.emplace(value, handle, decisions, events);  // what it had made so far goes
+    replay.emplace(value, handle, decisions, events);  // frees what it has made so far
     if (failed && !make_room(decisions, attempt)) std::rethrow_exception(failed);
     if (of_python.get() == nullptr) continue;
-    PyException_SetTraceback(of_python.get(), Py_None);  // whose frames hold tensors
+    PyException_SetTraceback(of_python.get(), Py_None);  // its frames hold tensors
     if (make_room(decisions, attempt)) continue;
     PyErr_SetObject(out_of_memory_error, of_python.get());
     throw py::error_already_set();
@@ -166,10 +166,10 @@ inline at::Tensor unpack_handle(Handle* handle) {
   static PyObject *requested = interned("requested"), *answered = interned("answered"),
                   *adopt = interned("adopt");
   PyObject* tape = handle->tape;
-  // A planned backward that nobody observes is only counted.
+  // In a planned backward without an observer, requests are only counted.
   PyObject* counted = slot(tape, layout.tape_events);
   Box* events = Py_IS_TYPE(counted, box_type) ? as<Box>(counted) : nullptr;
-  // A differentiable backward inside the forward, such as a gradient penalty, is none of it.
+  // A differentiable backward inside the forward (a gradient penalty) does not belong to it.
   bool inside = at::GradMode::is_enabled() && slot(tape, layout.tape_recorder) != Py_None;
   if (inside) events = nullptr;
   if (events != nullptr) events->number += handle->value->number >= 0;

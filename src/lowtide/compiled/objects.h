@@ -1,8 +1,8 @@
-// Python objects in C++: references that are given up, slots of Python classes, plain attributes.
+// Python objects in C++: owned references, slots of Python classes, plain attributes.
 //
-// Problem: every file here handles them. Invariant: an exception of Python's is thrown as one of C++
-// and leaves as one of Python's. Rejected: pybind11 objects on the hot path, whose checks cost more
-// than the work behind them.
+// Problem: every file here handles them. Invariant: inside, a Python exception is thrown as a C++ one; it
+// leaves as a Python one. Rejected: pybind11 objects on the hot path, whose checks cost more than the
+// work behind them.
 #pragma once
 
 #include <Python.h>
@@ -19,7 +19,7 @@ namespace lowtide {
 
 namespace py = pybind11;
 
-// A new reference, given up at the end of the scope.
+// An owned reference, released at the end of the scope.
 struct Owned {
   PyObject* object;
   explicit Owned(PyObject* stolen = nullptr) : object(stolen) {}
@@ -62,7 +62,7 @@ PyObject* object_of(T* record) {
   return reinterpret_cast<PyObject*>(record);
 }
 
-// Run what makes a Python object, and leave its exception to Python.
+// Run what makes a Python object; if it throws, set the Python error and return null.
 template <class Make>
 PyObject* leave_error(Make make) {
   try {
@@ -86,8 +86,8 @@ int leave_error_to(Do act) {
   return done.get() == nullptr ? -1 : 0;
 }
 
-// Records hold one another in chains as long as the step: what goes with one that goes waits for its
-// turn, so that no chain runs through the stack.
+// Release a reference to a record. Records refer to one another in chains as long as the step: what one
+// that is freed refers to waits for its turn, so that freeing a chain does not recurse.
 inline void give_up(PyObject* object) {
   struct Waiting {
     std::vector<PyObject*> objects;
@@ -108,8 +108,8 @@ inline void give_up(PyObject* object) {
   waiting.emptying = false;
 }
 
-// Python's memory for small things, which is faster than malloc's for the thousands that a step makes and
-// lets go of. With the GIL.
+// Python's allocator for small objects, which is faster than malloc for the thousands that a step makes
+// and frees. Needs the GIL.
 template <class T>
 struct PythonMemory {
   using value_type = T;
@@ -132,7 +132,7 @@ PyObject* get_object(PyObject* self, void*) {
   return Py_NewRef(or_none(as<T>(self)->*member));
 }
 
-// None is written as null.
+// None is stored as null.
 template <class T, PyObject* T::*member>
 int set_object(PyObject* self, PyObject* to, void*) {
   give_up(std::exchange(as<T>(self)->*member, is_none(to) ? nullptr : Py_NewRef(to)));
@@ -175,7 +175,7 @@ inline void put_new(PyObject* object, Offset offset, PyObject* borrowed) {
   Py_XDECREF(old);
 }
 
-// The classes of the tape that stay Python's, and where their slots are.
+// The tape's classes that stay in Python, and the offsets of their slots.
 struct Layout {
   PyTypeObject *ref, *operation, *region, *tape;
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;

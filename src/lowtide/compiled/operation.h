@@ -1,10 +1,9 @@
-// One operator call as it can be run again, held ready for the dispatcher.
+// One operator call as it can be run again, ready for the dispatcher.
 //
-// Problem: turning Python arguments into a boxed call costs more than most small kernels. Invariant:
-// to Python this is an `Operation` with the same attributes; the arguments stay the dispatcher's own
-// values, with nothing in place of each tensor. Only operators that read and make tensors are kept
-// this way, or write tensors that they are given: the others are Python `RareOperation`s. Rejected: keeping the tensors
-// themselves, which would keep all activations in memory.
+// Problem: turning Python arguments into a boxed call costs more than most small kernels. Invariant: to
+// Python this is an `Operation` with the same attributes; the arguments stay the dispatcher's own values,
+// with an empty one in place of each tensor. Calls that the compiled recorder leaves to Python are Python
+// `Operation`s. Rejected: keeping the tensors themselves, which would keep all activations in memory.
 #pragma once
 
 #include "casting.h"
@@ -26,24 +25,24 @@ using Stack = torch::jit::Stack;
 struct Input {
   Value* value;  // owned; null: memory that the operation overwrites entirely
   Geometry geometry;
-  int32_t item;  // place in a list of tensors, or -1
+  int32_t item;  // position in a list of tensors, or -1
   int16_t argument;
   c10::Device device = c10::Device(c10::kCPU);
-  int64_t fresh = 0;  // bytes of that memory; those of scratch memory with all bits turned
+  int64_t fresh = 0;  // bytes of that memory; for scratch memory, their bitwise complement
 
   int64_t blank() const { return scratch() ? ~fresh : fresh; }
-  // Stands in for running statistics, which a replay must not move.
+  // Replaces running statistics, which a replay must not move.
   bool scratch() const { return fresh < 0; }
 };
 static_assert(sizeof(Input) == 32, "most of what a record takes");
 
-// A value that the operation makes: its place in the flattened result.
+// A value that the operation makes, by its position in the flattened result.
 struct Output {
   int32_t place;
   Weak value;
 };
 
-// An argument that the operation writes, by its place among the inputs, and what it becomes.
+// An argument that the operation writes, by its position among the inputs, and the value it becomes.
 struct Write {
   size_t input;
   Weak value;
@@ -56,12 +55,12 @@ struct TensorList {
   bool optional;  // its items may be missing
 };
 
-// What most operations do without.
+// What most operations do not have.
 struct Rare {
   std::vector<TensorList> lists;
   std::vector<Write> writes;
   std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
-  at::Generator drawn;  // a copy of the CPU generator as it was before, where the operation draws
+  at::Generator drawn;  // if the operation draws: a copy of the CPU generator as it was before
 };
 
 struct Operation : Record {
@@ -70,11 +69,11 @@ struct Operation : Record {
   const Fact* fact;
   PyObject* ambient = nullptr;  // null: does not matter
   const Casting* casting = nullptr;  // what autocast did inside of it
-  const c10::Stream* stream = nullptr;  // of a device that has streams
+  const c10::Stream* stream = nullptr;  // if the device has streams
   PyObject* refs = nullptr;     // a list, once Python has asked for it
   int64_t sequence = 0;
   int64_t wanted = 0;  // bytes of the gradients of its arguments, see `wanted_bytes`
-  int threads = 0;  // within operations
+  int threads = 0;  // intra-op threads
   bool crosses = false;  // it reads what was made on another stream
   bool flushes = false;  // denormal numbers to zero
   bool grad_mode = false;
@@ -104,13 +103,13 @@ inline bool is_compiled_operation(PyObject* object) { return Py_IS_TYPE(object, 
 
 // ---------------------------------------------------------------------- as Python sees it
 
-// The Python objects that stand for dispatcher arguments, with what it takes for the names that
-// Python has for some integers.
+// Whether an argument was a Python number in place of a tensor.
 inline bool is_number(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() &&
       value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
+// An argument as Python has it: a dtype is an integer to the dispatcher, and an object to Python.
 inline py::object to_python(const c10::Argument& argument, const c10::IValue& value) {
   if (is_number(value)) return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
   if (value.isInt() && argument.real_type()->kind() == c10::TypeKind::ScalarTypeType) {
@@ -126,7 +125,7 @@ inline py::object to_python(const c10::Argument& argument, const c10::IValue& va
   return torch::jit::toPyObject(value);
 }
 
-// Positional and keyword arguments as a dispatch mode is given them: defaults are left out.
+// Positional and keyword arguments as a dispatch mode gets them: defaults are left out.
 inline std::pair<py::list, py::dict> python_arguments(
     const c10::FunctionSchema& schema,
     const c10::IValue* values,
@@ -152,7 +151,7 @@ inline std::pair<py::list, py::dict> python_arguments(
   return {std::move(args), std::move(kwargs)};
 }
 
-// One `Ref` for each input. They are made once: Python tells blank memory by the ref's identity.
+// One `Ref` for each input. Made once, as Python identifies blank memory by its ref.
 inline PyObject* refs_of(Operation* op) {
   if (op->refs != nullptr) return op->refs;
   Owned list(checked(PyList_New(0)));
@@ -179,7 +178,7 @@ inline PyObject* operation_refs(PyObject* self, void*) {
   });
 }
 
-// Python's weak reference to a value, or to nothing.
+// A Python weak reference to a value; a dead one if the value is gone.
 inline Owned python_weak(const Weak& value) {
   if (value.get() != nullptr) return Owned(checked(PyWeakref_NewRef(value.get(), nullptr)));
   static PyObject* to_nothing = [] {
@@ -196,7 +195,7 @@ inline void append_link(PyObject* list, PyObject* of, const Weak& value) {
   if (PyList_Append(list, pair.get()) < 0) throw py::error_already_set();
 }
 
-// [(place in the flattened result, weak reference to the value made)]
+// [(position in the flattened result, weak reference to the value made)]
 inline PyObject* operation_outputs(PyObject* self, void*) {
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
@@ -234,7 +233,7 @@ inline PyObject* operation_draws(PyObject* self, void*) {
   });
 }
 
-// (args, kwargs) with a `Ref` in place of each tensor, as the Python recorder writes them.
+// (args, kwargs) with a `Ref` in place of each tensor, as the Python recorder records them.
 inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
   size_t at_least = 0;
   for (const Input& input : op->inputs) {

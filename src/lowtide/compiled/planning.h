@@ -1,8 +1,8 @@
-// The simulator and the annealing as Python functions: `simulate` and `anneal` of the extension.
+// The simulator, the annealing and the minimum cut as Python functions of the extension.
 //
-// Problem: the planner has its graph in lists. Invariant: what comes in is checked before it is used
-// as an index, and copied, so that the search runs without Python's lock and other threads go on.
-// Rejected: keeping a copied graph between calls; to copy it takes next to nothing of a search.
+// Problem: the planner has its graph in Python lists. Invariant: arguments are checked before they are
+// used as indices, and copied, so that annealing and cuts run without the GIL. Rejected: keeping a copied
+// graph between calls; copying takes a negligible part of a search.
 #pragma once
 
 #include "anneal.h"
@@ -90,7 +90,7 @@ inline Plan plan_of(py::handle retain, const Graph& graph) {
   return plan;
 }
 
-// simulate(graph, retain, seconds_limit): peak, seconds, replayed operations, whether it is complete.
+// simulate(graph, retain, seconds_limit): peak, seconds, replayed operations, whether it got to the end.
 inline PyObject* simulate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *lists, *retain;
@@ -137,7 +137,7 @@ inline PyObject* anneal(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// minimum_cut(nodes, heads, rooms): bytes, of each node whether it is on the source's side.
+// minimum_cut(nodes, heads, rooms): `bytes`, for each node whether it is on the source's side.
 inline PyObject* minimum_cut(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   int nodes;

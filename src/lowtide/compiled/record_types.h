@@ -1,8 +1,8 @@
-// Values and handles as Python sees them.
+// The Python types of values and handles.
 //
-// Problem: rare paths, decisions and tests are Python's, and know one interface. Invariant: every
-// attribute and method of `Value` and `Handle` in `lowtide/tape/values.py` is here under its name.
-// Rejected: attributes only where somebody needs one today.
+// Problem: rare paths, decisions and tests are in Python and use one interface. Invariant: every attribute
+// and method of `Value` and `Handle` in `lowtide/tape/values.py` that other files use is here under its
+// name, except `wholes`, as this recorder knows no wrappers. Rejected: adding them one by one.
 #pragma once
 
 #include "records.h"
@@ -80,7 +80,7 @@ inline PyObject* value_handles(PyObject* self, PyObject*) {
   for (Handle* handle = as<Value>(self)->handles; handle != nullptr; handle = handle->after) {
     if (list.get() == nullptr || PyList_Append(list.get(), object_of(handle)) < 0) return nullptr;
   }
-  if (PyList_Reverse(list.get()) < 0) return nullptr;  // in the order in which they were made
+  if (PyList_Reverse(list.get()) < 0) return nullptr;  // into the order in which they were made
   return list.release();
 }
 
@@ -127,7 +127,7 @@ inline PyMethodDef value_methods[] = {
     {"hand_over", value_hand_over, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
-// For all records: Python may hold weak references.
+// For all records: Python may have weak references to them.
 inline PyMemberDef record_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Record, weak_list), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
@@ -162,8 +162,8 @@ inline PyObject* handle_new(PyTypeObject*, PyObject* args, PyObject*) {
 
 inline bool records_forward(PyObject* recorder);  // in `state.h`
 
-// As `Handle.__del__`: a graph dies while the forward runs. What cannot matter there, and every handle
-// that goes after it, is left out.
+// As `Handle.__del__`, for a graph that dies while the forward runs. Called only for handles for which
+// `is_forgotten` is true.
 inline void handle_finalize(PyObject* self) {
   static PyObject* name = interned("forgotten");
   Owned recorder(Py_NewRef(slot(as<Handle>(self)->tape, layout.tape_recorder)));

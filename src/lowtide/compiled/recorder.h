@@ -1,11 +1,11 @@
-// The recorder's hot path: what `Recorder._run_recorded` and `Recorder.pack` do, without Python.
+// The recorder's hot path: what `Recorder._run_recorded` does, without Python.
 //
-// Problem: a dispatch mode costs 5 to 15 microseconds an operation before it does anything.
-// Invariant: a boxed fallback just below autograd sees every operation of a recording thread, runs
-// it exactly once, and leaves the same records as the Python recorder; whatever is out of the
-// ordinary (unknown tensors, generators of one's own, policies that look at arguments) is handed to that
-// recorder, over the same table. Rejected: a recorder that is all C++, whose rare paths would be
-// written and tested twice.
+// Problem: a dispatch mode costs 5 to 15 microseconds per operation before it does anything.
+// Invariant: a boxed fallback just below autograd sees every operation of a recording thread, except some
+// views, runs it exactly once, and leaves the same records as the Python recorder; anything unusual
+// (unknown tensors, explicit generators, policies that look at arguments) is handed to that recorder,
+// which works on the same table. Rejected: a recorder entirely in C++, whose rare paths would be written
+// and tested twice.
 #pragma once
 
 #include "streams.h"
@@ -17,8 +17,8 @@
 
 namespace lowtide {
 
-// A copy of the CPU generator as it is: the last one, while nothing has been drawn since. Most of what
-// may draw does not, such as attention without dropout, and a copy is larger than all other records.
+// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
+// draw do not (attention without dropout), and a copy is larger than all other records.
 inline at::Generator generator_now() {
   static thread_local at::Generator last;
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -37,7 +37,7 @@ inline at::Generator generator_now() {
   return last = generator.clone();
 }
 
-// The CPU generator as it is; false if the call draws from another one.
+// Copy the present CPU generator; false if the call may draw from another one.
 inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
@@ -46,7 +46,7 @@ inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
       return false;
     }
   }
-  if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory: its device may be another
+  if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory, on any device
   into = generator_now();
   return true;
 }
@@ -70,7 +70,7 @@ inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
   }
 }
 
-// The device has no memory for a call: whether something was let go of, so that it may be tried again.
+// The device has no memory for a call: whether some was freed, so that it may be tried again.
 inline bool make_room(
     State* state, const Fact& fact, const c10::OperatorHandle& op, const c10::IValue* values,
     int attempt) {
@@ -85,7 +85,7 @@ inline bool make_room(
   return answer.get() == Py_True;
 }
 
-// As `Recorder._run_recorded`; false if nothing has been run and the Python recorder has to.
+// As `Recorder._run_recorded`; false if it has not run the call, which the Python recorder then has to.
 inline bool run_recorded(
     State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     Stack* stack) {
@@ -146,10 +146,10 @@ inline bool run_recorded(
     Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
   }
   size_t below = stack->size() - count;
-  // For a decision that looks at the arguments, should the plan not hold.
+  // The arguments: for decisions that look at them if the step leaves its plan, and to try again.
   c10::SmallVector<c10::IValue, 8> before;
   if (state->asks && again) before.append(stack->end() - static_cast<long>(count), stack->end());
-  // Of one that fails nothing is left but what it has written or drawn: `lowtide/tape/retry.py`.
+  // A failed call leaves no trace except what it has written or drawn: see `lowtide/tape/retry.py`.
   bool retried = state->asks && again && written.empty() && !fact.random && made->stream != nullptr;
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
@@ -159,7 +159,7 @@ inline bool run_recorded(
       break;
     } catch (const c10::OutOfMemoryError&) {
       failed = std::current_exception();
-    } catch (...) {  // it may have written a part before: nobody can make that again
+    } catch (...) {  // it may have written a part already, which cannot be replayed
       Made none;
       for (Written& each : written) rewritten(state, nullptr, each, none);
       throw;
@@ -173,7 +173,7 @@ inline bool run_recorded(
     for (Written& each : written) rewritten(state, nullptr, each, none);
     std::rethrow_exception(failed);
   }
-  if (again) ++state->sequence;  // only now: one that raises is no operation of the step
+  if (again) ++state->sequence;  // only now: a call that raises is not an operation of the step
   PyObject* policy = slot(state->region, layout.region_policy);
   bool told = again && (state->asks || !is_none(policy));
   Made results;
@@ -222,14 +222,14 @@ inline void run_python(State* state, const c10::OperatorHandle& op, Stack* stack
   }
 }
 
-// A selective-checkpoint policy of torch's looks at the arguments of a call.
+// Whether the region has a selective-checkpoint policy of torch's, which looks at a call's arguments.
 inline bool asks_for_arguments(PyObject* region) {
   PyObject* policy = slot(region, layout.region_policy);
   static PyObject* name = interned("select");
   return !is_none(policy) && PyObject_HasAttr(policy, name);
 }
 
-// Run what is never replayed, and know what it made only as memory.
+// Run a call that is never replayed; what it makes counts as memory, without an operation.
 inline void run_unrecorded(
     State* state, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   {
@@ -240,7 +240,7 @@ inline void run_unrecorded(
   add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
 }
 
-// Whether a call may write what somebody watches: where that cannot be told at a glance it may.
+// Whether a call may write a watched storage; true if that is not easy to tell.
 inline bool may_write_watched(const Fact& fact, const c10::OperatorHandle& op, const Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const c10::IValue* values = stack.data() + stack.size() - arguments.size();
@@ -254,7 +254,7 @@ inline bool may_write_watched(const Fact& fact, const c10::OperatorHandle& op, c
   return false;
 }
 
-// Run what follows a backward inside of the recording; false if Python has to look closer.
+// Run a call after a backward that ended inside the recording; false if it needs a closer look in Python.
 inline bool run_between(
     State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     Stack* stack) {
@@ -276,7 +276,7 @@ inline void look_for_freed(State* state) {
 
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   State* state = current;
-  c10::impl::ExcludeDispatchKeyGuard guard(KEY);  // kernels call operators too
+  c10::impl::ExcludeDispatchKeyGuard guard(KEY);  // do not record the operators that kernels call
   if (state == nullptr) return run_below(op, keys, stack);
   const Fact* fact = fact_of(op);
   if (fact == nullptr) {
@@ -284,7 +284,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     fact = learn(op);
   }
   if (fact != nullptr && (fact->view || state->paused)) {
-    // Python must not see the result: whoever made it may want it to be of a class of theirs.
+    // Must not wrap the result in a Python tensor: its caller may be about to give it another class.
     if (!is_none(state->read)) {
       Gil gil;
       look_for_freed(state);

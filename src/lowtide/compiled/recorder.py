@@ -1,9 +1,9 @@
 """The recorder whose hot path is compiled.
 
 Problem: recording in Python costs more than small kernels do. Invariant: same records, same rules;
-what `core` leaves to Python runs the very methods of `Recorder`. Imports the tape and, once it has
-been built, the extension. Rejected: choosing by subclass tests all over the package; a recording
-is made by `engine.new_recorder`, which knows.
+what `core` leaves to Python runs the methods of `Recorder` itself. Imports the tape and, once it
+has been built, the extension. Rejected: subclass tests all over the package; only
+`engine.new_recorder` knows which recorder it makes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def recorder_class(core: Any) -> type[Recorder]:
     """The recorder over a loaded extension."""
 
     class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
-        """Sees operators through a boxed fallback in place of a dispatch mode."""
+        """Sees operators through a boxed fallback instead of a dispatch mode."""
 
         unpack = staticmethod(core.unpack)
-        takes_apart = False  # the parts come by themselves, and nothing tells whose they are
+        takes_apart = False  # it sees operations on the parts, but not which wrapper they are of
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 
         new_table, new_counter = core.Table, staticmethod(core.counter_of)
@@ -43,7 +43,7 @@ def recorder_class(core: Any) -> type[Recorder]:
             self.shut()
 
         def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """An operator call that is out of the ordinary."""
+            """Run an operator call that the compiled path does not handle."""
             types = {type(tensor) for tensor in tensors_in(args, kwargs)}
             return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
@@ -54,14 +54,14 @@ def recorder_class(core: Any) -> type[Recorder]:
             return Recorder.pack(self, tensor)
 
         def writes_were_seen(self) -> None:
-            """It knows no wrappers."""
+            """Nothing to do: it knows no wrappers."""
 
         def name(self, tensor: torch.Tensor, label: str) -> None:
             core.aside(Recorder.name, self, tensor, label)
 
     watch.use(core.watched)
     leafstates.use(core.leaf_states)
-    # Higher-order operators are Python's own and look for a kernel under our key.
+    # Higher-order operators are dispatched in Python, which looks for a kernel under our key.
     _compat.each_higher_order_operator(
         lambda operator: _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))
     )

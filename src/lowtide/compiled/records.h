@@ -1,10 +1,10 @@
 // Values and handles: what `Value` and `Handle` of `lowtide/tape/values.py` are to the Python recorder.
 //
 // Problem: a step makes several records for each operation, and as Python objects they cost more to
-// make, to look at and to collect than small kernels take. Invariant: the attributes and methods are
-// those of the Python classes, so that the rules are written once, in Python, for both; Python's
-// collector need not know them, since it cannot see what holds them: autograd and one another.
-// Rejected: the Python classes with their slots read by offset, which take 4 KiB an operation.
+// make, read and collect than small kernels take. Invariant: the attributes and methods are those of the
+// Python classes, so that the rules are written once, in Python, for both; Python's garbage collector
+// does not track them, since it cannot see what refers to them: autograd and one another.
+// Rejected: the Python classes with their slots read by offset, which take 4 KiB per operation.
 #pragma once
 
 #include "geometry.h"
@@ -17,8 +17,8 @@
 
 namespace lowtide {
 
-// Equal streams are one object, which lives for good: a step has few, and all of its records name one.
-// With the GIL.
+// Equal streams are one object, which is never freed: a step has few, and all its records refer to one.
+// Needs the GIL.
 inline const c10::Stream* the_stream(const c10::Stream& stream) {
   static auto* known = new std::vector<std::unique_ptr<const c10::Stream>>();
   for (const auto& each : *known) {
@@ -30,7 +30,8 @@ inline const c10::Stream* the_stream(const c10::Stream& stream) {
 
 // ---------------------------------------------------------------------- weak links
 
-// Who asks for a record that may be gone: the last bytes of its memory, which stay for as long as they ask.
+// What weak links to a record share: the last bytes of its memory, which is freed only when the record is
+// gone and no link is left.
 struct Cell {
   PyObject* target;  // null: the record is gone
   uint32_t users, size;
@@ -38,7 +39,7 @@ struct Cell {
   void* memory() { return reinterpret_cast<char*>(this + 1) - size; }
 };
 
-// A link to such a record. Made and given up with the GIL.
+// A weak link to a record. Made and released with the GIL.
 class Weak {
  public:
   Weak() = default;
@@ -65,10 +66,10 @@ class Weak {
 // What every record begins with.
 struct Record {
   PyObject_HEAD
-  PyObject* weak_list = nullptr;  // of Python's weak references
+  PyObject* weak_list = nullptr;  // Python's weak references to it
 };
 
-// Whether links of ours lead to such records.
+// Whether records of this type have weak links (`Weak`), and so a `Cell`.
 template <class T>
 inline constexpr bool is_linked = true;
 
@@ -81,7 +82,7 @@ inline Cell* cell_of(PyObject* object) {
 
 inline Weak weak_to(PyObject* object) { return Weak(cell_of(object)); }
 
-inline int64_t records_alive = 0;  // which the collector does not know of
+inline int64_t records_alive = 0;  // the garbage collector does not know them
 
 template <class T, class... Arguments>
 T* new_record(PyTypeObject* type, Arguments&&... arguments) {
@@ -95,8 +96,8 @@ T* new_record(PyTypeObject* type, Arguments&&... arguments) {
   return made;
 }
 
-// The first thing that happens to a record that goes. It asks for itself from here on: what goes with it may
-// give up the last link to it.
+// The first step of freeing a record. It counts as a user of its own cell from here on, as freeing what it
+// refers to may release the last link to it.
 template <class T>
 void leave(PyObject* object) {
   if constexpr (is_linked<T>) {
@@ -126,9 +127,9 @@ struct Value : Record {
   PyObject* region = nullptr;
   PyObject* scope = nullptr;
   at::Tensor held;
-  Geometry whole;  // of the tensor that was there when it was recorded: most refs are that one
-  Handle* handles = nullptr;  // that autograd still has: a list through them
-  const c10::Stream* home = nullptr;  // where the operation does not tell: the stream of `held`
+  Geometry whole;  // of the first tensor that was recorded for it, which most refs share
+  Handle* handles = nullptr;  // those that autograd still has, as a linked list
+  const c10::Stream* home = nullptr;  // the stream of `held`, if `op` does not say
   int64_t nbytes = 0, number = -1, retain_from = 0, version = 0;
   bool keep = false, read = false, saved = false;
 };
@@ -166,7 +167,7 @@ inline bool intact(const Value* value) {
       static_cast<int64_t>(value->held.storage().nbytes()) >= value->nbytes;
 }
 
-// As `in_memory` of `lowtide/replay.py`: null if it is not.
+// As `in_memory` of `lowtide/replay.py`; null if it is not.
 inline const at::Tensor* in_memory(Value* value) {
   if (!value->held.defined()) return nullptr;
   if (intact(value)) return &value->held;
@@ -182,7 +183,7 @@ struct Handle : Record {
   PyObject* region = nullptr;
   PyObject* tape = nullptr;
   int64_t sequence = 0;
-  bool told = false;  // whether decisions want to know of every request
+  bool told = false;  // whether every request is reported to the decisions
   Handle *before = nullptr, *after = nullptr;  // others of the same value
 };
 
@@ -196,7 +197,7 @@ inline void link(Handle* handle, Value* value) {
   value->saved = true;
 }
 
-// Its value, which the caller has to give up.
+// Detach a handle from its value; returns the value, whose reference the caller has to release.
 inline Value* unlink(Handle* handle) {
   Value* value = std::exchange(handle->value, nullptr);
   (handle->before != nullptr ? handle->before->after : value->handles) = handle->after;
@@ -216,7 +217,7 @@ inline Handle* new_handle(
   return handle;
 }
 
-// The geometry of a tensor that means a value: the value's own, where it is that.
+// The geometry of a tensor over a value's storage: the value's own object, if it is equal.
 inline Geometry geometry_in(Value* value, const at::Tensor& tensor) {
   if (!value->whole.defined()) value->whole = Geometry(tensor);
   return value->whole.fits(tensor) ? value->whole : Geometry(tensor);

@@ -1,9 +1,9 @@
 // Running recorded operations again: what `rematerialize` and `run` of `lowtide/replay.py` do.
 //
-// Problem: each replayed operation costs Python ten times what its dispatch does. Invariant: the
-// order, the guards, the memory and the errors are those of `replay.py`, which stays the reference and
-// runs every operation that is out of the ordinary. Rejected: a replay list for each plan: it would
-// hold for one shape, and the closure is found in less time than its kernels take.
+// Problem: in Python, replaying an operation costs ten times its dispatch. Invariant: the order, the
+// guards, the memory and the errors are those of `replay.py`, which stays the reference and runs every
+// unusual operation. Rejected: a list of operations to replay, made with each plan: it would hold for one
+// shape only, and finding the closure takes less time than its kernels.
 #pragma once
 
 #include "recorder.h"
@@ -66,7 +66,7 @@ inline Owned ref_read_by(PyObject* op, Value* value) {
 // One replay, from a request to the tensor.
 class Replay {
  public:
-  // `events`: how often backward has asked, where that and the plan decide what is retained.
+  // `events`: if not null, the number of backward's last request, which decides what is retained.
   Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events)
       : value_(value), request_(request), decisions_(decisions), events_(events) {}
 
@@ -172,7 +172,7 @@ class Replay {
     done(object_of(op), made);
   }
 
-  // The arguments; `written` gets what the operation is about to write, in the order of its writes.
+  // The arguments; adds to `written` what the operation is about to write, in the order of its writes.
   Stack arguments_of(const Operation* op, std::vector<at::Tensor>& written) {
     Stack stack(op->arguments.begin(), op->arguments.end());
     const Rare& rare = op->rare();
@@ -220,13 +220,13 @@ class Replay {
     return input.geometry.of(bytes);
   }
 
-  // As `_private`: memory that the operation may write, with the content it is going to change.
+  // As `_private`: memory for the operation to write, with the content that it is going to change.
   at::Tensor private_base(const Operation* op, const Input& input) {
     if (input.value == nullptr) return fresh(input);
     auto found = live_.find(input.value);
     if (found != live_.end() && readers_[input.value] == 1 &&
         !input.value->held.is_same(found->second)) {
-      return found->second;  // a temporary of this replay, and nobody reads it after us
+      return found->second;  // a temporary of this replay, which no later operation reads
     }
     const at::Tensor& base = base_of(input.value, op);
     Geometry whole({static_cast<int64_t>(base.storage().nbytes())}, {1}, 0,
@@ -248,7 +248,7 @@ class Replay {
     throw std::runtime_error("lowtide: a replayed operator returned fewer tensors than before");
   }
 
-  // By `replay.run`, which is given what of this replay the operation touches.
+  // Run an operation through Python's `replay.run`, with the part of this replay that it touches.
   void run_rare(PyObject* op, PyObject* switches) {
     Owned live(checked(PyDict_New())), readers(checked(PyDict_New()));
     each_input(op, [&](Value* value) {
@@ -273,7 +273,7 @@ class Replay {
     done(op, made);
   }
 
-  // What was read is let go after its last reader; what was made is kept where it is wanted.
+  // An operation is done: free what it was the last to read; keep what it made if that is needed.
   void done(PyObject* op, Results& made) {
     each_input(op, [&](Value* value) {
       if (--readers_[value] == 0) live_.erase(value);

@@ -1,8 +1,8 @@
-// The state of a thread and of the process as an operation found it, and back again.
+// Restoring the state of the thread and the process that an operation was recorded under.
 //
-// Problem: a replay runs wherever and whenever autograd asks, and a kernel looks at the state around it.
-// Invariant: what is put in place for one operation is gone after it, whatever it throws. Rejected: one
-// object for all of it, which would ask for what most operations do not depend on.
+// Problem: a replay runs wherever and whenever autograd asks, and kernels depend on the state around
+// them. Invariant: what is set for one operation is undone after it, even if it throws. Rejected: one
+// object for all of it, which would read state that most operations do not depend on.
 #pragma once
 
 #include "state.h"
@@ -46,7 +46,7 @@ struct RestoredGradMode {
   ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
 };
 
-// The default dtype of an operation, and back (rule 5).
+// An operation's default dtype, until the end of the scope (rule 5).
 class RestoredDtype {
  public:
   explicit RestoredDtype(c10::ScalarType recorded) {
@@ -62,7 +62,7 @@ class RestoredDtype {
   std::optional<caffe2::TypeMeta> before_;
 };
 
-// The number of threads of an operation, and back: it says where vectors end, and so some bits.
+// An operation's number of threads, until the end of the scope: where threads divide a tensor decides bits.
 class RestoredThreads {
  public:
   explicit RestoredThreads(int recorded) : before_(at::get_num_threads()) {
@@ -78,7 +78,7 @@ class RestoredThreads {
   bool changed_;
 };
 
-// A lock of Python's, for which others let go of the GIL.
+// Holds a Python lock; waiting for it releases the GIL.
 struct Locked {
   PyObject* lock;
   explicit Locked(PyObject* l) : lock(l) {
@@ -96,7 +96,7 @@ struct Locked {
 
 inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
 
-// The CPU generator in a recorded state, and back (rule 3). Meanwhile no other replay draws.
+// The CPU generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.
 class RestoredGenerator {
  public:
   explicit RestoredGenerator(const at::Generator& drawn) {
@@ -122,7 +122,7 @@ class RestoredGenerator {
     target->set_next_float_normal_sample(source->next_float_normal_sample());
     target->set_next_double_normal_sample(source->next_double_normal_sample());
   }
-  std::optional<Locked> locked_;  // the last to go
+  std::optional<Locked> locked_;  // released last
   at::Generator before_;
 };
 

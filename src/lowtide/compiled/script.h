@@ -1,9 +1,9 @@
-// Following a plan: what `StepDecisions.produced` and `saved` answer where all goes as planned.
+// Following a plan: what `StepDecisions.produced` and `saved` do as long as all goes as planned.
 //
-// Problem: a planned step is compared with its plan at every operation. Invariant: an operation counts
-// as the planned one only if its name, the values that it reads and the bytes that it and its backward
-// make are, or are no more where the plan is that of a larger step; everything else is Python's to decide.
-// Rejected: trusting the order of operations.
+// Problem: a planned step is compared with its plan at every operation. Invariant: an operation counts as
+// the planned one only if its name, the values that it reads and the bytes that it and its backward make
+// are those of the plan (or, in the plan of a larger step, no more bytes); everything else is left to
+// Python. Rejected: trusting the order of operations.
 #pragma once
 
 #include "storages.h"
@@ -18,20 +18,20 @@ namespace lowtide {
 struct Script {
   PyObject_HEAD
   PyObject* names;  // a tuple of operator names
-  std::vector<std::vector<int64_t>> sizes;  // bytes of what each makes
-  std::vector<std::vector<int64_t>> reads;  // numbers of the values that each reads
-  std::vector<int64_t> wanted;              // bytes of the gradients of what each reads
-  std::vector<int64_t> needs;               // bytes that each allocates
+  std::vector<std::vector<int64_t>> sizes;  // for each operation, bytes of the values it makes
+  std::vector<std::vector<int64_t>> reads;  // numbers of the values that it reads
+  std::vector<int64_t> wanted;              // bytes of the gradients of what it reads
+  std::vector<int64_t> needs;               // bytes that it allocates
   std::vector<int64_t> choices;             // what to do with each value, see `Prepared`
-  std::unordered_set<int64_t> by_size;      // operations that take another kernel on less
-  std::vector<size_t> looked_at;            // digest of a call that Python found to have room, or 0
+  std::unordered_set<int64_t> by_size;      // operations that may take another kernel on smaller sizes
+  std::vector<size_t> looked_at;            // digest of a call that Python has checked for room, or 0
 };
 
 inline PyTypeObject* script_type;
 
 inline bool following(State* state) { return !is_none(state->script); }
 
-// What the size of a result depends on: the shapes and numbers that a call is given.
+// A digest of what the size of a result depends on: the shapes and numbers that a call is given.
 inline size_t digest_of(const Operation* op) {
   size_t digest = 1;
   auto add = [&](size_t part) { digest = c10::hash_combine(digest, part); };
@@ -56,8 +56,8 @@ inline size_t digest_of(const Operation* op) {
   return digest == 0 ? 1 : digest;
 }
 
-// Whether the call is the planned one, as far as one can tell before it runs, and there is room:
-// plenty of it, or enough for a call that has been looked at closely before.
+// Whether the call is the planned one, as far as can be told before it runs, and has room: plenty, or
+// enough for a call that Python has checked before.
 inline bool has_room(State* state, const Fact& fact, const Operation* op, size_t& digest) {
   auto* script = reinterpret_cast<Script*>(state->script);
   auto index = static_cast<size_t>(state->sequence);
@@ -76,7 +76,7 @@ inline void append_number(PyObject* list, int64_t number) {
   if (PyList_Append(list, object.get()) < 0) throw py::error_already_set();
 }
 
-// `StepDecisions.produced` where the operation is the planned one; false if Python has to decide.
+// `StepDecisions.produced` for an operation that is the planned one; false if Python has to decide.
 inline bool follow(State* state, const Fact& fact, const Operation* op, const Made& made) {
   auto* script = reinterpret_cast<Script*>(state->script);
   auto index = static_cast<size_t>(op->sequence);

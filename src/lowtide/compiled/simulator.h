@@ -1,10 +1,10 @@
 // What a plan costs, as `planner/simulate.py` defines it: its peak and its replayed time.
 //
-// Problem: a search that changes a plan at random needs a hundred thousand simulations, which take
-// minutes in Python. Invariant: peak, seconds and count are equal to those of `Simulator.run`, the
-// last bit of the seconds included: they are added in the same order. Knows nothing of Python or
-// torch. Rejected: simulating only what a change touches. Lifetimes reach over the whole step, and
-// most changes are given up long before its end.
+// Problem: a search by random changes needs a hundred thousand simulations, which take minutes in
+// Python. Invariant: peak, seconds and count are equal to those of `Simulator.run`, down to the last
+// bit of the seconds, which are added in the same order. Knows nothing of Python or torch. Rejected:
+// simulating only what a change touches: lifetimes span the whole step, and most changes are rejected
+// long before its end.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 
 namespace lowtide::planner {
 
-using Plan = std::vector<int32_t>;  // of each value: HOLD, the first event that retains it, or NEVER
+using Plan = std::vector<int32_t>;  // for each value: HOLD, the first event that may retain it, or NEVER
 
 constexpr int32_t HOLD = -1, NEVER = std::numeric_limits<int32_t>::max();
 
-// Lists of numbers, one after another.
+// Lists of numbers, stored one after another.
 struct Lists {
   std::vector<int32_t> begin{0}, items;
 
@@ -26,7 +26,7 @@ struct Lists {
   const int32_t* last(int32_t list) const { return items.data() + begin[list + 1]; }
 };
 
-// The lists of a `Simulator`, under its names.
+// The lists of Python's `Simulator`, under the same names.
 struct Graph {
   std::vector<int64_t> nbytes;
   std::vector<int32_t> producer, free, release, stays;
@@ -54,10 +54,10 @@ class Simulator {
 
   int64_t peak = 0, count = 0;
   double seconds = 0;
-  bool possible = true;  // false: the plan lets go of what cannot be made again
+  bool possible = true;  // false: the plan drops a value that cannot be replayed
 
-  // Simulate until `enough(peak, seconds)` of the part so far; whether it got to the end. Both only
-  // ever grow.
+  // Simulate until `enough(peak, seconds)` is true for the part so far, of which both only grow; returns
+  // whether it got to the end.
   template <class Enough>
   bool run(const Plan& plan, Enough enough) {
     lifetimes(plan);
@@ -88,7 +88,7 @@ class Simulator {
  private:
   static constexpr int32_t ABSENT = NEVER;
 
-  // Rule 2: a value lives as long as one made from it by an operation that may be replayed.
+  // Rule 2 of `simulate.py`: a value lives as long as any made from it by an operation that may be replayed.
   void lifetimes(const Plan& plan) {
     std::copy(graph_.release.begin(), graph_.release.end(), alive_.begin());
     for (int32_t op = graph_.operations() - 1; op >= 0; --op) {
@@ -122,7 +122,7 @@ class Simulator {
     }
   }
 
-  // The operations to run for a missing value, in order, and how often each result is read.
+  // Find the operations to run for a missing value, in order, and how often each result is read.
   bool closure(int32_t value) {
     ++stamp_;
     order_.assign(1, graph_.producer[value]);
@@ -146,7 +146,7 @@ class Simulator {
     return true;
   }
 
-  // Rules 3 and 4; the peak within the replay.
+  // Rules 3 and 4; returns the peak within the replay.
   int64_t replay(const Plan& plan, int32_t event, int32_t value) {
     int64_t top = -1, temporary = 0;
     double took = 0;
@@ -177,7 +177,7 @@ class Simulator {
   const Graph& graph_;
   std::vector<int32_t> alive_, start_, readers_;
   std::vector<int64_t> expire_, held_;
-  std::vector<int64_t> seen_;  // of each operation, the last closure that it was in
+  std::vector<int64_t> seen_;  // for each operation, the last closure that it was in
   std::vector<int32_t> order_;
   int64_t stamp_ = 0, bytes_ = 0;
 };

@@ -1,9 +1,10 @@
-// What the compiled recorder knows at every operation: itself, the operator, the global switches.
+// What the compiled recorder needs at every operation: itself, the operator, the global switches.
 //
-// Problem: each of these is a Python object somewhere, and asking for it costs more than small kernels.
-// Invariant: `State` is the base of the Python recorder, so that both read and write one set of
-// fields; facts of an operator are read once a thread; the switches are compared as numbers and
-// become Python's tuple only when they change. Rejected: a second copy of any of it.
+// Problem: each of these is a Python object somewhere, and reading it costs more than small kernels.
+// Invariant: `State` is the base class of the compiled recorder's Python class, so that C++ and Python
+// read and write one set of fields; an operator's facts are read once per thread; the switches are
+// compared as numbers, and Python's tuple is made anew only when they change. Rejected: a second copy of
+// any of it.
 #pragma once
 
 #include "table.h"
@@ -18,11 +19,11 @@
 
 namespace lowtide {
 
-// No kernel of torch's is registered to this key on any operator, no tensor has it; it stands below autograd
-// and Python modes and above the kernels. It is on while a thread records.
+// torch registers no kernel for this key, and no tensor has it; it is below autograd and Python modes and
+// above the kernels. It is included while a thread records.
 constexpr auto KEY = c10::DispatchKey::Fake;
 
-// Base class of the Python recorder that this file speeds up: the fields that both touch.
+// Base class of the compiled recorder's Python class: the fields that both sides use.
 struct State {
   PyObject_HEAD
   PyObject* region;
@@ -34,23 +35,23 @@ struct State {
   PyObject* tape;
   PyObject* decisions;
   PyObject* script;   // the plan to follow, or none
-  PyObject* made;     // where to note what was made while it is followed: a `WeakList`
-  PyObject* handles;  // and what autograd got
-  PyObject* sizes;    // none, or the plan is that of a larger step: a list for the bytes that are made
-  PyObject* counts;     // the one device whose values have bytes, or none: all
-  PyObject* settle;     // to be called with the first device of an accelerator that is met, or none
+  PyObject* made;     // a `WeakList` for the values that are made while it is followed
+  PyObject* handles;  // and one for the handles that autograd gets
+  PyObject* sizes;    // if the plan is that of a larger step: a list for the bytes made, else none
+  PyObject* counts;     // the one device whose bytes count; none: all do
+  PyObject* settle;     // to be called with the first accelerator device that is met, or none
   PyObject* next_step;  // to be called before autograd saves anything more, or none
   long long sequence, numbers, group;
-  long long limit;  // bytes that may be alive while the script is followed, -1: any
+  long long limit;  // bytes that may be live while the script is followed; -1: any number
   char lazy_bits, paused, asks, timed;
-  State* outer;  // the recording that this one stands inside of, on the same thread
+  State* outer;  // the recording around this one on the same thread
 };
 
 inline thread_local State* current = nullptr;
 
 inline PyTypeObject* state_type;
 
-// Whether it is open, and no backward runs in it or has ended what it records.
+// Whether a recorder is open and no backward runs inside it or has ended its step.
 inline bool records_forward(PyObject* recorder) {
   if (is_none(recorder) || !PyObject_TypeCheck(recorder, state_type)) return false;
   auto* state = as<State>(recorder);
@@ -73,13 +74,13 @@ inline void run_below(const c10::OperatorHandle& op, c10::DispatchKeySet keys, S
 
 // ---------------------------------------------------------------------- global switches
 
-// `_compat.switches.flushes_denormals`: a flag of the processor, one for each thread.
+// `_compat.switches.flushes_denormals`: a processor flag, which each thread has.
 inline bool flushes_denormals() {
   static const volatile double smallest_normal = std::numeric_limits<double>::min();
   return smallest_normal * 0.5 == 0.0;
 }
 
-// That flag as an operation found it, and back.
+// That flag as it was when an operation was recorded, until the end of the scope.
 class RestoredFlushing {
  public:
   explicit RestoredFlushing(bool recorded) : before_(flushes_denormals()) {
@@ -129,7 +130,7 @@ inline Switches switches_now() {
 
 inline PyObject* ambient_function;  // `_compat.switches.ambient`
 
-// The tuple that Python makes of the switches: one object as long as they stay as they are.
+// The tuple that Python makes of the switches: the same object as long as they do not change.
 inline PyObject* ambient_now() {
   static thread_local Switches last;
   static thread_local PyObject* tuple = nullptr;

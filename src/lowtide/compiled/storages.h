@@ -1,8 +1,8 @@
 // Which value is in which storage: what `tape/known.py` does, without Python.
 //
 // Problem: every argument is looked up, every result entered. Invariant: table, entries and values are
-// those that the Python recorder's rare paths work on; what cannot be told at a glance (another region,
-// a write that nobody saw) is asked of it. Rejected: a second table that the rare paths do not know.
+// those that the Python recorder's rare paths work on; cases that need a closer look (another region, an
+// unseen write) are left to them. Rejected: a second table that the rare paths do not know.
 #pragma once
 
 #include "counter.h"
@@ -10,7 +10,7 @@
 
 namespace lowtide {
 
-using Made = c10::SmallVector<Value*, 2>;  // what a call has made; the table holds it
+using Made = c10::SmallVector<Value*, 2>;  // what a call has made, borrowed from the table
 
 // ---------------------------------------------------------------------- inputs
 
@@ -26,14 +26,14 @@ inline bool is_ordinary(const at::Tensor& tensor) {
       !impl->has_symbolic_sizes_strides();
 }
 
-// Whether what was made here may be written by somebody unseen, as `Known._given_out` says.
+// Whether something unseen may write what was made here, as `Known._given_out` says.
 inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
   if (tensor.storage().unsafeGetStorageImpl()->resizable()) return false;
   const Value* value = value_in(entry);
   return value != nullptr && value->op != nullptr;
 }
 
-// The value in a storage if it can be read without further ado, borrowed, else null.
+// The value in a storage, borrowed, if it can be read without a closer look; else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
   if (entry->version != tensor._version() || entry->given_out) return nullptr;
   Value* value = value_in(entry);
@@ -83,7 +83,7 @@ inline bool is_here(State* state, c10::Device device, bool made) {
       as<THPDevice>(state->counts)->device == device;
 }
 
-// As `Known._enter`: an entry for a storage that is not in the table, and its value; both borrowed.
+// As `Known._enter`: add an entry for a storage that is not in the table; it and its value are borrowed.
 inline std::pair<Entry*, Value*> enter(
     State* state, Operation* op, const at::Tensor& tensor, int64_t key, bool counted) {
   Owned owned = new_entry(tensor, state->forget);
@@ -103,7 +103,7 @@ inline std::pair<Entry*, Value*> enter(
   return {entry, value};
 }
 
-// Something that this recording has not made and meets for the first time; its value, owned.
+// Enter a storage that this recording has not made and meets for the first time; its value, owned.
 inline Owned external(State* state, const at::Tensor& tensor, int64_t key, bool read) {
   auto [entry, value] = enter(state, nullptr, tensor, key, false);
   Owned kept(Py_NewRef(object_of(value)));
@@ -112,7 +112,7 @@ inline Owned external(State* state, const at::Tensor& tensor, int64_t key, bool 
   return kept;
 }
 
-// Add an input; false if it cannot be named, so that the operation cannot be replayed.
+// Add an input; false if the tape cannot represent it, so that the operation cannot be replayed.
 inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, size_t place, int item) {
   if (!is_ordinary(tensor)) return false;
   int64_t key = key_number(tensor);
@@ -135,7 +135,7 @@ inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, siz
   return true;
 }
 
-// An entry for a storage that is only written, borrowed; null where it was written unseen.
+// The entry of a storage that is about to be written, borrowed; null if it had an unseen write.
 inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   int64_t key = key_number(tensor);
   Entry* entry = find_entry(state->table, key);
@@ -143,7 +143,7 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   return entry->version == tensor._version() && !is_given_out(entry, tensor) ? entry : nullptr;
 }
 
-// Bytes of a tensor that has some to itself, as one of the usual layout does.
+// Bytes of a tensor of the usual layout; 0 for others.
 inline int64_t dense_bytes(const at::Tensor& tensor) {
   bool dense = tensor.layout() == c10::kStrided && !tensor.is_nested();
   return dense ? static_cast<int64_t>(tensor.nbytes()) : 0;
@@ -155,7 +155,7 @@ inline int64_t wanted_bytes(const at::Tensor& tensor) {
   return std::max(dense_bytes(tensor), tensor.is_view() ? dense_bytes(at::Tensor(tensor._base())) : 0);
 }
 
-// Copy the arguments into the record, each tensor by name; false if one cannot be named.
+// Copy the arguments into the record, tensors as inputs; false if the tape cannot represent one.
 // Running statistics that the call updates (`statistics`) become scratch memory.
 inline bool encode(
     State* state, Operation* op, const c10::IValue* values, size_t count, const Fact* statistics) {

@@ -1,9 +1,9 @@
 // Memory that is read on another stream of an accelerator than the one it was made on:
-// `lowtide/tape/streams.py`, where the rule is, without Python.
+// `lowtide/tape/streams.py`, which has the rule, without Python.
 //
 // Problem: every operation of a step on an accelerator has a stream, and asking Python for it costs more
 // than recording the operation. Invariant: the streams, the waits and what allocators are told are those of
-// the Python file. Rejected: the streams of the step's begin, which a program changes where it likes.
+// the Python file. Rejected: reading the stream once per step: a program may change it anywhere.
 #pragma once
 
 #include "operation.h"
@@ -20,7 +20,8 @@ inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// The device that a call runs on: that of the first tensor that is on none of the CPU's, or the one named.
+// The stream that a call runs on: the current one of the first argument's device that is not the CPU, or of
+// the device that is named; none if that has no streams.
 inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
   std::optional<c10::Device> named;
   auto device_of = [](const at::Tensor& tensor) -> std::optional<c10::Device> {
@@ -45,12 +46,12 @@ inline std::optional<c10::Stream> stream_of(const Stack& stack, size_t count) {
   return current_stream(*named);
 }
 
-// The stream that a value was made on, of a device that has streams.
+// The stream that a value was made on, or null.
 inline const c10::Stream* made_on(const Value* value) {
   return value->op == nullptr ? value->home : stream_it_ran_on(value->op);
 }
 
-// Nobody gets the memory of a tensor before what runs on a stream is done with it.
+// Keep the allocator from reusing a tensor's memory while a stream still uses it.
 inline void protect(const at::Tensor& tensor, c10::Stream stream) {
   if (!tensor.defined() || !tensor.has_storage() || !has_streams(tensor.device())) return;
   // A copy between devices is ordered with the current stream of the other one.
@@ -69,7 +70,7 @@ inline void put_on(
   }
   size_t first = stack.size() - count;
   if (fact.non_blocking >= 0 && stack[first + fact.non_blocking].isBool()) {
-    // The program waits before it reads the CPU's memory, a replay does not.
+    // The program waits before it reads a non-blocking copy, a replay does not.
     const c10::IValue& to = stack[first + fact.target];
     bool to_cpu = to.isTensor() ? to.toTensor().device().is_cpu() : to.isDevice() && to.toDevice().is_cpu();
     if (to_cpu) op->arguments[fact.non_blocking] = false;
@@ -84,8 +85,8 @@ inline void put_on(
   }
 }
 
-// Whether a replay may run where it is now, by itself: on the stream and the device that the operation
-// ran on, which nothing of what it reads has left. As `replaying`, where that is so.
+// Whether a replay may run an operation right here: on the stream and device that it was recorded on, with
+// nothing that it reads made on another stream. If so, does what `replaying` of `streams.py` would.
 inline bool runs_where_it_ran(const Operation* op) {
   const c10::Stream* stream = op->stream;
   if (stream == nullptr) return true;
@@ -100,7 +101,7 @@ inline bool runs_where_it_ran(const Operation* op) {
   return true;
 }
 
-// As `hand_over`.
+// As `hand_over` of `streams.py`.
 inline void order_after_its_stream(const Value* value, const at::Tensor& tensor) {
   if (!has_streams(tensor.device())) return;
   const c10::Stream* stream = made_on(value);

@@ -1,8 +1,8 @@
-// The entries of a recording by their storages: what a dict is to the recorder in Python.
+// The entries of a recording by storage: what a dict is to the recorder in Python.
 //
-// Problem: every argument and result is looked up, and a number of Python's for each look costs more than
-// the look. Invariant: a mapping as Python's rare paths use one, in the order in which storages came.
-// Rejected: a dict, whose keys are made, hashed and compared as objects.
+// Problem: every argument and result is looked up, and a Python integer for each lookup costs more than
+// the lookup. Invariant: a mapping with the methods that Python's rare paths use, in the order in which
+// storages were entered. Rejected: a dict, whose keys are made, hashed and compared as objects.
 #pragma once
 
 #include "entries.h"
@@ -26,10 +26,10 @@ inline Entry* find_entry(PyObject* table, int64_t key) {
 inline void put_entry(PyObject* table, int64_t key, Owned entry) {
   auto [place, fresh] = as<Table>(table)->entries.emplace(key, nullptr);
   Entry* before = std::exchange(place->second, as<Entry>(entry.release()));
-  if (!fresh) Py_DECREF(object_of(before));  // which may run anything
+  if (!fresh) Py_DECREF(object_of(before));  // last, as this may run any code
 }
 
-// Take an entry out, if it is the one that is there.
+// Remove an entry, if it is the one in the table.
 inline bool remove_entry(PyObject* table, Entry* entry) {
   auto& entries = as<Table>(table)->entries;
   auto found = entries.find(entry->key);

@@ -1,9 +1,9 @@
-// Operations that write what they are given: which storages, and whether it can be done again.
+// Operations that write their arguments: which storages they write, and whether that can be replayed.
 //
-// Problem: dropout, activations in place and running statistics are written at every layer.
-// Invariant: as in `Recorder._written`, `_can_be_made` and `_write_refs`; what needs a closer look
-// (out=, lists, the same storage twice) is left to them. Rejected: recording writes in Python only,
-// which costs more than half of a convolutional network's records.
+// Problem: every layer has writes: in-place dropout and activations, running statistics. Invariant: as in
+// `Recorder._written`, `_can_be_made` and `_write_refs`; what needs a closer look (out=, lists, the same
+// storage twice) is left to them. Rejected: recording writes in Python only, which takes more than half
+// of the time for a convolutional network's records.
 #pragma once
 
 #include "script.h"
@@ -23,8 +23,8 @@ struct Written {
   Owned owner;
   int place;
   at::Tensor tensor;
-  int input = -1;       // its place among the inputs, where what it becomes can be made again
-  bool hidden = false;  // running statistics, of which autograd is not told
+  int input = -1;       // its position among the inputs, if the new content can be replayed
+  bool hidden = false;  // running statistics, written without a new version
 
   Entry* entry() const { return as<Entry>(owner.get()); }
 };
@@ -40,15 +40,15 @@ inline bool trains(const Fact& fact, const c10::IValue* values) {
       (fact.always_trains || values[fact.training].toBool());
 }
 
-// Whether autograd has saved what is in a storage, and may or may not see that it is written; of
-// statistics, which it does not see, only what is not held: an alias is left to it anyway.
+// Whether autograd has saved what is in a storage, so that Python has to see which counter a write moves.
+// Statistics (not `held`) move none; what is held of them is left to autograd anyway (`_leave_to_autograd`).
 inline bool is_saved(const Entry* entry, bool held) {
   const Value* value = value_in(entry);
   return value != nullptr && value->saved && (held || !value->held.defined());
 }
 
-// As `Recorder._written`; false where Python has to look closer. `check`: at all that autograd has
-// saved.
+// As `Recorder._written`; false where Python has to look closer. `check`: at everything that autograd has
+// saved, held or not.
 inline bool find_written(
     State* state, const c10::FunctionSchema& schema, const std::vector<int>& places,
     const c10::IValue* values, std::vector<Written>& written, bool check) {
@@ -70,7 +70,7 @@ inline bool find_written(
   return true;
 }
 
-// Whether a view is the whole of a storage, each element once; as `covers`.
+// Whether a view is the whole of a storage, each element once; as `covers` of `tape/known.py`.
 inline bool covers(const Geometry& geometry, int64_t nbytes) {
   c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
   for (size_t i = 0; i < geometry.size().size(); ++i) {
@@ -92,7 +92,7 @@ inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
   input.device = device;
 }
 
-// As `Recorder._can_be_made`: false if what is written cannot be made again in any case.
+// As `Recorder._can_be_made`: false if the write cannot be replayed, whatever the inputs are.
 inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
   if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
   for (const Written& each : written) {
@@ -103,7 +103,7 @@ inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
   return true;
 }
 
-// As `Recorder._write_refs`: whether what is written can be made again; finds the inputs.
+// As `Recorder._write_refs`: whether the write can be replayed; finds the inputs that are written.
 inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& written) {
   for (Written& each : written) {
     int found = -1, count = 0;

@@ -1,11 +1,11 @@
-"""Plans that are looked for beside training, while its steps go by the ones that they have.
+"""Searching for plans beside training, whose steps meanwhile follow the plans that they have.
 
-Problem: to look for a plan takes as long as many small steps do, and a step that has one, or may go
-by that for a larger step, need not wait for a better. Invariant: a search is given values and gives
-a value; what was found is taken up between two steps, by the thread that takes them, and what goes
-wrong in a search is raised there. Nothing here decides anything. Imports prepared. Rejected: a
-process, which takes seconds to start and the memory of another torch; a thread for first plans as
-well: what a step without one takes longer is more than the wait.
+Problem: a search takes as long as many small steps, and a step that has a plan, or can follow that
+for a larger step, need not wait for a better one. Invariant: a search gets values and returns a
+value; its result is taken over between two steps, by the thread that runs them, and its errors are
+raised there. Nothing is decided here. Imports prepared. Rejected: a process, which takes seconds to
+start and the memory of another torch; a thread for first plans too: a step without a plan loses
+more time than the wait takes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Search = Callable[[], Prepared | None]
 
 
 class Beside:
-    """Searches that run one after the other on a thread of their own, which ends with the last.
+    """Searches that run one after another on a thread of their own, which ends with the last.
 
-    It is no daemon: a program that ends waits for the search that runs, a second or so. None is
-    begun for a thread that has ended.
+    It is not a daemon thread: a program that ends waits a second or so for the running search. No
+    search is begun for a thread that has ended.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class Beside:
 
     @property
     def busy(self) -> bool:
-        """Whether a search runs; in a process that was forked from where it did, none does."""
+        """Whether a search runs; False in a process that was forked while one did."""
         thread = self._thread
         return thread is not None and thread.is_alive()
 
     def ask(self, search: Search) -> None:
-        """Look for a plan; None is none that serves."""
+        """Queue a search; it returns None if it finds no plan that serves."""
         with self._lock:
             self._wanted.append((threading.current_thread(), search))
             if self.busy:
@@ -53,7 +53,7 @@ class Beside:
                 self._wanted.clear()
 
     def found(self) -> list[Prepared]:
-        """The plans that were found since this was asked last."""
+        """The plans found since the last call; raises the error of a search that failed."""
         if not self._found and self._error is None:
             return []
         with self._lock:
@@ -64,7 +64,7 @@ class Beside:
         return found
 
     def wait(self) -> None:
-        """Until all searches are over."""
+        """Wait until all searches are over."""
         thread = self._thread
         if thread is not None:
             thread.join()

@@ -1,11 +1,11 @@
 """Which steps a budget measures, and which it plans.
 
-Problem: to measure a step and to plan it pays if a step like it comes again; loops alternate
-between a few steps, end an epoch with a short batch, or never take the same step twice. Invariant:
-what is decided here costs time or saves it and never decides whether the limit holds: a step that
-was measured above its limit is always planned, or refused. Imports planner and prepared. Rejected:
-planning every step that no plan covers, which took a hundred times a step's own time where teacher
-forcing is drawn by chance.
+Problem: measuring and planning a step pays if a step like it comes again; loops alternate between a
+few steps, end an epoch with a short batch, or never take the same step twice. Invariant: what is
+decided here costs or saves time, and never affects whether the limit holds: a step that was
+measured above its limit is always planned, or refused. Imports planner and prepared. Rejected:
+planning every step that no plan covers, which took a hundred times the step's own time where
+teacher forcing is random.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from lowtide.planner import Graph
 from lowtide.running.prepared import Prepared, Signature
 
 LESSONS = 2
-"""Measured steps that a plan is made from."""
-_AWAITED = 16  # steps that are measured in vain for one that was not
-_PATIENCE = 4  # plans that nobody followed, for each time that a step is to come before it has one
-_COUNTED = 1000
-_ROW = 3  # times in a row, after which a step that goes by the plan for a larger one has its own
-_NEAR = 0.85  # of the bytes of a larger step: its plan costs little more than one's own
-_BETWEEN = 8  # steps that go by the plan for a much larger one, at least, for one that is planned
-_SHARE = 0.1  # of their time, for planning that one
-_BACKWARD = 3  # times its forward, that a step takes
+"""Measured steps before a plan is final."""
+_AWAITED = 16  # known steps measured in vain, waiting for one that has a plan but no measurement
+_PATIENCE = 4  # for each 4 plans that no step followed, a step must come once more to get one
+_COUNTED = 1000  # unplanned steps whose occurrences are counted
+_ROW = 3  # times in a row that a step follows the plan for a larger one before it gets its own
+_NEAR = 0.85  # from this share of the larger step's bytes on, its plan costs little more
+_BETWEEN = 8  # at least this many steps follow a much too large plan before one of them is planned
+_SHARE = 0.1  # the share of those steps' time that planning that one may take
+_BACKWARD = 3  # a step takes about 3 times as long as its forward
 
 
 class Effort:
-    """What a budget remembers of its steps for this; one for each budget."""
+    """What a budget remembers about its steps for these decisions; one for each budget."""
 
     def __init__(self) -> None:
-        self._awaited = 0  # measured steps to come in which one that has not been may come
-        self._row = 0, 0  # the last step that went by the plan for a larger one; times in a row
-        self._between = _BETWEEN  # of those for which it is much too large, for one that is planned
-        self._far = _BETWEEN  # of these, since the last that was planned
+        self._awaited = 0  # how many more steps to measure, waiting for an unmeasured one
+        self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
+        self._between = _BETWEEN  # how many follow a much too large plan before one is planned
+        self._far = _BETWEEN  # how many have since the last that was planned
         self._barren = 0  # plans that were made and not followed
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
-        """Whether to measure a step that begins now. `unmeasured`: whether another may come that
-        never was."""
+        """Whether to measure a step that begins now. `unmeasured`: whether a step that has a plan
+        was never measured."""
         if expected is None or expected.lessons < LESSONS:
             return True
         return self._awaited > 0 and unmeasured()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
-        """Whether to plan a step that has gone by the plan for a larger one.
+        """Whether to plan a step that followed the plan for a larger one.
 
-        That plan recomputes more than this step would have to. A step that comes again and again
-        is planned, and of those for which the plan is much too large some are, as many as take
-        little time: after a while there is a plan near each size.
+        That plan recomputes more than this step needs to. A step that comes again and again gets
+        its own plan. Of steps for which the plan is much too large, some do, as many as take little
+        time: after a while there is a plan near each size.
         """
         if measured:
             self._awaited = max(0, self._awaited - 1)
@@ -71,27 +71,27 @@ class Effort:
         return True
 
     def spent(self, seconds: float, graph: Graph) -> None:
-        """How long such a plan took. The next one is for when steps have taken many times that."""
+        """How long such a plan took: the next one waits until steps have taken many times that."""
         step = _BACKWARD * sum(op.seconds for op in graph.ops)
         self._between = max(_BETWEEN, math.ceil(seconds / (_SHARE * step)) if step > 0 else 0)
 
     def followed(self, prepared: Prepared, *, covered: bool) -> None:
-        """A step went by one of the plans: its own, or that for a larger one, which covers it."""
+        """A step followed one of the plans: its own, or that of a larger one, which covers it."""
         self._barren //= 2
-        if not covered and not prepared.measured:  # it has come again
+        if not covered and not prepared.measured:  # it recurs: measure it when it comes next
             self._awaited = _AWAITED
 
     def again(self, prepared: Prepared) -> bool:
-        """Whether to plan a step anew that followed a plan and was measured."""
+        """Whether to plan again a step that followed its plan and was measured."""
         self._awaited = max(0, self._awaited - 1)
         return prepared.lessons < LESSONS or not prepared.measured
 
     def patient(self) -> bool:
-        """Whether most of the plans that were looked for lately have been of use."""
+        """Whether most of the recent plans have been of use."""
         return self._barren < _PATIENCE
 
     def in_vain(self) -> None:
-        """A plan was looked for, and there was none."""
+        """A search found no plan."""
         self._barren += 1
 
     def first(self, seen: Sequence[Signature]) -> bool:

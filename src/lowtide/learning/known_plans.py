@@ -1,13 +1,13 @@
-"""The plans that a budget has made, for the steps that they were made for.
+"""The plans that a budget has made, and which step each is for.
 
 Problem: shapes and branches change from step to step, and a step that was planned once should not
 be planned again. Invariant: a plan is for one forward, operation by operation, at one place among
-the steps of a context, for the leaves that collect gradients, and for the gradients that it has to
-allocate: an attack on the input and the training step after it run the same forward, but other
-backwards, and so do the first and the second step of an accumulation. A smaller step of the same
-operations may go by it as well: it has at each moment no more in memory. Imports prepared.
-Rejected: a plan a shape, as shapes do not tell branches apart, and never come again where each
-batch has a length of its own.
+the steps of a context, for the leaves that get gradients, and for the gradients to be allocated: an
+attack on the input and the training step after it run the same forward, but different backwards,
+and so do the first and the second step of an accumulation. A smaller step with the same operations
+may follow it too: at each moment it has no more in memory. Imports prepared.
+Rejected: one plan per shape, as shapes do not tell branches apart, and never recur where each batch
+has another length.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
 
 _KEPT = 32
 PLACES = 16
-"""Steps of one context that are told apart; those after them are taken for one another."""
+"""Steps of one context that are told apart; all later ones count as being at one place."""
 
 
 class KnownPlans:
     """Plans, the most recently used first.
 
     Attributes:
-        version: another number after each change.
+        version: increases with each change.
     """
 
     def __init__(self) -> None:
         self._plans: list[Prepared] = []
-        self._same: dict[int, list[Prepared]] = {}  # of a plan's identity, those of `_of_same_step`
+        self._same: dict[int, list[Prepared]] = {}  # a plan's id -> the result of `_of_same_step`
         self.version = 0
 
     def __iter__(self) -> Iterator[Prepared]:
         return iter(self._plans)
 
     def add(self, prepared: Prepared) -> None:
-        """A plan, in place of the one that the same step had."""
+        """Add a plan, in place of the one that the same step had."""
         others = [p for p in self._plans if _key(p) != _key(prepared)]
         self._change([prepared, *others])
         if len(self._plans) > _KEPT:
@@ -46,15 +46,15 @@ class KnownPlans:
             self._change([known for known in self._plans if known is not last])
 
     def confirm(self, prepared: Prepared) -> None:
-        """A step that was measured has kept its limit by this plan."""
+        """A step that followed this plan was measured and kept its limit."""
         more = replace(prepared, lessons=prepared.lessons + 1)
         self._change([more if known is prepared else known for known in self._plans])
 
     def unmeasured(self) -> bool:
-        """Whether there is a plan for a step that never was measured.
+        """Whether there is a plan for a step that was never measured.
 
-        One from a dry run or a file is for leaves of its own, so that it stays beside that of the
-        step which came.
+        A plan from a dry run or a file has leaves of its own, so it stays next to the plan for the
+        real step, and does not count.
         """
         return any(
             not prepared.measured
@@ -68,12 +68,12 @@ class KnownPlans:
         )
 
     def remove(self, prepared: Prepared) -> None:
-        """A step has exceeded its limit by this plan."""
+        """A step that followed this plan exceeded its limit: forget the plan."""
         self._change([known for known in self._plans if _key(known) != _key(prepared)])
 
     def outgrown(self, seen: Sequence[Signature], place: int) -> tuple[Prepared | None, float]:
-        """Of the plans for the same operations on fewer bytes, of steps that were measured, the
-        nearest, and how much larger the step on these is; none if it could go by one as it is."""
+        """Among the plans of measured steps with the same operations on fewer bytes, the nearest,
+        and how many times larger this step is; None if it can follow some plan as it is."""
         alike = [
             known
             for known in self._possible(len(seen), place, False, None)
@@ -92,7 +92,7 @@ class KnownPlans:
         return min(measured, key=lambda pair: pair[1], default=(None, 1.0))
 
     def _covered(self, prepared: Prepared) -> bool:
-        """Whether the step of this plan could go by another one."""
+        """Whether the step of this plan could follow another one."""
         step, place = prepared.signatures, prepared.seen.place
         return any(
             len(known.signatures) == len(step) and all(map(covers, known.signatures, step))
@@ -100,8 +100,8 @@ class KnownPlans:
         )
 
     def expected(self, place: int, *, any_leaves: bool = False) -> Prepared | None:
-        """The plan that was followed last at this place in its context, for the leaves that collect
-        gradients now; for others if need be, where that is known to change within a step."""
+        """The plan that was followed last at this place in the context, for the leaves that get
+        gradients now. `any_leaves`: else one for others, as they change within a step."""
         here = [prepared for prepared in self._plans if prepared.seen.place == place]
         for first in here:
             if first.seen.current():
@@ -117,7 +117,7 @@ class KnownPlans:
         whole: bool = False,
         other_than: Prepared | None = None,
     ) -> Prepared | None:
-        """The plan for a step that began like this, or that was the whole of it."""
+        """The plan for a step that began with these operations, or consists of them if `whole`."""
         count = len(seen)
         for prepared in self._possible(count, place, whole, other_than):
             if list(prepared.signatures[:count]) == seen and prepared.seen.current():
@@ -132,8 +132,8 @@ class KnownPlans:
         whole: bool = False,
         other_than: Prepared | None = None,
     ) -> Prepared | None:
-        """The plan for the least of the larger steps: the same operations so far, none of which
-        made fewer bytes."""
+        """The plan for the smallest of the larger steps: those with the same operations so far,
+        none of which made fewer bytes."""
         found = [
             prepared
             for prepared in self._possible(len(seen), place, whole, other_than)
@@ -148,7 +148,7 @@ class KnownPlans:
     def _possible(
         self, count: int, place: int, whole: bool, other_than: Prepared | None
     ) -> Iterator[Prepared]:
-        """Plans for steps of that many operations, or of no fewer."""
+        """Plans for steps of exactly `count` operations if `whole`, else of at least as many."""
         for prepared in tuple(self._plans):
             length = prepared.seen.forward if whole else len(prepared.signatures)
             fits = length == count if whole else length >= count
@@ -157,7 +157,7 @@ class KnownPlans:
                 yield prepared
 
     def _followed(self, prepared: Prepared, other_than: Prepared | None) -> Prepared:
-        """This plan, or that of the same step for the gradients to be allocated."""
+        """This plan, or that of the same step for the gradients to be allocated now."""
         prepared = _for_gradients(
             [
                 known
@@ -171,7 +171,7 @@ class KnownPlans:
         return prepared
 
     def _of_same_step(self, prepared: Prepared) -> list[Prepared]:
-        """The plans for the forward of this one of them, whatever their gradients."""
+        """The plans for the same forward as this one, whatever the gradients."""
         same = self._same.get(id(prepared))
         if same is None:
             same = self._same[id(prepared)] = [
@@ -188,7 +188,7 @@ class KnownPlans:
         self.version += 1
 
     def with_gradients(self, other: Prepared) -> Prepared | None:
-        """The plan for the same step as this one with the gradients to allocate that there are."""
+        """The plan for the same step as this one, for the gradients to be allocated now."""
         for prepared in self._plans:
             if (
                 prepared.signatures == other.signatures
@@ -205,7 +205,7 @@ def _key(prepared: Prepared) -> tuple[object, ...]:
 
 
 def _for_gradients(plans: list[Prepared]) -> Prepared:
-    """Of plans for one forward, that for the gradients to be allocated; else one for no fewer."""
+    """Among plans for one forward, that for the gradients to be allocated now, else for more."""
     if len(plans) > 1:
         for prepared in plans:
             if prepared.seen.same_gradients():

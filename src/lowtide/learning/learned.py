@@ -1,10 +1,10 @@
-"""What a step that was watched has shown, and the plan that follows from it.
+"""What was learned from a watched step, and the plan that follows from it.
 
-Problem: the next step is to be planned from the one before, which may leave no plan the margin that
-a plan should have. Invariant: a plan that was measured to keep its limit is never refused for
-another; what comes out depends on the graph, the limit and what ran, so that ranks which agree on
+Problem: the next step is planned from the one before, and there may be no plan that leaves the
+margin a plan should leave. Invariant: a plan that was measured to keep its limit is never given up
+for another; the result depends only on the graph, the limit and what ran, so ranks that agree on
 these agree on the plan. Imports margins, effort, planner, prepared. Rejected: refusing whatever
-does not leave the whole margin, when it would have run.
+does not leave the whole margin, although it would have run.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plai
 from lowtide.planner.polish import Polish
 from lowtide.running.prepared import Prepared, Signature
 
-LARGER = 1.15  # a step that others outgrow is planned for so much more as well
-MOST_GROWN = 2.0  # beyond that, what does not grow with the rest says too little
+LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
+MOST_GROWN = 2.0  # a larger step than this differs too much, as not all memory grows alike
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Learned:
 
     Attributes:
         graph: the step.
-        seen: the same, for the part that a later step may have in common.
-        ran: the retention that its backward followed.
+        seen: the same, for a later step that has its first operations in common.
+        ran: the decisions that its backward followed.
         measured: whether its memory was measured, or modelled from sizes.
         lessons: how many measured steps like it there were, itself included.
-        grown: whether it is a larger one than was watched, see `larger`.
+        grown: whether it is a larger step than the watched one, see `larger`.
     """
 
     graph: Graph
@@ -59,17 +59,17 @@ class Learned:
 
     @cached_property
     def plain_peak(self) -> int:
-        """With nothing recomputed."""
+        """The peak with nothing recomputed."""
         return plain_peak(self.graph)
 
     @cached_property
     def outside(self) -> float:
-        """What a loss takes that is not among the operations, in parts of what the forward saves
+        """What a loss outside the context takes, as a fraction of the bytes that the forward saves
         for backward."""
         return self.graph.turn / self.graph.saved if self.graph.saved else 0.0
 
     def solve(self, limit: int, polish: Polish | None = None) -> tuple[Retention, int]:
-        """A plan for the next step, and its peak; that may be above the limit."""
+        """A plan for the next step, and its peak, which may be above the limit."""
         share = margins.MEASURED if self.measured else margins.MODELLED
         margin = 0 if self.measured and self.plain_peak <= limit else int(share * limit)
         solution = solve(self.graph, limit, margin=margin, polish_with=polish)
@@ -78,9 +78,9 @@ class Learned:
         return self._nearest(limit, solution)
 
     def _nearest(self, limit: int, closest: Solution) -> tuple[Retention, int]:
-        """Where nothing leaves the margin free: the cheapest plan known that leaves a hair, else
-        the one of the lowest peak. Known are what a search came closest with and the plan that
-        ran: what was measured to keep the limit is never refused."""
+        """If no plan leaves the margin free: the cheapest known plan that leaves `margins.HAIR`,
+        else the one with the lowest peak. Known are the closest that the search came, and the plan
+        that ran: what was measured to keep the limit is never refused."""
         graph, ran = self.graph, self.ran
         found = [(closest.peak, closest.seconds, closest.plan)]
         if ran is not None and len(ran) == len(graph.values):
@@ -94,16 +94,16 @@ class Learned:
         return plan, peak
 
     def search(self, limit: int, polish: Polish | None = None) -> Prepared | None:
-        """A plan for steps like this one; None: it would not fit."""
+        """A plan for steps like this one; None if it would not fit."""
         plan, peak = self.solve(limit, polish)
         return self.prepared(plan, peak) if peak <= limit else None
 
     def larger(self, ratio: float = 1.0) -> Learned:
-        """The same operations on more bytes, for steps that are a little larger than one that makes
-        `ratio` times the bytes of this one.
+        """The same operations on more bytes: `LARGER` times those of a step that makes `ratio`
+        times the bytes of this one.
 
-        All of its memory is taken to grow alike. What does not, gradients of parameters say, is
-        less than that then; the planned sizes are a bound that each operation is held to.
+        All memory is taken to grow alike. What does not grow (gradients of parameters) will then
+        take less; the planned sizes are bounds that each operation is checked against.
         """
         graph, grown = self.graph, partial(_grown, LARGER * ratio)
         values = tuple([replace(node, nbytes=grown(node.nbytes)) for node in graph.values])
@@ -140,8 +140,8 @@ class Learned:
         )
 
     def of_sizes(self, seen: Sequence[Signature]) -> Learned:
-        """The same operations on fewer bytes, those that each makes: a bound on what such a step
-        takes, as all else is left as it is until it is measured."""
+        """The same operations, making the fewer bytes that `seen` says. A bound on what that step
+        takes, as all other memory stays that of this step until it is measured."""
         values, logs = list(self.graph.values), []
         for log, (_, made, _, wanted) in zip(self.seen.ops, seen, strict=True):
             for number, nbytes in zip(log.outputs, made, strict=True):

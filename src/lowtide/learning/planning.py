@@ -1,8 +1,8 @@
-"""How a budget comes to the plans of its steps.
+"""How a budget gets the plans of its steps.
 
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
-room than that one had, and may not fit at all. Invariant: what a step may take is the limit less
-what earlier steps of its context have left; whatever is planned, refused or named is that. Imports
+room than that one had, and may not fit at all. Invariant: a step may take the limit minus what
+earlier steps of its context have left in memory; all plans and refusals use this number. Imports
 engine, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
 Rejected: planning in `lowtide.budget`, which says when, not how.
 """
@@ -34,16 +34,16 @@ from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
 from lowtide.running.shortage import Shortage
 
-_ROOM_FOR_REST = 50  # operations after which half as much again is named for those to come
+_ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
 
 
 class Planning:
     """The part of a budget that plans.
 
     Attributes:
-        before: bytes that earlier steps of the context have left to the one that runs.
-        place: of that one, among them.
-        limit_now: what it may take, in bytes, as far as that is known.
+        before: bytes in memory that earlier steps of the context have left.
+        place: of the running step among those of the context.
+        limit_now: what the running step may take, in bytes; None if not known yet.
     """
 
     def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
@@ -55,25 +55,25 @@ class Planning:
         self._plans = KnownPlans()
         self._effort = Effort()
         self._beside = Beside()
-        self._freezes_inside = False  # parameters are frozen or unfrozen within a step
+        self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
         self._plain_peak: int | None = None
-        self._largest = 0  # of plain peaks that were measured, what was there before included
-        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # a peak, and whose
-        self._peaks = 0, 0  # how many were measured, and the highest of them
+        self._largest = 0  # largest plain peak of measured steps, including what was there before
+        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # the last peak, and whose
+        self._peaks = 0, 0  # how many peaks were measured, and the highest of them
         self._refusal: BudgetError | None = None
         self._refused = Refusals()
         self._shortage = Shortage()
-        self._outside = 0.0  # what a loss outside takes, in parts of what the forward saves
+        self._outside = 0.0  # what a loss outside takes, as a fraction of what the forward saves
 
     # ------------------------------------------------------------------ limits
 
     def target(self, live: int, dropped: int) -> int:
-        """Bytes that an unplanned forward may have live, of which `dropped` are gone already.
+        """Bytes that an unplanned forward may have live, when `live` are and `dropped` were.
 
-        A fraction is one of this very step's plain peak, of which so much is known by now, or of
-        that of the largest step. A loss outside of the context is taken to be to this forward what
-        it was to the last one.
+        A fraction is relative to this step's own plain peak, as far as it is known by now, or to
+        that of the largest step. A loss outside of the context is taken to be proportional to the
+        forward, as in the last step.
         """
         outside = int(self._outside * (live + dropped)) + self.before
         if isinstance(self.limit, int):
@@ -85,33 +85,33 @@ class Planning:
         return granted - outside
 
     def promised(self) -> int | None:
-        """What the step that runs may take by its limit; None for a fraction of a peak that is not
-        known."""
+        """What the running step may take by its limit; None for a fraction of a peak that is not
+        known yet."""
         if isinstance(self.limit, float) and self._plain_peak is None:
             return None
         return self._allowed(self._plain_peak or 0, self.before)
 
     def limit_bytes(self) -> int | None:
-        """The same, or less where the device was found to have less."""
+        """The same, or less if the device was found to have less room."""
         promised = self.promised()
         return None if promised is None else self._limit(self._plain_peak or 0, self.before)
 
     def _limit(self, plain: int, before: int) -> int:
-        """Bytes that a step of this plain peak is planned for: what it may take, or less where the
-        device was found to have less."""
+        """Bytes that a step of this plain peak is planned for: what it may take, or less if the
+        device was found to have less room."""
         return self._shortage.within(self._allowed(plain, before) + before) - before
 
     def _allowed(self, plain: int, before: int) -> int:
-        """Bytes that a step of this plain peak may take, of the whole limit what is left.
+        """Bytes that a step of this plain peak may take: what is left of the whole limit.
 
-        A fraction is one of the largest step so far: what that one was granted is there for others.
+        A fraction is relative to the largest step so far: others may take what that one may.
         """
         if isinstance(self.limit, int):
             return self.limit - before
         return int(self.limit * max(plain + before, self._largest)) - before
 
     def ran_out(self, live: int) -> None:
-        """The device had no more room than for so many bytes of this step."""
+        """The device ran out of memory while `live` bytes of this step were live."""
         self._shortage.ran_out(live + self.before, self.limit)
         self.limit_now = self.limit_bytes()
 
@@ -123,10 +123,10 @@ class Planning:
             self._shortage.backward_ran_out(peak + self.before, self.limit)
 
     def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
-        """Take in what a step that was watched would take by itself."""
+        """Note what a watched step would take plain, and what its loss takes."""
         self._plain_peak, self._outside = learned.plain_peak, learned.outside
         if self._ranks is not None and ranks is None:
-            return  # the others would not know, and plan for other limits
+            return  # the other ranks would not know, and would plan for other limits
         whole = learned.plain_peak + learned.seen.before
         if learned.measured and whole > self._largest:
             self._largest = whole
@@ -136,27 +136,24 @@ class Planning:
     # ------------------------------------------------------------------ plans
 
     def _expected(self) -> Prepared | None:
-        """The plan that the step will most likely follow: the last one that was."""
+        """The plan that the step will most likely follow: the last one that was followed."""
         return self._plans.expected(self.place, any_leaves=self._freezes_inside)
 
     def matching(
         self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
     ) -> Prepared | None:
-        """A plan for another step that began like this one, or that was the whole of it."""
+        """Another plan, for a step that began like this one or, if `whole`, consisted of it."""
         found = self._plans.of_step(seen, self.place, whole=whole, other_than=other_than)
         if found is None:
             return None
-        self._plain_peak = found.plain_peak  # a fraction is one of this step's
+        self._plain_peak = found.plain_peak  # a fraction is relative to it
         self.limit_now = self.limit_bytes()
         return self._fitting(found)
 
     def covering(
         self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
     ) -> Prepared | None:
-        """A plan for a larger step than one that began like this, or that this was the whole of.
-
-        At each moment the smaller one has no more in memory.
-        """
+        """The same for a larger step, than which this one has no more in memory at any moment."""
         found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
         if found is None:
             return None
@@ -165,8 +162,8 @@ class Planning:
         return self._fitting(found)
 
     def _for_this_backward(self, prepared: Prepared) -> Prepared:
-        """This plan, or another for the same step where its backward has gradients to allocate that
-        were there when it was made, or retains a graph that was let go of then."""
+        """This plan, or another for the same step if the backward has to allocate gradients that
+        existed when the plan was made, or retains a graph that was released then."""
         seen = prepared.seen
         appeared = seen.appeared()
         retains = _compat.backward_retains_graph() and not seen.retains
@@ -184,14 +181,14 @@ class Planning:
         return self._planned_again(prepared, graph, seen, limit)
 
     def _claim(self, larger: Prepared, before: int) -> int:
-        """The plain peak that a fraction is one of, for a step that goes by this plan: no more than
-        was measured, what is there `before` left out."""
+        """The plain peak that a fraction is relative to, for a step that follows this plan: at most
+        the largest measured one, less the bytes that were there `before`."""
         largest = self._largest - before if self._largest else larger.plain_peak
         return min(larger.plain_peak, largest)
 
     def _fitting(self, prepared: Prepared) -> Prepared | None:
-        """This plan, or another for the step where those before it have left less room than they
-        had when it was made; None: it would not fit."""
+        """This plan, or another for the same step if earlier steps have left less room than when
+        the plan was made; None: it would not fit."""
         limit = self._limit(self._plain_peak or 0, self.before)
         room = self._shortage.room
         short = room is not None and prepared.peak + self.before > room
@@ -206,7 +203,7 @@ class Planning:
 
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
         margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
-        # Ranks plan alike without a word here, so they do it by what all of them have.
+        # Ranks plan alike here without communicating, so they use only what all of them have.
         polish = engine.annealing() if old.measured and self._ranks is None else None
         solution = solve(graph, limit, margin=margin, polish_with=polish)
         found = Prepared.of(
@@ -218,7 +215,7 @@ class Planning:
             old.lessons,
             grown=old.grown,
         )
-        if found.peak <= limit:  # else the step is refused, and one that comes later may be another
+        if found.peak <= limit:  # else the step is refused, and a later one may have more room
             self._plans.add(found)
         return found
 
@@ -227,7 +224,7 @@ class Planning:
     def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
         if decisions.keeps_wrappers:
-            return  # the next step will not
+            return  # the next step will not keep them whole
         timeline, followed = observer.timeline, decisions.followed
         measured = timeline is not None
         if timeline is not None:
@@ -242,7 +239,7 @@ class Planning:
         if self._ranks is None and not measured and self._grown(observer):
             return
         graph = observer.graph()
-        if not measured:  # the loss of another step is the best guess
+        if not measured:  # the loss of an earlier step is the best guess
             graph = replace(graph, turn=int(self._outside * graph.saved))
         lessons = measured + (0 if followed is None else followed.lessons)
         learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
@@ -264,11 +261,10 @@ class Planning:
             self._plan_next(learned)
 
     def _nothing_recorded(self, observer: Observer) -> None:
-        """Of a step like this none of the memory can be saved.
+        """None of this step's memory can be saved, as backward requested no recorded value.
 
-        One that comes after others of the same context may be theirs in part: its backward goes on
-        into their graphs. So its peak says nothing about that of a whole step, and a fraction of it
-        nothing about this one.
+        A step after others in the same context may partly be theirs, if its backward continues into
+        their graphs. Its peak is then not that of a whole step, and no fraction can refuse it.
         """
         if observer.timeline is None:
             return
@@ -284,8 +280,7 @@ class Planning:
                 self._refused.add(observer.seen(), self._refusal)
 
     def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
-        """Whether a plan of its own is better for a step that was measured than the plan for a
-        larger one, by which it went."""
+        """Whether a measured step that followed the plan for a larger one should have its own."""
         assert observer.timeline is not None
         before = observer.before
         if observer.timeline.peak > self._limit(self._claim(larger, before), before):
@@ -295,7 +290,7 @@ class Planning:
         return self._effort.smaller(larger, decisions.seen, measured=True)
 
     def _worth_planning(self, decisions: StepDecisions) -> bool:
-        """Whether to plan steps like one that was watched, and did not exceed its limit."""
+        """Whether to plan steps like a watched one that did not exceed its limit."""
         if decisions.check_up:
             return True
         if decisions.followed is not None:
@@ -306,7 +301,7 @@ class Planning:
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self._limit(learned.plain_peak, before)
-        # What was only modelled is planned again from what is measured, soon.
+        # A plan from a model is soon replaced by one from a measurement: not worth annealing.
         search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
         plan, peak = search() if ranks is None else ranks.of_first(search)
         allowed = self._allowed(learned.plain_peak, before)
@@ -318,23 +313,23 @@ class Planning:
             self._refusal = self._refusing(
                 graph, allowed, plan.retain, before, measured=True, predicted=followed
             )
-            if self._ranks is None or ranks is not None:  # else the others would not know
+            if self._ranks is None or ranks is not None:  # else the other ranks would not know
                 self._refused.add(learned.seen, self._refusal)
             return
         if self._ranks is None and learned.measured:
             _, ratio = self._plans.outgrown(signatures_of(learned.seen.ops), learned.seen.place)
-            if ratio > 1:  # the next one may well be larger still
+            if ratio > 1:  # it outgrew known steps, and the next one may be larger still
                 larger = learned.larger(min(ratio, MOST_GROWN))
                 self._beside.ask(partial(larger.search, limit, engine.annealing()))
         self._plans.add(learned.prepared(plan, peak))
 
     def _plan_better(self, learned: Learned, followed: Prepared, limit: int) -> None:
-        """The step keeps its limit as it is."""
+        """The step keeps its limit under its plan: confirm that, and search for a cheaper one."""
         self._plans.confirm(followed)
         self._beside.ask(partial(learned.search, limit, engine.annealing()))
 
     def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
-        """Plan a step that went by the plan for a larger one, and was not measured, if it pays."""
+        """Plan an unmeasured step that followed the plan for a larger one, if that pays."""
         if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
             return
         if not self._effort.smaller(larger, seen, measured=False):
@@ -353,8 +348,8 @@ class Planning:
         self._beside.ask(search)
 
     def _grown(self, observer: Observer) -> bool:
-        """Plan for larger steps than those that were measured, as one that was not is larger: to
-        model its backward would take more room, and it is not likely to come again."""
+        """For an unmeasured step that is larger than the measured ones, plan for larger steps: a
+        model of its own backward would need a wider margin, and it is not likely to recur."""
         nearest, ratio = self._plans.outgrown(signatures_of(observer.ops), observer.place)
         most = MOST_GROWN if self._effort.patient() else LARGER
         if nearest is None or ratio > most:
@@ -370,7 +365,7 @@ class Planning:
         return True
 
     def _agree(self, ranks: Ranks) -> None:
-        """Plan alike on all ranks, or refuse on all of them; a collective of their group."""
+        """Plan alike on all ranks, or refuse on all of them. A collective of the group."""
         news, self._news = self._news, None
         if not ranks.any(news is not None or self._refusal is not None):
             return
@@ -390,14 +385,14 @@ class Planning:
         return refusal(graph, limit + before, retain, before=before, **known)
 
     def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
-        """Of a step that was measured before, and that nothing brings under the limit."""
+        """The refusal of a step that was measured before and that no plan can fit."""
         observer = decisions.observer
         if decisions.ended or observer is None:
             return None
         return self._refused.of(decisions.seen, observer.leaves.gradients, observer.before)
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
-        """Nothing is left to drop in an unplanned forward."""
+        """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
         before = self.before
         if not isinstance(self.limit, int) or live + need <= self.limit - before:
             return
@@ -410,7 +405,7 @@ class Planning:
             least = max(least, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)
-        # The less is known, the more is added: else each attempt gets a few operations further.
+        # The less is known, the more is added: else each retry gets a few operations further.
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
         named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
         least += to_come + before
@@ -418,9 +413,9 @@ class Planning:
 
     @property
     def keeps_wrappers(self) -> bool:
-        """See `Tape.kept_whole`: of such a step nothing is refused, and nothing learned."""
+        """See `Tape.kept_whole`: such a step is never refused, and nothing is learned from it."""
         return False
 
     def gradients_to_come(self, observer: Observer) -> int:
-        """Bytes of gradients known to be allocated that no operation so far has asked for."""
+        """Bytes of gradients to be allocated for leaves that no operation has read so far."""
         return 0

@@ -1,11 +1,11 @@
-"""The ranks of a process group, where a budget lets them plan and refuse alike.
+"""The ranks of a process group, which a budget makes plan and refuse alike.
 
-Problem: each rank measures other times, so each would plan for itself, and a limit that only one
-rank refuses leaves the others waiting in their next collective. Invariant: ranks talk only where a
-budget is entered, which every rank does equally often; nothing is sent in a forward or a backward,
-and what was agreed on is the same value on each rank. Imports torch.distributed, the planner and
-errors. Rejected: agreeing in the middle of a step, where the others may stand in a collective of
-the model's own and would wait for each other for ever.
+Problem: each rank measures different times, so each would make its own plan, and a limit that only
+one rank refuses leaves the others waiting in their next collective. Invariant: ranks communicate
+only where a budget is entered, which every rank does equally often; nothing is sent in a forward or
+a backward, and what was agreed on is the same value on each rank. Imports torch.distributed, the
+planner and errors. Rejected: agreeing in the middle of a step, where other ranks may be inside one
+of the model's own collectives: a deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class News:
-    """What one rank learned from a step: its graph, or None, and the limit to plan it for."""
+    """What one rank learned from a step: its graph, or None; and the limit to plan it for."""
 
     graph: Graph | None
     limit: int | float
@@ -59,7 +59,7 @@ class Ranks:
         return bool(flag.item())
 
     def gather(self, item: T) -> list[T]:
-        """What each rank has, in the order of ranks."""
+        """The items of all ranks, in the order of ranks."""
         import torch.distributed as dist
 
         items: list[Any] = [None] * self.size
@@ -67,12 +67,12 @@ class Ranks:
         return items
 
     def of_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on the first rank, where alone it is called."""
+        """What `make` returns on the first rank, the only one that calls it."""
         made = make() if self.rank == 0 else None
         return self.gather(made)[0]  # type: ignore[return-value]
 
     def refuse_together(self, refusal: BudgetError | None) -> None:
-        """Raise the `BudgetError` of the rank that needs most on every rank, if there is any."""
+        """If any rank refuses, raise the `BudgetError` of the one that needs most on every rank."""
         found = self.gather(None if refusal is None else (str(refusal), refusal.limit,
                                                           refusal.minimum))  # fmt: skip
         worst = max(
@@ -103,9 +103,9 @@ class Ranks:
 
 
 def merged(graphs: Sequence[Graph]) -> Graph:
-    """Graphs of one structure as one: mean times, and of memory the largest of any rank.
+    """Graphs of one structure as one graph: mean times, and the largest memory of any rank.
 
-    A plan that fits it fits on each of them.
+    A plan that fits it fits on each rank.
     """
     first = graphs[0]
     values = tuple(

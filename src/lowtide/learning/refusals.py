@@ -1,10 +1,10 @@
-"""Steps that were refused because they had been measured, should they come again.
+"""Steps that were refused after a measurement, to refuse them again if they recur.
 
 Problem: a refused step leaves no plan, so the next one like it would run as an unknown step, which
-is kept inside the limit only as well as its backward is modelled. Invariant: a step is refused
+stays inside the limit only as far as its modelled backward is right. Invariant: a step is refused
 again only if it is the same one, operation by operation, with no fewer gradients to allocate and no
 more room left by the steps before it.
-Imports errors and prepared. Rejected: refusing whatever comes next: it may be a smaller batch.
+Imports errors and prepared. Rejected: refusing whatever comes next, which may be a smaller batch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _KEPT = 16
 
 
 class Refusals:
-    """What was refused, the latest ones."""
+    """The latest refusals."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Signature, ...], tuple[Seen, BudgetError]] = {}
 
     def add(self, seen: Seen, error: BudgetError) -> None:
-        """A step that nothing brings under the limit."""
+        """Remember a step that no plan brings under the limit."""
         forward = signatures_of(seen.ops[: seen.forward])
         self._known[forward] = seen, error
         if len(self._known) > _KEPT:
@@ -34,11 +34,11 @@ class Refusals:
     def of(
         self, forward: Iterable[Signature], to_come: Container[int], before: int
     ) -> BudgetError | None:
-        """The error of a forward that was refused, if it is one.
+        """The error with which this forward was refused before, or None.
 
         Args:
-            forward: what it did.
-            to_come: leaves without a gradient so far.
+            forward: its operations.
+            to_come: leaves that have no gradient yet.
             before: bytes that earlier steps of the same context have left.
         """
         if not self._known:

@@ -1,8 +1,8 @@
-"""Bytes of storages that operators make, counted while they live, on tensors without memory.
+"""Bytes of the storages that operators make, counted while they live, on tensors without memory.
 
 Problem: an allocator reports real memory only. Invariant: every storage that an operator makes is
-counted from the moment it is made to the moment it would be freed, and what its kernel takes
-besides is added while it runs. Imports `_compat` and the tape's facts. Rejected: summing sizes,
+counted from the moment it is made to the moment it would be freed, and the kernel's workspace is
+added while the operator runs. Imports `_compat` and the tape's facts. Rejected: summing sizes,
 which misses what is freed in between.
 """
 
@@ -26,7 +26,7 @@ class Counting(_compat.Mode):
         super().__init__()
         self.level = 0
         self.peak = 0  # the highest level so far, workspace included
-        self._device = device  # whose kernels are meant; None: the tensors' own
+        self._device = device  # whose kernels' workspace to add; None: that of the tensors' device
         self._known: dict[int, _Block] = {}
 
         def forget(block: Any) -> None:
@@ -36,11 +36,11 @@ class Counting(_compat.Mode):
         self._forget = forget
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+        """Run an operator; a subclass may do it in another way."""
         return func(*args, **kwargs)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Told of every operator that may have made something."""
+        """Called after every operator that may have made something."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,7 +56,7 @@ class Counting(_compat.Mode):
         return result
 
     def _count(self, args: Any, kwargs: Any, result: Any) -> int:
-        """Add the storages that a call has made."""
+        """Add the storages that a call has made; returns their bytes."""
         made = 0
         given: dict[int, None] | None = None
         for tensor in flatten(result):
@@ -86,5 +86,5 @@ class _Block(weakref.ref):  # type: ignore[type-arg]
 
 
 def storage_keys(tensors: list[torch.Tensor]) -> dict[int, None]:
-    """What tells the storages of tensors apart while they live, in order."""
+    """The keys of the tensors' storages, unique while these live, in order."""
     return {_compat.storage_id(s): None for s in map(_compat.storage_of, tensors) if s is not None}

@@ -1,11 +1,11 @@
-"""Every allocation of a stretch of a program, in order, from torch's own profiler.
+"""Every allocation in a part of a program, in order, from torch's own profiler.
 
-Problem: a budget is checked against the true peak, and on the CPU torch keeps no peak counter. Its
+Problem: a budget is checked against the true peak, and on the CPU torch has no peak counter. Its
 profiler can report each allocation, and with operators switched off that costs a microsecond per
-allocation while the step runs and ten afterwards. Invariant: watching never disturbs a profiler
-that the user runs: whoever came first keeps the profiler, and a timeline that cannot be trusted is
-`None`, never a guess. Imports torch, `_compat` and `profiler`. Rejected: sampling the
-resident size of the process, which sees neither short peaks nor what the allocator keeps back;
+allocation while the step runs and ten afterwards. Invariant: a recording never disturbs a profiler
+that the user runs: the one that was started first keeps the profiler, and a timeline that cannot be
+trusted is `None`, never a guess. Imports torch, `_compat` and `profiler`. Rejected: sampling the
+resident size of the process, which misses short peaks and cannot tell what the allocator caches;
 counting in a dispatch mode, which does not see the temporaries inside an operator.
 """
 
@@ -27,7 +27,7 @@ from lowtide.memory.profiler import drop_memory_profiler, start_memory_profiler
 
 # --- one recording at a time ------------------------------------------------------------------
 
-# Sizes of the block that `mark` moves back and forth; small, and not the same.
+# The two sizes between which `mark` resizes its block; small and unusual.
 _MARKER_SIZES = (61, 67)
 
 _lock = threading.Lock()
@@ -39,11 +39,11 @@ class Timeline:
     """Bytes over a recording, cut at its marks; mark 0 is the start.
 
     Attributes:
-        levels: bytes allocated since the start and still held, at each mark.
-        rises: the largest number of bytes held right after an allocation between each mark and the
-            next, or the end; what is held at its end where nothing is allocated. What is there at
-            the mark and freed before the next allocation is not in it.
-        final: bytes held at the end.
+        levels: bytes allocated since the start and not freed, at each mark.
+        rises: between each mark and the next, or the end: the largest number of such bytes right
+            after an allocation; without one, their number at the end. What is freed between the
+            mark and the next allocation is not in it.
+        final: bytes allocated and not freed at the end.
     """
 
     levels: list[int]
@@ -52,12 +52,12 @@ class Timeline:
 
     @property
     def peaks(self) -> list[int]:
-        """The largest number of bytes held between each mark and the next, or the end."""
+        """The largest number of bytes allocated between each mark and the next, or the end."""
         return list(map(max, self.levels, self.rises))
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes held at any point of the recording."""
+        """The largest number of bytes allocated at any point of the recording."""
         return max(self.peaks)
 
     def until(self, mark: int) -> Timeline:
@@ -70,9 +70,9 @@ class Timeline:
 class MemoryEvents:
     """Records what this thread, and autograd on its behalf, allocates on one device.
 
-    On the CPU torch does not report the release of a block older than the start, and it is not
-    subtracted: levels and peaks err to the high side by it. Threads that the program starts by
-    itself are not seen. One recording runs at a time in a process, as torch has one recorder.
+    On the CPU the release of a block that is older than the recording is not subtracted, as torch
+    does not report its size reliably: levels and peaks are too high by it. Threads that the program
+    starts are not seen. One recording runs at a time in a process, as torch has one recorder.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -80,29 +80,30 @@ class MemoryEvents:
         self.device = device
         self.obstacle = ""
         self._thread = 0
-        self._token: object = None  # what the profiler's flag shows while it is this recording's
-        self._turned_away: set[int] = set()  # threads that wanted the recorder when this was over
+        self._token: object = None  # the profiler's token while it belongs to this recording
+        self._turned_away: set[int] = set()  # threads that wanted the recorder after `over`
         self._marker: torch.UntypedStorage | None = None
         self._addresses: list[int] = []
         self._waiting: list[Callable[[Timeline | None], None]] = []
         self._over = False
         self._step: weakref.WeakMethod[Callable[[], bool]] | None = None
-        self._held = False  # garbage was collected and this recording was not among it
+        self._held = False  # garbage was collected, and this recording survived it
         self._early: list[Timeline | None] = []
 
     def over(self) -> None:
-        """Nothing more is wanted of this recording: whoever needs the recorder may end it.
+        """This recording is no longer wanted: anything that needs the recorder may end it.
 
-        It cannot be ended where a backward ends, inside of which the profiler's state is a copy.
+        It cannot be stopped right where a backward ends, as inside a backward the profiler's state
+        is a copy.
         """
         self._over = True
 
     def of_step(self, pending: Callable[[], bool]) -> None:
-        """It is of one step, wanted for as long as the step's object says that it is `pending`."""
+        """It records a step, and is wanted as long as `pending` says that the step is pending."""
         self._step = weakref.WeakMethod(pending)
 
     def wanted(self) -> bool:
-        """Whether somebody may still ask for more of this recording."""
+        """Whether more of this recording may still be needed."""
         if self._step is None or self._over:
             return not self._over
         pending = self._step()
@@ -123,10 +124,11 @@ class MemoryEvents:
         self._waiting.append(then)
 
     def start(self, *, patient: bool = False) -> bool:
-        """Begin recording. False, with the reason in `obstacle`, where that is not possible.
+        """Begin recording. False, with the reason in `obstacle`, if that is not possible.
 
-        What another thread recorded and is done with is lost if it has to give way: its profiler
-        cannot be stopped from here. One who is `patient` leaves it the time of a step to take it.
+        A recording of another thread that is no longer wanted has to give way and is lost, as its
+        profiler cannot be stopped from here. If `patient`, the first attempt leaves it alone, so
+        that its thread can take its result in the meantime.
         """
         global _recording
         active = recording_on_this_thread(wanted=False)
@@ -160,10 +162,10 @@ class MemoryEvents:
         return True
 
     def mark(self) -> int:
-        """Put a mark at this point and return its index; 0 where nothing is recorded.
+        """Put a mark at this point and return its index; 0 if nothing is recorded.
 
-        A mark moves a block that only this object owns to another size. No other part of the
-        program can free that block, so the mark is found exactly among the events.
+        A mark resizes a block that only this object owns. No other part of the program can free
+        that block, so the mark is found exactly among the events.
         """
         marker = self._marker
         if marker is None:
@@ -174,14 +176,14 @@ class MemoryEvents:
         return index
 
     def stop(self) -> Timeline | None:
-        """End the recording; `None`, with the reason in `obstacle`, where it was disturbed."""
+        """End the recording; `None`, with the reason in `obstacle`, if it was disturbed."""
         timeline = self._early[0] if self._early else self._stop()
         self._early.clear()
         self._tell(timeline)
         return timeline
 
     def _stop(self, *, ending: bool = False) -> Timeline | None:
-        """With `ending`, the thread is: nothing that is its own can be looked at any more."""
+        """With `ending`, the thread is ending: its thread-local state cannot be used any more."""
         global _recording
         with _lock:
             if self._marker is None:
@@ -210,9 +212,9 @@ class MemoryEvents:
 
 
 class _OfThread(threading.local):
-    """Goes when its thread ends, on that thread, and ends the recording that still runs there.
+    """Freed on its thread when that ends, which ends a recording that still runs there.
 
-    No other thread could: it would find the recorder in use for as long as the process lives.
+    No other thread could end it: the recorder would be in use for the rest of the process.
     """
 
     end: _ThreadEnd | None = None
@@ -236,7 +238,7 @@ class _ThreadEnd:
         if events is not None and events._marker is not None:
             events._early.append(events._stop(ending=True))
             return
-        with _lock:  # one that was let go of, and not stopped
+        with _lock:  # the recording was freed without being stopped
             if profiling.profiler_untouched(self.token):
                 profiling.stop_memory_profiler()
 
@@ -246,7 +248,7 @@ _thread_end = _OfThread()
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """A profiler that is still on when the interpreter is taken down makes torch crash."""
+    """torch crashes if a profiler is still on when the interpreter shuts down."""
     active = _recording() if _recording is not None else None
     if active is not None:
         active.stop()
@@ -255,7 +257,7 @@ def _stop_at_exit() -> None:
 
 
 def recording_on_this_thread(*, wanted: bool = True) -> MemoryEvents | None:
-    """The recording that runs on this thread, if any; one that nobody needs if not `wanted`."""
+    """The recording that runs on this thread, if there is one and it is wanted, or not `wanted`."""
     active = _recording() if _recording is not None else None
     if active is None or active._marker is None or active._thread != threading.get_ident():
         return None
@@ -263,10 +265,10 @@ def recording_on_this_thread(*, wanted: bool = True) -> MemoryEvents | None:
 
 
 def _collect_abandoned() -> None:
-    """Free a recording whose step the program has let go of, as after an error in a forward.
+    """Free a recording whose step the program has abandoned, as after an error in a forward.
 
-    Its graph and its tape may refer to each other, and nothing ends such a recording before the
-    garbage collector comes by. One that is held for good is looked for once, not at every start.
+    Its graph and its tape may refer to each other, so only the garbage collector ends such a
+    recording. It is run once for each recording, not at every start.
     """
     active = _recording() if _recording is not None else None
     if active is None or active._held:
@@ -277,9 +279,9 @@ def _collect_abandoned() -> None:
 
 
 def _take_over(patient: bool) -> None:
-    """Void a recording that another thread, which still runs, has no use for any more.
+    """Void an unwanted recording of another thread that still runs.
 
-    The profiler stays on over there until that thread starts a recording or ends.
+    The profiler stays on there until that thread starts a recording or ends.
     """
     global _recording
     active = _recording() if _recording is not None else None
@@ -312,7 +314,7 @@ def read_timeline(
 ) -> Timeline | None:
     """Turn a stream of allocations into bytes, cut where the marker block left `markers[k]`.
 
-    `None` where the marker's way through the stream has gaps: then events are missing.
+    `None` if not every move of the marker is in the stream: then events are missing.
     """
     found = _find_marks(fields, device, markers)
     if found is None:
@@ -326,14 +328,14 @@ def read_timeline(
         rise: int | None = None
         for size, address in zip(sizes[begin:cut], addresses[begin:cut], strict=True):
             if size > 0:
-                # A block that is there already was freed unseen, on a thread without a profiler.
+                # A block known at this address was freed unseen, on a thread without a profiler.
                 level += size - held.get(address, 0)
                 held[address] = size
                 if rise is None or level > rise:
                     rise = level
             else:
-                # A block that is not there is older than the start. The CPU allocator may then
-                # report a size it remembers from some earlier block, so that it is no use.
+                # An unknown block is older than the start. The CPU allocator may then report the
+                # size of some earlier block, which is of no use.
                 level -= held.pop(address, 0 if on_cpu else -size)
         rises.append(level if rise is None else rise)
         levels.append(level)
@@ -344,7 +346,7 @@ def read_timeline(
 def _find_marks(
     fields: Iterable[Any], device: torch.device, markers: list[int]
 ) -> tuple[list[int], list[int], list[int]] | None:
-    """Sizes and addresses of the events of `device` without the marker's own, and the cuts."""
+    """Sizes and addresses of the events of `device`, the marker's own zeroed, and the cuts."""
     sizes: list[int] = []
     addresses: list[int] = []
     cuts: list[int] = []
@@ -359,7 +361,7 @@ def _find_marks(
                 born_next = len(sizes)
             elif address == here and size == _MARKER_SIZES[passed % 2]:
                 born = len(sizes)
-            elif address == here and born >= 0:  # nobody but `mark` and `stop` frees this block
+            elif address == here and born >= 0:  # only `mark` and `stop` free this block
                 sizes[born] = addresses[born] = 0
                 cuts.append(len(sizes))
                 passed += 1
@@ -371,7 +373,7 @@ def _find_marks(
         if one_device or field.device == device:
             sizes.append(size)
             addresses.append(address)
-        elif len(sizes) in (born, born_next):  # the marker lives on the CPU: leave it a place
+        elif len(sizes) in (born, born_next):  # the marker is on the CPU: leave a place for it
             sizes.append(0)
             addresses.append(0)
     return None

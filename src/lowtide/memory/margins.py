@@ -1,10 +1,10 @@
 """Shares of a limit that are left free, and why.
 
-Problem: a plan is exact about what it was made from, and the step that runs it differs from that
-by more or less, as it was measured or modelled. Invariant: whoever plans an eager step takes its
-share from here (`inductor.compiled` has that of compiled ones), and what a dry run plans or names
-leaves the budget that runs it the share that it wants. Imports nothing of the package. Rejected: a
-share beside each caller, where two that hang together drift apart.
+Problem: a plan is exact for the step it was made from; the step that follows it differs, by little
+if it was measured, by more if it was modelled. Invariant: all planning of eager steps takes its
+share from here (`inductor.compiled` has that of compiled ones), and a limit that a dry run plans
+for or names leaves the share that the budget running the plan needs. Imports nothing of the
+package. Rejected: a share next to each caller, where two that depend on each other drift apart.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import math
 MEASURED = 0.005  # for what differs from step to step
 MODELLED = 0.1  # while memory in backward is modelled and not measured
 PREDICTED = {"fake": 0.02, "recorded": MEASURED}
-"""By a dry run: what it is allowed to be wrong by."""
+"""For a dry run's prediction, by its kind: how wrong it may be."""
 
 HAIR = 0.001
-"""Where more cannot be left free: steps differ by some bytes."""
+"""The least share, where more cannot be left free: steps differ by some bytes."""
 PREDICTED_HAIR = 2 * HAIR
-"""The same of a prediction: it is exact to some bytes only, and once the step has been measured the
-budget that runs the plan wants its own hair free at the same limit."""
+"""The least share for a prediction: it is off by some bytes itself, and once the step is measured,
+the budget that runs the plan needs `HAIR` free at the same limit."""
 
 
 def limit_for(peak: int) -> int:
-    """The smallest limit under which a predicted peak leaves that hair free."""
+    """The smallest limit under which a predicted peak leaves `PREDICTED_HAIR` free."""
     return math.ceil(peak / (1 - PREDICTED_HAIR))

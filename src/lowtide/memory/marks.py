@@ -1,9 +1,9 @@
 """Marks in the stream of allocations, from which a watched step is reconstructed.
 
 Problem: a budget wants the bytes allocated at each operation and the peak between two, on the CPU
-from memory events and on an accelerator from its allocator's counters, also while `lowtide.measure`
-runs around the step. Invariant: levels are relative to the moment of `start_marks`; a measurement
-that was disturbed arrives as None. Imports memory events. Rejected: two code paths in the budget.
+from memory events and on an accelerator from its allocator's counters, even while `lowtide.measure`
+runs around the step. Invariant: levels are relative to the moment of `start_marks`; the result of a
+disturbed measurement is None. Imports memory events. Rejected: two code paths in the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Marks(Protocol):
         ...
 
     def of_step(self, pending: Callable[[], bool]) -> None:
-        """It is wanted no longer than a step's object says that the step is `pending`."""
+        """It measures a step, and is wanted as long as `pending` says that the step is pending."""
         ...
 
     def over(self) -> None:
@@ -35,7 +35,7 @@ class Marks(Protocol):
         ...
 
     def stop(self, then: Arrived) -> None:
-        """End it; `then` is called with the timeline, now or when it can be had."""
+        """End it; `then` is called with the timeline, now or when that is available."""
         ...
 
 
@@ -59,9 +59,9 @@ class OwnEvents:
 
 
 class SharedEvents:
-    """Marks in a recording that somebody around the step has started, as `measure` does.
+    """Marks in a recording that was started around the step, as `measure` does.
 
-    Its timeline is there when that somebody stops, before or after this measurement ends.
+    Its timeline is available once that recording stops, before or after this measurement ends.
     """
 
     def __init__(self, events: MemoryEvents) -> None:
@@ -101,8 +101,8 @@ class SharedEvents:
 
 
 class DevicePeak:
-    """The peak of a stretch on a device of the accelerator, also where a budget in it resets the
-    statistics."""
+    """The peak on an accelerator device while it is open, even if a budget inside resets the
+    allocator's statistics."""
 
     _open: ClassVar[list[DevicePeak]] = []
 
@@ -123,7 +123,7 @@ class DevicePeak:
         self._highest = max(self._highest, nbytes)
 
     def nbytes(self) -> int:
-        """Bytes allocated on the device at the peak, once the stretch is over."""
+        """Bytes allocated on the device at the peak, once this is closed."""
         return self._highest
 
     @classmethod
@@ -135,7 +135,7 @@ class DevicePeak:
 
 
 def reset_peak(device: torch.device) -> _compat.Given:
-    """What a device's allocator has given out, whose peak starts anew."""
+    """Start a device's peak anew; returns what its allocator had given out until now."""
     given = _compat.allocated(device)
     DevicePeak.tell(device, given.peak)
     _compat.reset_peak(device)
@@ -145,8 +145,8 @@ def reset_peak(device: torch.device) -> _compat.Given:
 class DeviceCounters:
     """The counters of the allocator of an accelerator. Resets its peak statistics.
 
-    They do not tell what was allocated after a mark from what was there: rises err to the high
-    side where memory is freed between a mark and an allocation after it.
+    They do not separate what was there at a mark from what was allocated after it: a rise is too
+    high if memory is freed between the mark and the next allocation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -176,7 +176,7 @@ class DeviceCounters:
 
 
 def start_marks(device: torch.device) -> Marks | None:
-    """Begin to measure a device; None where another profiler is in the way."""
+    """Begin to measure a device; None if another profiler is in the way."""
     if device.type != "cpu":
         return DeviceCounters(device)
     around = recording_on_this_thread()

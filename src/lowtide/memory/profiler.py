@@ -1,9 +1,9 @@
-"""torch's profiler as a recorder of this thread's allocations: how it goes on and comes off.
+"""torch's profiler as a recorder of this thread's allocations: how it is started and stopped.
 
-Problem: the profiler talks to the terminal, and its state is of one thread while the recorder
-behind it is of the process, so that stopping it in the wrong order crashes. Invariant: nothing is
-written that the user did not ask for, and what is stopped is what this thread started. Imports
-torch and `_compat`.
+Problem: the profiler writes to the terminal, and its state belongs to a thread while the recorder
+behind it belongs to the process, so that stopping it in the wrong order crashes. Invariant: the
+terminal gets nothing that the user did not ask for, and a thread stops only what it has started.
+Imports torch and `_compat`.
 Rejected: a lock held while a recording runs, which would let one thread train at a time.
 """
 
@@ -24,14 +24,14 @@ _first_use = True
 
 @contextlib.contextmanager
 def _quiet_kineto() -> Iterator[None]:
-    """Keep three notes of the profiler's C++ side off the user's terminal.
+    """Keep three messages of the profiler's C++ side off the user's terminal.
 
     Kineto reports every start and stop on stderr unless a variable says otherwise when it is first
-    used; the variable is set for that moment only, and a value of the user's is left alone. The
-    CPU allocator notes the first block (then every thousandth) that is older than the profile and
+    used; the variable is set for that moment only, and a value set by the user is left alone. The
+    CPU allocator reports the first block (then every thousandth) that is older than the profile and
     freed in it; one such block is freed here with stderr held back, and whatever else arrives on
-    stderr in that instant is passed on. So is what Kineto says if its first use is not on the main
-    thread, which does no harm to memory events.
+    stderr in that instant is passed on. Held back likewise is Kineto's warning that its first use
+    is not on the main thread, which does not matter for memory events.
     """
     global _first_use
     if not _first_use:
@@ -81,12 +81,12 @@ def start_memory_profiler() -> None:
 
 
 def drop_memory_profiler() -> None:
-    """Take down what an unfinished or disturbed recording left on this thread, events unread.
+    """Stop what an unfinished or disturbed recording left on this thread, without its events.
 
-    Nothing is done while a profiler of the user's is on: the next recording tries again. Where
-    another thread took the recorder over and gave it back, this thread still carries a profiler
-    without a recorder, and torch crashes when that is stopped; so one is started for the occasion
-    on a thread of its own, whose end takes the rest away.
+    Does nothing while a profiler of the user's is on: the next recording tries again. If another
+    thread took the recorder over and gave it back, this thread still has a profiler without a
+    recorder, which torch cannot stop without a crash. So a recorder is started on a thread of its
+    own first, and ends with that thread.
     """
     if profiling.profiler_of_another():
         return

@@ -1,10 +1,10 @@
-"""A step that is watched: from what is seen of it to the graph that plans are made of.
+"""Watching a step: from what is observed to the graph that plans are made from.
 
-Problem: a plan needs to know of each operation what it made, read, took and cost, in which order
-backward asks, and what the program itself holds. Invariant: numbers and weak references, never a
-tensor; real steps and dry ones are seen by the same `observer`. `names` and `leaves` see what stays
-in memory besides, `rebuild` makes the `Graph`, `seen` is what remains of the step beside it. Its
-modules import `_compat`, tape, memory, kernels, backward, the planner's graph; whether a step has a
-plan they are told. Rejected: a recorder that writes graphs: most steps are recorded and never
-planned.
+Problem: a plan needs to know what each operation made, read and cost, in time and memory, in which
+order backward requests values, and what the program itself holds. Invariant: numbers and weak
+references, never a tensor; real steps and dry runs are watched by the same `observer`. `names` and
+`leaves` see what else stays in memory, `rebuild` makes the `Graph`, `seen` is what is kept of the
+step next to it. Its modules import `_compat`, tape, memory, kernels, backward, the planner's graph;
+they are told whether a step has a plan. Rejected: a recorder that writes graphs: most steps are
+recorded and never planned.
 """

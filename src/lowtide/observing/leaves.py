@@ -1,10 +1,10 @@
 """The leaves that a step reads: which gradients backward will allocate, and after which operation.
 
-Problem: a gradient is there from the last reader of its leaf (the first that backward reaches) to
-the end of the step, and belongs to no operation's result. Invariant: leaves are known by weak
-references and by identity; what is counted are gradients that are not there yet. Imports seen.
-Rejected: looking through a model's parameters, which knows neither what a step reads nor leaves
-that are no parameters.
+Problem: a leaf's gradient exists from the backward of its last reader (which backward reaches
+first) to the end of the step, and is not the result of any operation. Invariant: leaves are known
+by weak references and by identity; only gradients that do not exist yet are counted. Imports seen.
+Rejected: going through a model's parameters, which shows neither what a step reads nor leaves that
+are not parameters.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Read(NamedTuple):
 
     op: int
     nbytes: int
-    """Of what it reads."""
+    """Bytes that it reads."""
     between: int = 0
-    """Of the largest gradient that is made on the way to the leaf's."""
+    """Bytes of the largest gradient that is made on the way to the leaf's own."""
     way: _compat.Way | None = None
-    """That way, of a view; None for the leaf itself, or where it is not known."""
+    """If it reads a view, how the leaf gets its gradient; None for the leaf itself, or unknown."""
 
 
 class Leaves:
-    """What a step reads that collects a gradient, or might.
+    """The leaves that a step reads and that get a gradient, or might.
 
     Attributes:
-        gradients: leaf -> (last reader, bytes), of gradients to be allocated.
-        known: leaf -> (last reader, the leaf), of all that may collect one.
-        reads: of each leaf, as far as they were watched.
-        nodes: of each operation, the number of the newest node of autograd's when it was.
-        frozen: parameters that collect none.
-        counts: whether a tensor is on the device whose bytes count; gradients elsewhere have none.
+        gradients: leaf -> (last reader, bytes), for the gradients to be allocated.
+        known: leaf -> (last reader, the leaf), for all leaves that may get one.
+        reads: leaf -> the operations that read it, as far as they were watched.
+        nodes: for each operation, the number of autograd's newest node when it ran.
+        frozen: parameters that get none.
+        counts: whether a tensor is on the device whose bytes count; other gradients count as none.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Leaves:
         self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def resume(self, seen: Seen, count: int) -> None:
-        """Those that the first `count` operations of another step have read."""
+        """Start with the leaves that the first `count` operations of another step have read."""
         for key, (reader, nbytes) in seen.parameters.items():
             if reader < count:
                 self.gradients[key] = (reader, nbytes)
@@ -63,7 +63,7 @@ class Leaves:
         self.nodes = [-1] * count
 
     def ran(self, tensors: list[torch.Tensor]) -> None:
-        """The operation that follows those known so far reads these tensors."""
+        """The next operation reads these tensors."""
         self.nodes.append(_compat.newest_node())
         for tensor in tensors:
             self._read(tensor, len(self.nodes) - 1)
@@ -84,7 +84,7 @@ class Leaves:
             self.gradients[id(leaf)] = (op, nbytes)
 
     def collecting(self) -> Iterator[tuple[int, int, int, bool]]:
-        """(leaf, last reader, bytes of its gradient, whether that is there already)."""
+        """(leaf, last reader, bytes of its gradient, whether that exists already)."""
         for key, (reader, nbytes) in self.gradients.items():
             yield key, reader, nbytes, False
         for key, (reader, weak) in self.known.items():
@@ -93,7 +93,7 @@ class Leaves:
                 yield key, reader, self._bytes(leaf), True
 
     def _no_leaf(self, tensor: torch.Tensor) -> None:
-        """It gets no gradient; that may change before another step."""
+        """A tensor that gets no gradient: note its parameter, which may be unfrozen later."""
         parameter = _compat.frozen_parameter(tensor)
         if parameter is not None and id(parameter) not in self.frozen:
             self.frozen[id(parameter)] = _weak(parameter)
@@ -104,7 +104,7 @@ class Leaves:
         return tensor.numel() * tensor.element_size()
 
     def look_again(self) -> None:
-        """Gradients may have been set to None since the forward, or allocated."""
+        """Update: since the forward, gradients may have been set to None, or allocated."""
         for key, (reader, weak) in self.known.items():
             leaf = weak()
             if leaf is None:

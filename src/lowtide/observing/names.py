@@ -1,13 +1,12 @@
-"""How long the program itself has the memory of what a forward makes.
+"""How long the program itself has references to what a forward makes.
 
-Problem: a value that a plan lets go of stays in memory as long as somebody else has it: a name in a
-function that has not returned, a cache, a list. While the tape holds the value as well, nothing
-shows when the others are done with it. Invariant: what is told is the last operation at whose end
-somebody else was seen to have the value's storage, never a later one. Too early only counts bytes
-twice; too late would promise memory that is not there. Imports `_compat`. Rejected: weak
-references to tensors. Views and kernels under way have a storage through tensors of their own, and
-torch brings a tensor's object back to life while C++ has the tensor; owners of a storage can be
-counted.
+Problem: a value that a plan drops stays in memory as long as the program has it: a variable of a
+function that has not returned, a cache, a list. While the tape holds the value too, nothing shows
+when the program is done with it. Invariant: what is noted is the last operation after which the
+program was seen to have the value's storage, never a later one. Too early only counts bytes twice;
+too late would promise memory that is not there. Imports `_compat`. Rejected: weak references to
+tensors: views and running kernels own a storage through other tensors, and torch revives a tensor's
+Python object while C++ has the tensor. The owners of a storage can be counted.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ if TYPE_CHECKING:
     from lowtide.tape.known import Entry
     from lowtide.tape.values import Value
 
-_AT_ONCE = 100  # storages that are looked at after an operation; further ones wait their turn
+_AT_ONCE = 100  # storages that are checked after an operation; further ones wait their turn
 
 
 class Names:
-    """Looks, after every operation of a step that is watched, at who has which storage.
+    """Checks after every operation of a watched step which storages the program has.
 
     Attributes:
-        until: of each value that somebody else had after an operation: the last such operation.
-        table: the open recorder's, of every live storage; it is emptied when recording ends.
+        until: for each value that the program had after an operation: the last such operation.
+        table: the open recorder's table of live storages; it is emptied when recording ends.
     """
 
     def __init__(self) -> None:
         self.until: dict[int, int] = {}
         self.table: dict[int, Entry] = {}
-        self._open: dict[int, None] = {}  # keys of storages that somebody else has
-        self._gradients: set[int] = set()  # of those, made in a backward that has begun
+        self._open: dict[int, None] = {}  # keys of storages that the program has, or may have
+        self._gradients: set[int] = set()  # those of them that were made in a running backward
         self._left: list[tuple[int, int, weakref.ref[Any]]] = []  # at the end of the forward
 
     def resume(self, base: Graph, count: int, table: dict[int, Entry]) -> None:
@@ -53,7 +52,7 @@ class Names:
         """An operation has made values, and has written the storages of these keys in place."""
         self._look(operation)
         self._open.update(dict.fromkeys(written))
-        fresh = dict.fromkeys(islice(reversed(self.table), len(made)))  # they stand last
+        fresh = dict.fromkeys(islice(reversed(self.table), len(made)))  # the newest come last
         self._open.update(fresh)
         if _compat.in_backward():
             self._gradients.update(fresh)
@@ -61,18 +60,18 @@ class Names:
             self._gradients.clear()
 
     def forward_ends(self) -> None:
-        """What is in memory now is known by weak references once the table is emptied."""
+        """Keep weak references to what is in memory now, as the table will be emptied."""
         self._left = [
             (entry.key, entry.counted, weakref.ref(storage))
-            for entry in list(self.table.values())  # storages go meanwhile, on other threads too
+            for entry in list(self.table.values())  # storages are freed meanwhile, as by threads
             if entry.counted
             for storage in (entry(),)
             if storage is not None
         ]
 
     def over(self, ours: Container[int]) -> int:
-        """Backward begins, and who still has a storage has it there: bytes of what the forward has
-        made and the program has names on (an output, a loss), without those of these keys."""
+        """Backward begins. Bytes that the forward made and the program still has (an output, a
+        loss), except those with the keys `ours`."""
         if self.table:
             self.forward_ends()
         left, self._left = self._left, []
@@ -85,7 +84,7 @@ class Names:
         )
 
     def _look(self, operation: int) -> None:
-        """Storages that nobody but the tape has any more need not be looked at again."""
+        """Check the open storages. One that only the tape has is not checked again."""
         table, still = self.table, self._open
         for key in tuple(islice(still, _AT_ONCE)):
             del still[key]

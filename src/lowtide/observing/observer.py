@@ -1,12 +1,11 @@
 """Watching a step so that the next one can be planned.
 
-Problem: a planner needs sizes, times, who reads what, in which order backward asks, and the memory
-that is not the tape's: gradients, temporaries, kernel workspace. Invariant: an observer stores
-numbers only, never a tensor or a value; the graph it makes holds for the plan that ran and, by
-subtraction of what that plan held, for every other. What was measured (`MemoryEvents`) wins over
-what was modelled from sizes. Imports tape, planner, rebuild and memory
-events. Rejected: asking users to run a
-profiling step of their own.
+Problem: a planner needs sizes, times, which operation reads what, in which order backward requests
+values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
+an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
+plan that ran and, as what that plan held is subtracted, for every other. What was measured
+(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, rebuild and memory
+events. Rejected: asking users to run a profiling step.
 """
 
 from __future__ import annotations
@@ -44,42 +43,42 @@ class Observer:
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
         self.memory = memory
         self._where: Where | None = None
-        self.earlier = earlier  # operations of the step before, whose times count as well
+        self.earlier = earlier  # operations of the step before, whose times are used as well
         self.place = self.before = 0  # as in `Seen`
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
         self.evicted: dict[int, int] = {}
-        self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`, gone in the forward
+        self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`: released in the forward
         self.forgotten: dict[int, int] = {}  # values of graphs that died -> operations by then
-        self.outlived: dict[int, int] = {}  # of these, held no longer -> operations by then
-        self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still there
+        self.outlived: dict[int, int] = {}  # those no longer held -> operations by then
+        self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.names = Names()
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
-        self.reached: set[int] = set()  # held as backward began; some may be let go there
+        self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.leaves = Leaves()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
-        self._saved: frozenset[int] | None = None  # as backward began
-        self.base: Graph | None = None  # of a step that had its first operations in common
-        self.common = 0
+        self._saved: frozenset[int] | None = None  # when backward began
+        self.base: Graph | None = None  # of another step, with the same first operations
+        self.common = 0  # how many those are
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
-        self.retains = False  # backward gives nothing that was saved back: it may be run again
+        self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
         self._end = 0
         self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
-        self._calls: dict[Call, Call] = {}  # one of each, as layers repeat
+        self._calls: dict[Call, Call] = {}  # equal ones as one object, as layers repeat
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
 
     def only(self, where: Where) -> None:
-        """Count the bytes of one device; those of all, if this is not said."""
+        """Count only the bytes of one device, not those of all."""
         self._where = where
         self.leaves.counts = self._counts
 
@@ -92,8 +91,8 @@ class Observer:
         handles: Iterable[Handle],
         recorder: Recorder | None,
     ) -> Observer:
-        """An observer for a step that was not watched: it `ran` the first operations of `seen`, on
-        no more bytes."""
+        """An observer for a step that was not watched so far: it `ran` the first operations of
+        `seen`, on no more bytes."""
         observer, count = Observer(None, seen.ops), len(ran)
         observer.ops = [
             log
@@ -111,7 +110,7 @@ class Observer:
         return observer
 
     def attach(self, recorder: Recorder) -> None:
-        """The recorder of the forward to watch, once it is open."""
+        """Take the recorder of the forward to watch, once it is open."""
         recorder.drawn = self.anew
         self.names.table = recorder.table
 
@@ -186,10 +185,10 @@ class Observer:
         if wanted:
             log.node = torch.is_grad_enabled()
             self.carries_grad.update(inputs)
-            if len(op.refs) == len(tensors):  # hidden statistics are not among the refs
+            if len(op.refs) == len(tensors):  # running statistics are not among the refs
                 look_at_reads(log, op.refs, tensors, op.facts.chunks)
             log.call, log.lent = log.kind, log.kind is None
-        # What is written in place without grad is no result, unless it was made without.
+        # Values written in place without grad count as hidden only if they were made without grad.
         over = [-1 if ref.value is None else ref.value.number for ref, _ in op.writes]
         if log.hidden is not None and all(number in self._hidden for number in over):
             self._hidden.update(dict.fromkeys(log.outputs, len(self.ops)))
@@ -202,7 +201,7 @@ class Observer:
         return self._where is None or self._where.counts in (None, tensor.device)
 
     def _look_for_functions(self, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
-        """What ran without grad and has a graph all the same is the result of a custom Function."""
+        """What was made without grad but has a graph is the result of a custom Function."""
         if len(refs) != len(tensors):
             return
         for ref, tensor in zip(refs, tensors, strict=True):
@@ -214,16 +213,16 @@ class Observer:
                 self.ops[maker].function = True
 
     def anew(self) -> None:
-        """The memory of the operation to come begins here.
+        """The memory of the next operation begins here.
 
-        A random state was read for it, which is not the step's memory; or values were dropped or
-        let go, which the peak between two operations would count as the second one's workspace.
+        A random state was read for it, which is not the step's memory; or values were dropped,
+        which the peak between two operations would count as the second one's workspace.
         """
         if self.memory is not None:
             self._begin = self.memory.mark()
 
     def saved(self, value: Value, handle: Handle) -> None:
-        """Autograd has a handle on `value`; again if the handle means another one now."""
+        """Autograd has a handle on `value`; called again if the handle moves to another value."""
         number = value.number
         meant = self._meant.get(handle)
         if meant is not None:
@@ -231,7 +230,7 @@ class Observer:
             return
         if number < 0:
             return
-        if value.held is not None:  # once more, where it was let go before
+        if value.held is not None:  # held again, if it was dropped before
             self.evicted.pop(number, None)
             self._named.pop(number, None)
         self.forgotten.pop(number, None)
@@ -255,8 +254,8 @@ class Observer:
         self._refs.append(weakref.ref(handle, dropped))
 
     def _forgets(self, number: int, value: Value | None) -> None:
-        """Autograd lets go of all that it has saved of a value while the forward runs: a graph has
-        died. A plain step has the memory back; here other values may be made from it."""
+        """Autograd released all its handles on a value while the forward runs: a graph died. In a
+        plain step that frees the memory; here other values may have to be replayed from it."""
         self.forgotten[number] = len(self.ops)
         if value is None or value.number != number or value.held is None:
             return
@@ -268,7 +267,7 @@ class Observer:
         self._refs.append(weakref.ref(value, died))
 
     def let_go(self, value: Value) -> None:
-        """The tape holds such a value no longer."""
+        """The tape no longer holds such a value."""
         self.outlived[value.number] = len(self.ops)
 
     def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
@@ -277,7 +276,7 @@ class Observer:
             return
         if old >= 0:
             self._handles[old] -= 1
-            place = len(self.last_save) - 1  # what moves was mostly saved a moment ago
+            place = len(self.last_save) - 1  # a handle that moves was mostly made just before
             while self.last_save[place] != (old, handle.sequence):
                 place -= 1
             self.last_save[place] = (number, handle.sequence)
@@ -287,8 +286,8 @@ class Observer:
             self._handles[number] = self._handles.get(number, 0) + 1
 
     def dropped(self, value: Value) -> None:
-        """`value` is let go. Its memory goes with the last name that the user has on it: until then
-        it is what the tape would hold, and not there for some other reason."""
+        """`value` is dropped. While the program still has its memory, that counts as if the tape
+        held it."""
         number = value.number
         assert value.held is not None
 
@@ -302,8 +301,8 @@ class Observer:
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self, anchored: Container[int] = ()) -> None:
-        """Take stock of what is held, and of what is there whatever a plan says: somebody else
-        holds it as well, or the tape cannot let it go.
+        """Note what is held, and what is in memory whatever a plan says: because the program has it
+        too, or because the tape cannot drop it.
 
         Args:
             anchored: numbers of values that are held because the plan says so.
@@ -349,7 +348,7 @@ class Observer:
             self.requests.append((value.number, operation, mark, mark))
 
     def answered(self) -> None:
-        """The tensor of the last request is there."""
+        """The last request was answered with a tensor."""
         if self.requests and self.memory is not None:
             number, operation, before, _ = self.requests[-1]
             self.requests[-1] = (number, operation, before, self.memory.mark())
@@ -373,21 +372,21 @@ class Observer:
         self.evicted[number] = len(self.ops)
 
     def stop_measuring(self) -> None:
-        """Something else begins before this step is over: its memory is not told apart."""
+        """Something else begins before this step is over: the two could not be told apart."""
         memory, self.memory = self.memory, None
         if memory is not None:
             memory.stop(lambda timeline: None)
 
     def mark_end(self) -> None:
-        """A backward is over; whatever comes after the last such mark is not the step's."""
+        """A backward is over; what follows the last such mark does not belong to the step."""
         if self.memory is not None:
             self._end = self.memory.mark()
             self.memory.over()
 
     def finish(self, then: Callable[[Observer], None]) -> None:
-        """The step is over; `then` is called as soon as its measurement is there."""
+        """The step is over; `then` is called once its measurement is available."""
         self._values.clear()
-        self._refs.clear()  # nothing that dies from now on is of this step's backward
+        self._refs.clear()  # what dies from now on does not belong to this step's backward
         memory, self.memory = self.memory, None
         if memory is None:
             then(self)
@@ -402,7 +401,7 @@ class Observer:
         memory.stop(arrived)
 
     def graph(self) -> Graph:
-        """The step as a value. Before backward, its events are predicted from the saves."""
+        """The step as a graph. Before backward, its events are predicted from the saves."""
         return rebuild(self)
 
 

@@ -1,9 +1,9 @@
 """From what an observer saw of a step to its graph.
 
 Problem: what was measured belongs to the plan that ran, and the planner asks about others.
-Invariant: "other" memory is what was measured less what that plan held at that moment, so that the
-simulator gives back the measured peak for the plan that ran; without a measurement it is modelled
-from sizes, to the high side. Imports modelled, planner. Rejected: modelling where there is a
+Invariant: "other" memory is what was measured minus what that plan held at that moment, so that the
+simulator returns the measured peak for the plan that ran; without a measurement it is modelled from
+sizes, too high rather than too low. Imports modelled, planner. Rejected: modelling where there is a
 measurement.
 """
 
@@ -32,7 +32,7 @@ class OpLog:
     name: str
     seconds: float
     reads: tuple[int, ...]
-    """As called: repeated, -1 for what was made outside."""
+    """As called, with repetitions; -1 for externals."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -43,50 +43,51 @@ class OpLog:
     mark: int
     """Mark after it ran."""
     workspace: int
-    """Modelled as near as possible, see `lowtide.kernels.workspace`."""
+    """Bytes; modelled as closely as possible, see `lowtide.kernels.workspace`."""
     temporaries: int
-    """Of its backward, gradients of its inputs included: from sizes, until `call` is looked at."""
+    """Bytes that its backward takes, gradients of its inputs included; from sizes, until
+    `look_closer` has run `call`."""
     left: int
-    """Of them, what is there when it is over."""
+    """Those of them that remain when it is over."""
     wanted: int
     """Bytes of the gradients of its arguments, see `lowtide._compat.wanted_bytes`."""
     receivers: tuple[int, ...]
-    """Inputs that its backward gives gradients to: as called, -1 for what was made outside."""
+    """Inputs that its backward gives gradients to: as called, -1 for externals."""
     viewing: tuple[int, ...] = ()
-    """Of those, the ones whose gradients are views of that of its output."""
+    """Those whose gradients are views of the gradient of its output."""
     saved: tuple[int, ...] | None = None
-    """Of what it made, what autograd saves as its result; None: not known."""
+    """Those of its outputs that autograd saves as its results; None: not known."""
     whole: tuple[int, ...] = ()
     """Inputs that it reads as they are, from their first to their last byte."""
     pieces: tuple[int, ...] = ()
-    """Inputs of which it reads a piece that a `split` or an `unbind` gave: the gradients of all the
-    pieces are there before that of the whole is made of them."""
+    """Inputs of which it reads a piece made by `split` or `unbind`: the gradients of all pieces
+    exist before that of the whole is made of them."""
     piece_sizes: tuple[int, ...] = ()
     split: tuple[int, ...] = field(default=(), compare=False)
-    """Of those, the ones that a `split` gave: zeros are made for pieces without a gradient. Not
-    written into files."""
+    """Those made by `split`: zeros are made for pieces without a gradient. Not written into
+    files."""
     besides: int = 0
-    """Bytes that its backward makes outside of the operation's own: of a value of which it reads a
-    part the gradient is made whole."""
+    """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
+    gradient is made as large as the whole."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
     lent: bool = field(default=False, compare=False)
-    """Whether a gradient that it gives to a leaf may be memory that others have; not written."""
+    """Whether something else may refer to a gradient that it gives to a leaf; not written."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
     hidden: tuple[int, ...] | None = field(default=None, compare=False)
-    """Where it ran without grad: the number of autograd's newest node then, and which leaves it
-    read. This and the next are not written into files."""
+    """If it ran without grad: the number of autograd's newest node then, and the leaves it read.
+    This and the next are not written into files."""
     function: bool = field(default=False, compare=False)
-    """Whether it gave the result of a custom Function."""
+    """Whether it made the result of a custom Function."""
     call: Call | None = None
-    """To find out the first five of these, see `lowtide.backward.modelled.look_closer`."""
+    """To run its backward on shapes alone, see `lowtide.backward.modelled.look_closer`."""
     kind: Call | None = None
-    """Calls of one kind take the same time; None: not known of which, or not timed."""
+    """Calls of one kind take the same time; None: no kind is known, or it was not timed."""
 
 
 def rebuild(seen: Observer) -> Graph:
-    """The step as a value. Before backward, its events are predicted from the saves."""
+    """The step as a graph. Before backward, its events are predicted from the saves."""
     count = 1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops)))
     sizes, producers = [0] * count, [-1] * count
     for index, log in enumerate(seen.ops):
@@ -127,8 +128,8 @@ def rebuild(seen: Observer) -> Graph:
 def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
     """Seconds of each operation: the median of all calls like it in this step and the one before.
 
-    One time is noise. A plan made from one of each saves what was slow by chance, and took up to
-    17 % more than one made from medians. The least time would favour what is called more often.
+    A single time is noise: a plan made from single times keeps what was slow by chance, and took up
+    to 17 % more than one made from medians. Minima would favour what is called more often.
     """
     times: dict[Call, list[float]] = {}
     for log in itertools.chain(earlier, ops):
@@ -164,7 +165,7 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
     ):
         if seen.timeline is not None:
             level = seen.timeline.levels[log.mark]
-            # What was let go before it allocated is not its workspace; it was there after the last.
+            # What was dropped before it allocated is not its workspace: it counts from `begin`.
             peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
             before = log.mark
             workspace = max(0, peak - level)
@@ -187,9 +188,9 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
 
 
 def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNode]:
-    """What was known already of the first operations: they had their memory in another step.
+    """The first operations as they were measured in another step that had them in common.
 
-    A value that is read further on in this one was there all the time.
+    A value that this step reads later than that one was in memory all the time.
     """
     base = seen.base
     if base is None:
@@ -212,7 +213,7 @@ def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
     more = sorted(appeared)
     events, reached, extra = [], len(graph.ops), 0
     for event in graph.events:
-        # what reads a value, or makes it, is at its maker or after it
+        # the node that saved a value is its maker's, or a later one
         reached = min(reached, graph.values[event.value].producer)
         while more and more[-1][0] >= reached:
             extra += more.pop()[1]
@@ -226,7 +227,7 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
     assert seen.timeline is not None
     count = len(seen.requests)
     held = [0] * (count + 1)
-    fresh = [0] * (count + 1)  # retained by the replay of this event: not there at its start
+    fresh = [0] * (count + 1)  # retained by the replay of this event: not in memory at its start
     for number, (start, end) in seen.held.items():
         if number in seen.pinned:
             continue
@@ -258,9 +259,9 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
 
 
 def _turn(seen: Observer, sizes: list[int]) -> int:
-    """What is in memory besides, at most, between the forward and what backward first asks for.
+    """The most other memory between the end of the forward and backward's first request.
 
-    Both ends are moments of their own: 0 where nothing rises above them.
+    0 if memory does not rise above that at both ends, which are counted by themselves.
     """
     if seen.timeline is None or not seen.requests:
         return 0

@@ -1,10 +1,10 @@
 """A forward as numbers, kept with the plan that was made from it.
 
-Problem: whether a step is the planned one is told by its operations, but not whether its backward
-is: to freeze a parameter, or to run a part under `no_grad`, changes what autograd saves and the
-gradients to come, and no operation shows it. Invariant: no tensor is held, leaves are known by weak
-references. Imports leafstates, rebuild, modelled. Rejected: what requires grad in the signature of
-each operation, which costs every planned step a look at every argument.
+Problem: its operations show whether a step is the planned one, but not whether its backward is:
+freezing a parameter, or running a part under `no_grad`, changes what autograd saves and which
+gradients come, and no operation shows it. Invariant: no tensor is held; leaves are known by weak
+references. Imports leafstates, rebuild, modelled. Rejected: `requires_grad` in the signature of
+each operation, for which every planned step would have to look at every argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.backward.modelled import look_closer
 from lowtide.observing.rebuild import OpLog
 from lowtide.tape.leafstates import GONE, HAS_GRADIENT, REQUIRES, states
 
-_KNOWN = 8  # of what leaves were like, the cases that are remembered
+_KNOWN = 8  # states of the leaves for which the conclusion is remembered
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Seen:
     carries_grad: frozenset[int]
     parameters: dict[int, tuple[int, int]]
     leaves: dict[int, tuple[int, weakref.ref[torch.Tensor]]]
-    """Every leaf that may collect a gradient; `parameters` are those that had none yet."""
+    """Every leaf that may get a gradient; `parameters` has those that had none yet."""
     forward: int
     """Operations before backward began."""
     saved: frozenset[int] | None = None
     """Values that autograd had saved when backward began; None: not known."""
     frozen: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """Parameters that were read and collect no gradient."""
+    """Parameters that were read and get no gradient."""
     place: int = 0
-    """Among the steps of its context, see `lowtide.learning.known_plans`."""
+    """Its place among the steps of its context, see `lowtide.learning.known_plans`."""
     before: int = 0
-    """Bytes that those before it had left in memory."""
+    """Bytes that the steps before it had left in memory."""
     retains: bool = False
-    """Whether its backward gave nothing back of what was saved, as `retain_graph` asks."""
+    """Whether its backward released nothing that was saved (`retain_graph=True`)."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process its tensors are not there, nor can operators be sent to one: what
-        they cost can."""
+        """For another process: without leaves and operators, which cannot be sent, but with what
+        the operators' backwards cost."""
         look_closer(self.ops, self.carries_grad)
         ops = tuple(
             [replace(log, kind=None, hidden=None, node=False, function=False) for log in self.ops]
@@ -62,15 +62,15 @@ class Seen:
         return self
 
     def current(self) -> bool:
-        """Whether the leaves that collect gradients are still those of this step.
+        """Whether the leaves that get gradients are still those of this step.
 
-        What a user freezes or unfreezes changes what autograd saves and the gradients to come, and
-        no operation shows it.
+        Freezing or unfreezing changes what autograd saves and which gradients come, and no
+        operation shows it.
         """
         return self._judged().current
 
     def same_gradients(self) -> bool:
-        """Whether exactly those gradients are to be allocated now that were in this step."""
+        """Whether exactly the gradients that this step allocated are to be allocated now."""
         judged = self._judged()
         return not (judged.appeared or judged.there)
 
@@ -85,7 +85,7 @@ class Seen:
         return readers
 
     def _judged(self) -> _Judged:
-        """The leaves as they are now. They are mostly as they were the last time."""
+        """What the present states of the leaves mean; remembered, as they rarely change."""
         now = states(self._refs)
         judged = self._known.get(now)
         if judged is None:
@@ -119,7 +119,7 @@ class Seen:
 
 
 class _Judged(NamedTuple):
-    """What states of the leaves mean for a plan."""
+    """What the states of the leaves mean for a plan."""
 
     current: bool
     appeared: tuple[int, ...]

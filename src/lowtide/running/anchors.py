@@ -1,11 +1,11 @@
 """Values that a plan holds although autograd does not save them.
 
-Problem: the tape forgets what makes a value that is held for good, but whether a step is the
-planned one is not known before its backward begins; until then such a value must be able to go.
-Invariant: for each anchored value that is alive its operation is known here, until it is released
-or settled; once the forward is over nothing here keeps a value alive. Imports tape values.
-Rejected: leaving its operation to every held value, which keeps the inputs alive that the plan has
-let go.
+Problem: a value that is held for good no longer refers to its operation, but whether a step is the
+planned one is not known before its backward begins; until then it must be possible to drop it.
+Invariant: the operation of each anchored value that is alive is kept here, until it is released or
+settled; once the forward is over nothing here keeps a value alive. Imports tape values.
+Rejected: letting every held value keep its operation, which keeps inputs alive that the plan
+drops.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.tape.values import Operation, Value
 
 
 class _Anchor(weakref.ref):  # type: ignore[type-arg]
-    """A held value that autograd does not save, and what makes it."""
+    """A held value that autograd does not save, and the operation that makes it."""
 
     __slots__ = ("op",)
 
@@ -35,15 +35,15 @@ class Anchors:
 
     @property
     def numbers(self) -> Container[int]:
-        """Of the values that are held only because the plan says so."""
+        """The numbers of the values that are held only because the plan says so."""
         return self._anchors.keys()
 
     def hold(self, value: Value, op: Operation) -> None:
-        """Hold `value`. The tape forgets its operation then; here it is not, while the value lives,
-        so that it can be let go after all if the step turns out to be another one.
+        """Hold `value`. The tape then forgets its operation, which is kept here while the value
+        lives, so that the value can be dropped if the step turns out to be another one.
 
-        It lives as long as the forward: the first to read it may be an operation that makes
-        nothing and is forgotten, and the value with it.
+        The value lives as long as the forward: its first reader may be an operation that makes
+        nothing and is freed at once, with all that only it refers to.
         """
         self._to_come.append(value)
         anchors, number = self._anchors, value.number
@@ -57,7 +57,7 @@ class Anchors:
         self._to_come.clear()
 
     def release(self) -> None:
-        """What is held only because the plan said so may go after all."""
+        """What is held only because the plan said so may be dropped after all."""
         for anchor in tuple(self._anchors.values()):
             value = anchor()
             if value is not None:
@@ -67,6 +67,6 @@ class Anchors:
         self.settle()
 
     def settle(self) -> None:
-        """What is held stays as it is: the step is the planned one, or is over."""
+        """What is held stays held: the step is the planned one, or is over."""
         self._anchors.clear()
         self._to_come.clear()

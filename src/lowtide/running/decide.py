@@ -3,8 +3,8 @@
 Problem: an unknown step must be watched, kept inside the limit and learned from, a known one must
 cost nothing, and a backward may run after its context, inside it, in part, or twice. Invariant: a
 decision is never needed for correctness, only for memory and time (rule 13). Imports forward,
-prepared. Rejected: one class for steps with a plan and one for those without, when a step
-may change from the one to the other at any operation.
+prepared. Rejected: one class for steps with a plan and one for those without, as a step may change
+from the one to the other at any operation.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
     asks = True
-    _began_on = 0  # the thread on which backward asked first
+    _began_on = 0  # the thread of backward's first request
 
     def forward_ends(self) -> None:
-        """The recording is about to be closed, and its recorder to forget what is in memory."""
+        """The recording is about to close, and its recorder to forget which storages are alive."""
         if self.observer is not None:
             self.observer.names.forward_ends()
 
@@ -39,19 +39,19 @@ class StepDecisions(ForwardDecisions):
             self._on_our_own()
 
     def discard(self) -> None:
-        """The step came to nothing."""
+        """The step was given up."""
         self.stop_measuring()
         self.observer = self._room = None
         self.let_go()
 
     def let_go(self) -> None:
-        """The step is over; only numbers of it are kept."""
+        """The step is over: keep only numbers of it."""
         self._handles.clear()
         self._made.clear()
         self.anchors.settle()
 
     def drop_replayed(self) -> bool:
-        """What its backward has made again can be made once more; whether there was any."""
+        """Drop what its backward has recomputed and can recompute; whether there was any."""
         made = self._made.alive() if self.observer is None else self.observer.alive()
         found = [value for value in made if value.op is not None and value.held is not None]
         for value in found:
@@ -63,14 +63,14 @@ class StepDecisions(ForwardDecisions):
             self.observer.stop_measuring()
 
     def abandoned(self) -> bool:
-        """Whether autograd has let go of everything: no backward of this step can come."""
+        """Whether autograd has released every handle: no backward of this step can come."""
         return not self._handles.any()
 
     def pending(self) -> bool:
         """Whether its forward or its backward runs, or a backward may come.
 
-        None is expected of a step whose backward has failed, which torch tells nobody: it is not
-        under way where it began. It may be tried again while the loss is there, unmeasured.
+        False if its backward has failed. torch does not report that, but the thread that it began
+        on is then no longer in a backward. It may be tried again, but is not measured any more.
         """
         forward = self.tape is None or self.tape.recorder is not None
         if self.begun and not forward:
@@ -87,7 +87,7 @@ class StepDecisions(ForwardDecisions):
             self.begun = True
             self._began_on = threading.get_ident()
             if recorder is not None:
-                recorder.pause()  # backward inside the context: nothing of it is replayed
+                recorder.pause()  # a backward inside the context is not recorded
             self.owner.backward_begins(self)
             if self.begun and self.observer is None:
                 handle.tape.events = self._event
@@ -114,22 +114,22 @@ class StepDecisions(ForwardDecisions):
 
     @property
     def event(self) -> int:
-        """The last of backward's requests for a recorded value, -1 before the first."""
+        """The number of backward's last request for a recorded value, -1 before the first."""
         return self._event[0]
 
     @property
     def followed_unmeasured(self) -> int | None:
-        """The predicted peak of the plan that was followed, where that was made from sizes."""
+        """The predicted peak of the plan that was followed, if that was made from sizes."""
         prepared = self.prepared
         return None if prepared is None or prepared.measured or self.switched else prepared.peak
 
     @property
     def followed(self) -> Prepared | None:
-        """The plan of this step, from its first operation or from a later one on."""
+        """The plan that this step follows, from its first operation or from a later one on."""
         return None if self._crowded else self.prepared
 
     def settle_as_planned(self) -> None:
-        """The step is the planned one: what it holds is held for good."""
+        """The step is the planned one: what it holds stays held for good."""
         self.anchors.settle()
         if self.observer is None:
             self._made.settle()
@@ -141,7 +141,7 @@ class StepDecisions(ForwardDecisions):
                 value.settle()
 
     def settle(self, chosen: list[int]) -> None:
-        """Follow `chosen` in this backward: one retention a value number, as in a `Retention`."""
+        """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
         self.observer.ran = chosen
@@ -171,12 +171,12 @@ class StepDecisions(ForwardDecisions):
         self.tally.replay_seconds += seconds
 
     def replay_out_of_memory(self, attempt: int) -> bool:
-        """See `lowtide.tape.tape.Decisions`. What backward has made again before it asks for it
-        can be made once more; what the forward has kept cannot."""
+        """See `lowtide.tape.tape.Decisions`. What earlier replays have retained can be replayed
+        once more; what the forward has kept cannot."""
         if attempt or not self.begun:
             return False
         self.owner.backward_ran_out(self)
-        self.stop_measuring()  # of a step that went otherwise than planned
+        self.stop_measuring()  # the step does not go as planned any more
         return self.drop_replayed()
 
     def answered(self, value: Value) -> None:
@@ -184,10 +184,10 @@ class StepDecisions(ForwardDecisions):
             self.observer.answered()
 
     def watch_end(self, callback: Callable[[], None]) -> None:
-        """Call back when the backward that runs now ends; not if there is none."""
+        """Call back when the backward that runs now ends; if none runs, wait for the real one."""
         try:
             _compat.queue_after_backward(callback)
-        except RuntimeError:  # unpacked outside a backward: wait for the real one
+        except RuntimeError:  # a tensor was unpacked outside of any backward
             self._not_in_backward()
             if self.tape is not None and self.tape.recorder is not None:
                 self.tape.recorder.paused = False

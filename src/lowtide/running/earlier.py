@@ -1,11 +1,11 @@
 """What earlier steps inside the same context have left in memory.
 
 Problem: adversarial training, a GAN, gradient accumulation run several backwards inside one
-context. Each ends a step, but the limit is one for all of them, and what a step may take is less
-what those before it have left: gradients, moved parameters, an optimizer's state. Invariant: bytes
-are those of storages that are alive when they are asked for, and nothing is kept alive for it.
+context. Each ends a step, but they share one limit, and a step may take only what those before it
+have left of it: they leave gradients, moved parameters, an optimizer's state. Invariant: bytes are
+those of storages that are alive when the number is read, and nothing is kept alive for it.
 Imports where and the recorder. Rejected: measuring on the CPU too, which is not done in every step;
-counting from the end of each backward on, which lets the limit grow with every one.
+counting anew from the end of each backward, which lets the limit grow with every one.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ class Earlier:
 
     Attributes:
         steps: how many.
-        failures: how often the device had run out of memory when they began.
+        failures: how often the device had run out of memory before the first began.
     """
 
     def __init__(self, where: Where) -> None:
         self.steps = 0
         self._where = where
         self.begin()
-        # Of each recording the bytes that are left, and the table that counts them.
+        # For each recording, the bytes that are left, and the table that counts them.
         self._recorded: list[tuple[list[int], dict[int, Any]]] = []
 
     def begin(self) -> None:
-        """Count from here on, on the device that counts now."""
+        """Count from here on, on the device whose bytes count now."""
         device = self._where.device
         self._device = None if device.type == "cpu" else device
         given = _compat.Given() if self._device is None else _compat.allocated(self._device)
         self._entry, self.failures = given.now, given.failures
 
     def add(self, recorder: Recorder) -> None:
-        """A step is over that was recorded here."""
+        """A step that this recorder recorded is over."""
         self.steps += 1
         self._recorded = [known for known in self._recorded if known[0][0]]
         self._recorded.append((recorder.live, recorder.table))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that they have left in memory up to now. On the CPU, of what this thread made."""
+        """Bytes that they have left in memory; on the CPU, of what was made in their recordings."""
         if self._device is not None:
             return max(0, _compat.allocated(self._device).now - self._entry)
         return sum(live[0] for live, _ in self._recorded)

@@ -1,10 +1,10 @@
 """The compiled recorder while it follows a plan by itself.
 
 Problem: asking Python at each operation whether the step is still the planned one costs more than
-recording it. Invariant: what the recorder has found to be as planned it does not tell; `seen` has
-it once `catch_up` has been called, so whoever reads `seen` calls that first. The recorder is left
-alone for good by `stop`. Imports engine, prepared. Rejected: a list that the compiled recorder
-appends to, which makes three Python objects an operation that nobody reads in a step as planned.
+recording it. Invariant: the recorder does not report operations that are as planned; `seen` has
+them once `catch_up` was called, so call that before reading `seen`. After `stop` the recorder
+follows no plan any more. Imports engine, prepared. Rejected: a list that the compiled recorder
+appends to, three Python objects for each operation that are never read if all goes as planned.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from lowtide.tape.values import Handle, Value, WeakList
 
 
 class Follower:
-    """A compiled recorder, what it has been given to follow, and what it shares with Python.
+    """A compiled recorder, the plan that it follows, and what it shares with Python.
 
     Attributes:
-        made: values that were made, `Decisions.produced` or not.
-        handles: what autograd has got, `Decisions.packed` or not.
+        made: the values made while it follows the plan, reported to `Decisions` or not.
+        handles: the handles that autograd got, reported to `Decisions` or not.
         event: the number of backward's last request, which a compiled hook counts.
     """
 
@@ -36,23 +36,23 @@ class Follower:
         self._recorder = recorder
         self._seen = seen
         self._signatures: tuple[Signature, ...] = ()
-        # Of a step that is covered, not yet in `seen`: what each operation made, and wants.
+        # For a covered step: what each operation not yet in `seen` made, and wants as gradients.
         self._sizes: list[int] | None = None
         recorder.made, recorder.handles = self.made, self.handles
 
     @staticmethod
     def of(recorder: Any, seen: list[Signature]) -> Follower | None:
-        """None for the recorder in Python, which tells everything."""
+        """None for the recorder in Python, which reports everything."""
         core = engine.core()
         if core is None or not isinstance(recorder, core.State):
             return None
         return Follower(recorder, seen)
 
     def follow(self, prepared: Prepared, ceiling: int | None, *, covered: bool) -> None:
-        """Compare the step with this plan, as long as no more than so many bytes are live.
+        """Compare the step with this plan, as long as at most `ceiling` bytes are live.
 
-        `produced` is called only where something has to be done that is not in the plan's list.
-        A step that is covered may make fewer of them than planned.
+        `produced` is called only if an operation is not as planned or has to be anchored. A
+        `covered` step is smaller than the planned one, and may make fewer bytes.
         """
         self._signatures = prepared.signatures
         self._recorder.script = prepared.script
@@ -60,7 +60,7 @@ class Follower:
         self._recorder.limit = -1 if ceiling is None else ceiling
 
     def catch_up(self, count: int | None = None) -> None:
-        """Operations that were found to be as planned, up to the `count`-th or to the last."""
+        """Add the operations that were as planned to `seen`, up to the `count`-th or the last."""
         if count is None:
             count = self._recorder.sequence
         seen = self._seen
@@ -70,7 +70,7 @@ class Follower:
         seen.extend(planned if self._sizes is None else self._as_made(planned))
 
     def _as_made(self, planned: Sequence[Signature]) -> Iterator[Signature]:
-        """Operations of a step that is covered, with the bytes that they made."""
+        """The operations of a covered step, with the bytes that they made."""
         assert self._sizes is not None
         sizes, used = self._sizes, 0
         for name, most, reads, _ in planned:
@@ -80,5 +80,5 @@ class Follower:
         del sizes[:used]
 
     def stop(self) -> None:
-        """From now on every operation is told."""
+        """From now on the recorder reports every operation."""
         self._recorder.script = None

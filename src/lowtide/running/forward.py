@@ -3,9 +3,9 @@
 Problem: a planned step follows its plan without thinking, and may turn out to be another one
 halfway: another shape, another branch, other parameters that are frozen. Invariant: nothing that is
 held is final before backward begins, so a step may change from planned to unplanned at any
-operation and let go of what the plan would have held. Imports prepared, observer and the parts that
-stand for themselves: anchors, follower, room. Rejected: checking a whole recorded graph against the
-plan's when the forward is over, when it is too late to keep the limit.
+operation and drop what the plan would have held. Imports prepared, observer and the independent
+parts: anchors, follower, room. Rejected: comparing the whole recorded graph with the plan's when
+the forward is over, which is too late to keep the limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
 if TYPE_CHECKING:
     from lowtide.budget import Budget
 
-_SPARE = 200  # one part in so many of the limit, for the bytes that no tape counts
+_SPARE = 200  # 1/200 of the limit is left for bytes that no tape counts
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Tally:
     replayed_operations: int = 0
     replay_seconds: float = 0.0
     diverged_at: int | None = None
-    """The operation at which the step left its plan, for none."""
+    """The operation at which the step left its plan and found no other."""
 
 
 class ForwardDecisions:
@@ -55,18 +55,18 @@ class ForwardDecisions:
         self.observer = observer
         self.owner = owner
         self.where = owner.where
-        self.check_up = check_up  # measured only because none was for long
+        self.check_up = check_up  # measured only because no step was for a long time
         self.tally = Tally()
         self.live = [0]
         self.tape: Tape | None = None
         self.begun = False
-        self.switched = False  # from one plan to another or to none
+        self.switched = False  # changed from one plan to another or to none
         self.ended = False  # a backward has run to its end
-        self.covered = False  # the plan is that of a step that is larger
+        self.covered = False  # the plan is that of a larger step
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
         self._event = [-1]  # the last of backward's requests for a recorded value
-        self._made: WeakList[Value] = WeakList()  # what nobody observes, should it be needed
+        self._made: WeakList[Value] = WeakList()  # values made without an observer
         self._settled: list[int] | None = None  # retention chosen at the start of backward
         self._handles: WeakList[Handle] = WeakList()
         self.anchors = Anchors()
@@ -79,7 +79,7 @@ class ForwardDecisions:
         return self.tape is not None and self.tape.kept_whole
 
     def attach(self, tape: Tape) -> None:
-        """The tape, once its recorder is open; it counts the live bytes."""
+        """Take the tape once its recorder is open, which counts the live bytes."""
         assert tape.recorder is not None
         self.tape = tape
         self.live = tape.recorder.live
@@ -96,7 +96,7 @@ class ForwardDecisions:
             self._follower = follower
 
     def _watch_room(self) -> Room:
-        """From now on there is no plan."""
+        """From now on there is no plan: keep the live bytes under the limit."""
         assert self.tape is not None
         assert self.tape.recorder is not None
         assert self.observer is not None
@@ -105,24 +105,25 @@ class ForwardDecisions:
         return room
 
     def _ceiling(self, prepared: Prepared) -> int | None:
-        """Bytes that a planned forward may have live: as many as its plan has at most. More is
-        not as planned, and leaves room for what the tape does not count."""
+        """Bytes that a planned forward may have live: its plan's peak, or the limit less a small
+        share for what the tape does not count, if that is more."""
         limit = self.owner.limit_now
         return None if limit is None else min(limit, max(prepared.peak, limit - limit // _SPARE))
 
     def _on_our_own(self) -> None:
-        """From now on every operation is looked at here."""
+        """From now on every operation is checked here, not by the compiled recorder."""
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
 
     def _nobody_counts(self) -> None:
-        """Every request is to be told from now on."""
+        """From now on every request of backward is reported."""
         if self.tape is not None:
             self.tape.events = None
 
     def watched(self, count: int) -> Observer:
-        """The observer; one is made now if the step seemed to be the planned one so far."""
+        """The observer; made now if the step was not watched, as it was as planned for `count`
+        operations."""
         if self.observer is None:
             assert self.prepared is not None
             self._nobody_counts()
@@ -184,7 +185,7 @@ class ForwardDecisions:
                 self.anchors.hold(value, op)
 
     def _changed(self, left: Prepared, op: Operation, made: list[Value], args: Any) -> None:
-        """Not the operation that was planned: it is one of another step, of another shape say."""
+        """The operation is not the planned one: the step is another, with another shape perhaps."""
         found, covered = self._other_plan(left, whole=False)
         if found is not None and covered and not _same_kernels(found, left, op.sequence, args):
             found, covered = None, False
@@ -197,19 +198,18 @@ class ForwardDecisions:
         ):
             self._diverged(op.sequence, found, op, made, covered=covered)
             return
-        # All that was held and dropped yet would have been by that plan: it might as well have
-        # been the expected one.
+        # The other plan would have held and dropped the same values so far: it takes over.
         self.prepared, self.covered = found, covered
         self._as_chosen(found, op, made)
         if self._follower is not None:
             self._follower.follow(found, self._ceiling(found), covered=covered)
 
     def _other_plan(self, left: Prepared, *, whole: bool) -> tuple[Prepared | None, bool]:
-        """The plan for a step like this one so far, and whether it is that of a larger one."""
+        """Another plan for a step like this one so far, and whether it is that of a larger one."""
         found = self.owner.matching(self.seen, whole=whole, other_than=left)
         if found is not None:
             return found, False
-        # That of a larger step it may be itself, unless it is not the operations that differ.
+        # `left` itself may serve as that of a larger step, unless its operations all matched.
         other_than = left if whole else None
         found = self.owner.covering(self.seen, whole=whole, other_than=other_than)
         return found, found is not None
@@ -223,9 +223,9 @@ class ForwardDecisions:
         *,
         covered: bool,
     ) -> None:
-        """Not the step that was planned: another one that fits so far, or none.
+        """Not the step that was planned: go on with another plan that fits so far, or with none.
 
-        What was held up to here may go, as nothing is final before backward begins.
+        What is held may be dropped, as nothing is final before backward begins.
         """
         self.switched = True
         self._on_our_own()
@@ -233,7 +233,7 @@ class ForwardDecisions:
         self.anchors.release()
         self.prepared, self.covered = found, covered
         if self.prepared is not None:
-            self._crowded = False  # it was the other plan that had no room
+            self._crowded = False  # that was about the plan just left
             self._follow(self.prepared, op, made)
         else:
             self.tally.diverged_at = index
@@ -241,7 +241,7 @@ class ForwardDecisions:
                 self._watch_room().take_over()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
-        """Change over to a plan: what it would not have held by now goes."""
+        """Change to a plan: drop what it would not have held."""
         assert self.observer is not None
         choices = prepared.choices
         for value in (*self.observer.alive(), *made):
@@ -254,10 +254,10 @@ class ForwardDecisions:
                 self.anchors.hold(value, op)
 
     def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
-        """An operation of a planned forward is about to allocate: is there room for it?
+        """An operation of a planned forward is about to allocate: make room if there is none.
 
-        Not if it is another one than planned, which is known for sure only when it has run, or if
-        somebody holds on to what the plan took for gone.
+        There may be none if it is not the planned operation, which is certain only after it has
+        run, or if the program still has memory that the plan takes for freed.
         """
         if self._follower is not None:
             self._follower.catch_up()
@@ -271,7 +271,7 @@ class ForwardDecisions:
             need = prepared.needs[index]
             if 2 * need <= free:
                 return
-        if need and prepared.measured:  # what is known of its workspace, and what it makes more
+        if need and prepared.measured:  # the workspace as measured, plus what it makes more
             need += max(0, made_by(func, args, kwargs) - sum(prepared.signatures[index][1]))
         elif not need or made_by(func, args, kwargs) != sum(prepared.signatures[index][1]):
             need = room_for(facts.name, func, args, kwargs)
@@ -282,7 +282,7 @@ class ForwardDecisions:
             room.lacks(facts.name, need)
 
     def _crowd(self) -> Room:
-        """The plan has no room for what comes next: from here on all that it holds may go."""
+        """The plan has no room for what comes next: from here on, what it holds may be dropped."""
         self.switched = self._crowded = True
         self._on_our_own()
         observer = self.watched(len(self.seen))
@@ -303,7 +303,7 @@ class ForwardDecisions:
         return room.give(max(need, room.largest, 1) << attempt)
 
     def _drop(self, value: Value) -> None:
-        """Let go of a value that is held, while the forward runs."""
+        """Drop a value that is held, while the forward runs."""
         recorder = None if self.tape is None else self.tape.recorder
         if self.observer is not None:
             self.observer.dropped(value)
@@ -328,7 +328,7 @@ class ForwardDecisions:
             self.observer.let_go(value)
 
     def complete(self) -> None:
-        """Backward begins: is the forward that ran the whole of the planned one?"""
+        """Backward begins: leave the plan if the forward that ran is not the whole planned one."""
         if self._follower is not None:
             self._follower.catch_up()
         prepared = self.prepared
@@ -339,8 +339,8 @@ class ForwardDecisions:
             self._diverged(len(self.seen), found, None, [], covered=covered)
 
     def _saves_more(self, prepared: Prepared) -> bool:
-        """The operations are those of the plan, and backward will ask for values that it has not:
-        what was frozen or under `no_grad` then is not now."""
+        """Whether backward will request values that the plan does not have, although the operations
+        are the planned ones: parts that were frozen or under `no_grad` then are not now."""
         seen = prepared.seen
         if seen.saved is None:
             return False
@@ -350,7 +350,7 @@ class ForwardDecisions:
 
 
 def _same_kernels(larger: Prepared, left: Prepared, index: int, args: Any) -> bool:
-    """The same of this convolution, and of those before it, which were run as `left` has them."""
+    """`_same_kernel` for this convolution and for those before it, which ran as `left` says."""
     before = (at for at in larger.itself if at < index)
     if any(larger.itself[at] != left.itself.get(at) for at in before):
         return False
@@ -358,7 +358,7 @@ def _same_kernels(larger: Prepared, left: Prepared, index: int, args: Any) -> bo
 
 
 def _same_kernel(larger: Prepared, index: int, args: Any) -> bool:
-    """Whether a smaller convolution than the planned one is run alike."""
+    """Whether torch runs a convolution that is smaller than planned with the same kernel."""
     if index not in larger.itself:
         return True
     device = args[0].device.type

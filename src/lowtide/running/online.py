@@ -1,10 +1,10 @@
 """Dropping held values while a step runs that no plan covers.
 
 Problem: the first step, and every step whose graph changed, must stay inside the limit although
-nobody has planned it (rule 13). Invariant: only values that can be replayed are dropped; the choice
-is by what a byte costs to get back, ancestors that are gone included, so that what is left stands
-spread over the step. Imports tape values. Rejected: dropping the oldest first, which makes long
-chains that come back all at once.
+there is no plan for it (rule 13). Invariant: only values that can be replayed are dropped, cheapest
+first per byte to recompute, dropped ancestors included, so that what stays is spread over the step.
+Imports tape values. Rejected: dropping the oldest first, which makes long chains that are
+recomputed all at once.
 
 Source: Kirisame et al., *Dynamic Tensor Rematerialization*, 2021.
 """
@@ -57,7 +57,7 @@ class Evictor:
             value = held[index]
             price = self._price(value)
             if heap and price > heap[0][0] * 1.5:
-                heapq.heappush(heap, (price, index))  # an ancestor went since: look again
+                heapq.heappush(heap, (price, index))  # an ancestor was dropped since: reconsider
                 continue
             drop(value)
             self._chain[value.number] = self._cost(value)

@@ -1,9 +1,9 @@
 """A plan in the form in which a running step follows it.
 
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
-and what to do with what was made. Invariant: immutable; made once when a plan is found, read by the
-decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
-the records of a tape, workspace. Rejected: looking the graph up while the step runs.
+and what to do with what was made. Invariant: immutable; made once when a plan is made, and read by
+the decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
+the records of a tape, workspace. Rejected: consulting the graph while the step runs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lowtide.tape.values import Operation, Value, tensors_in
 
 ANCHOR = -2  # a choice: hold it although autograd does not save it
 
-# What an operation looks like to a plan: its name, the bytes it makes, the values it reads (their
-# numbers, -1 for what was made outside), and the bytes of the gradients that its backward makes of
+# What an operation looks like to a plan: its name, the bytes of each value it makes, the numbers of
+# the values it reads (-1 for externals), and the bytes of the gradients that its backward makes for
 # its arguments: of an expanded one at its expanded size, of a slice at that of the whole. Two steps
-# of equal signatures have the same graph.
+# with equal signatures have the same graph.
 Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 
 def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Signature:
-    """Of an operation that has just run."""
+    """The signature of an operation that has just run."""
     return (
         op.facts.name,
         tuple([value.nbytes for value in made]),
@@ -59,8 +59,8 @@ def covers(planned: Signature, seen: Signature) -> bool:
 
 
 def outgrown_by(planned: Iterable[Signature], seen: Iterable[Signature]) -> float:
-    """Of the same operations on other sizes: the most that one makes, or reads of what requires
-    grad, over what was planned. 1.0 where none makes more."""
+    """For the same operations on other sizes: the largest ratio of the bytes that one makes, or of
+    the gradients that it wants, to what was planned. 1.0 if none is larger."""
     ratio = 1.0
     for (_, most, _, wants), (_, made, _, wanted) in zip(planned, seen, strict=True):
         for bound, nbytes in zip((*most, wants), (*made, wanted), strict=True):
@@ -79,17 +79,17 @@ class Prepared:
     needs: tuple[int, ...]
     """Bytes that each operation allocates, workspace included."""
     choices: tuple[int, ...]
-    """The plan's decisions of each value; `ANCHOR` where the engine must act on its own."""
+    """The plan's decision for each value; `ANCHOR` if it is held and autograd does not save it."""
     peak: int
     """Predicted peak, in bytes."""
     seen: Seen
-    """The step it was made from, for the part that a step which changes later has in common."""
+    """The step it was made from; a step that differs only later has its first part in common."""
     measured: bool
     """Whether its memory was measured, or modelled from sizes."""
     lessons: int
-    """Measured steps that it was made from, one after the other."""
+    """How many measured steps, one after the other, it was made from."""
     grown: bool
-    """Whether it is for a larger step than that which was measured, see `Learned.larger`."""
+    """Whether it is for a larger step than the measured one, see `Learned.larger`."""
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of activations that the plan keeps, and that it recomputes."""
@@ -110,13 +110,13 @@ class Prepared:
 
     @functools.cached_property
     def allocates(self) -> int:
-        """Bytes that its operations allocate, all together: how large a step it is."""
+        """Bytes that all its operations allocate together: the size of the step."""
         return sum(self.needs)
 
     @functools.cached_property
     def itself(self) -> dict[int, bool | None]:
-        """Of each convolution of the forward, whether torch runs it itself, see `unfolding`; None:
-        not known. A smaller one may be run otherwise, and take more memory."""
+        """For each convolution of the forward, whether torch runs it with its own kernel, see
+        `unfolding`; None: not known. A smaller one may run otherwise and take more memory."""
         return {
             index: None if log.kind is None else runs_itself(log.kind.args, log.kind.device)
             for index, log in enumerate(self.seen.ops)
@@ -125,7 +125,7 @@ class Prepared:
 
     @functools.cached_property
     def script(self) -> Any:
-        """What the compiled recorder reads of this plan; made at its first use."""
+        """This plan as the compiled recorder reads it; made at first use."""
         columns = zip(*self.signatures, strict=True) if self.signatures else ((),) * 4
         return engine.core().Script(*columns, self.needs, self.choices, tuple(self.itself))
 

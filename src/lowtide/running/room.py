@@ -1,8 +1,8 @@
-"""Room in the limit for the operations of a forward that no plan covers.
+"""Room under the limit for the operations of a forward that no plan covers.
 
-Problem: the first step, and every step that changed, allocates what nobody has foreseen (rule 13).
-Invariant: before an operation allocates, what it needs is free under the target, or all that may go
-has gone and the owner of the limit was told. Imports observer, online, workspace. Rejected: making
+Problem: the first step, and every step that changed, allocates what no plan foresees (rule 13).
+Invariant: before an operation allocates, what it needs is free under the target, or everything that
+may be dropped was and the budget was told. Imports observer, online, workspace. Rejected: making
 room after the operation has run, when the limit has been passed already.
 """
 
@@ -24,7 +24,7 @@ from lowtide.tape.values import Value, tensors_in
 if TYPE_CHECKING:
     from lowtide.budget import Budget
 
-_PLENTY = 8  # largest storages, seen or to come, that must fit before a call is looked at closely
+_PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
 
 
 class Room:
@@ -44,17 +44,17 @@ class Room:
         self._evictor = Evictor(live)
 
     def take_over(self) -> None:
-        """What has been recorded up to here, as a plan has held it or not."""
+        """Start with what was recorded up to here under a plan, held or dropped."""
         alive = list(self._observer.alive())
         self._evictor.add(alive)
         self._evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
-        """An operation is about to allocate."""
+        """An operation is about to allocate: make room for it."""
         if elsewhere(self._owner, args):
             return
         evictor = self._evictor
-        self._observer.anew()  # what was dropped before may have gone just now
+        self._observer.anew()  # values dropped earlier may have been freed just now
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
         target = self._owner.target(live, evictor.dropped_bytes)
@@ -67,7 +67,7 @@ class Room:
             self.lacks(facts.name, min(need, nearest))
 
     def produced(self, name: str, made: list[Value]) -> None:
-        """An operation has run."""
+        """An operation has run: if it made more than foreseen, make room now."""
         self._evictor.add(made)
         live = self._live[0]
         target = self._owner.target(live, self._evictor.dropped_bytes)
@@ -75,7 +75,7 @@ class Room:
             self.lacks(name, 0)
 
     def shrink(self, target: int) -> bool:
-        """Drop values until at most `target` bytes are live; whether that many can go."""
+        """Drop values until at most `target` bytes are live; whether that was possible."""
         before = self._evictor.dropped_bytes
         enough = self._evictor.shrink(max(0, target), self._drop)
         if self._evictor.dropped_bytes > before:
@@ -83,7 +83,7 @@ class Room:
         return enough
 
     def give(self, nbytes: int) -> bool:
-        """Let go of so many bytes, or of all that may go; whether any have."""
+        """Free this many bytes, or as many as possible; whether any were freed."""
         before = self._live[0]
         self.shrink(before - nbytes)
         return self._live[0] < before
@@ -94,12 +94,12 @@ class Room:
         return self._evictor.largest
 
     def lacks(self, name: str, need: int) -> None:
-        """All that may go has gone, and an operation allocates so much."""
+        """Everything that may be dropped was, and an operation still allocates `need` bytes."""
         self._owner.cannot_fit(self._observer, name, self._live[0], need)
 
 
 def elsewhere(owner: Budget, args: Any) -> bool:
-    """Whether a call is one of a device whose bytes do not count."""
+    """Whether a call runs on a device whose bytes do not count."""
     counts = owner.where.counts
     if counts is None:
         return False
@@ -108,7 +108,7 @@ def elsewhere(owner: Budget, args: Any) -> bool:
 
 
 def _together(args: Any) -> int:
-    """Bytes of what a call reads, broadcast to one shape: all pairs of a few numbers are many."""
+    """Bytes of one tensor of the shape that all arguments broadcast to, which may be large."""
     sizes: tuple[int, ...] = ()
     each = 0
     for argument in args:

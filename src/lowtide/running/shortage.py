@@ -1,10 +1,10 @@
 """A device that is full before a limit is reached.
 
-Problem: a limit may be more than a device has left: other tensors, another process, memory in
-pieces. Invariant: what a device was found to have room for is a guess, from where it ran out; steps
-are planned for it, and none is refused for it that the limit allows. Imports limits.
-Rejected: asking the driver what is free at each step, which waits for the device and does
-not know what its allocator could give out again.
+Problem: a limit may be more than a device has left: other tensors, another process, fragmentation.
+Invariant: the room that a device was found to have is a guess, from where it ran out; steps are
+planned for it, and no step that the limit allows is refused because of it. Imports limits.
+Rejected: asking the driver at each step what is free, which waits for the device and does not know
+what the allocator could reuse.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from lowtide.limits import format_bytes
 
 _log = logging.getLogger(__name__)
 
-_LESS = 20  # one part in so many less where a backward ran out, which says less than a forward does
+_LESS = 20  # 1/20 less where a backward ran out, which shows less exactly what did not fit
 
 
 class Shortage:
-    """What one device was found to have room for.
+    """The room that one device was found to have.
 
     Attributes:
-        room: bytes of a step, with what earlier steps of its context have left; None: it has not
-            run out of memory.
+        room: bytes for a step and for what earlier steps of its context have left; None: the
+            device has not run out of memory.
     """
 
     __slots__ = ("_told", "room")
@@ -33,11 +33,11 @@ class Shortage:
         self._told = False
 
     def within(self, nbytes: int) -> int:
-        """A limit, or what there is room for."""
+        """The smaller of a limit and the room."""
         return nbytes if self.room is None else min(nbytes, self.room)
 
     def ran_out(self, nbytes: int, limit: int | float) -> None:
-        """More than so many did not fit, although a limit allows it."""
+        """More than this many bytes did not fit, although the limit allows it."""
         if self.room is None or nbytes < self.room:
             self.room = nbytes
         if self._told:
@@ -52,10 +52,10 @@ class Shortage:
         )
 
     def backward_ran_out(self, peak: int, limit: int | float) -> None:
-        """A backward whose peak was to be this did not fit."""
+        """A backward with this predicted peak did not fit."""
         self.ran_out(peak - peak // _LESS, limit)
 
     def needs(self, nbytes: int) -> None:
-        """Nothing brings a step below so many bytes: it is tried."""
+        """No plan brings a step below this many bytes: let it try."""
         if self.room is not None:
             self.room = max(self.room, nbytes)

@@ -2,9 +2,9 @@
 
 Problem: torch finds what a body closes over by compiling it, which is off while lowtide records; an
 operator whose operands require no grad is then run below autograd, and the gradient of a parameter
-that its body reads is lost without a word. Invariant: a body that runs below autograd while grad is
-enabled reads nothing that requires grad but its operands, or raises. Imports `_compat`, values.
-Rejected: refusing these operators altogether, most of which are right.
+that its body reads is silently lost. Invariant: if a body runs below autograd while grad is enabled
+and reads a tensor that requires grad and is not an operand, it raises. Imports `_compat`, values.
+Rejected: refusing these operators altogether, although most calls are right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.tape.values import tensors_in
 
 
 class _Reads(_compat.Mode):
-    """Raises at the first operation that reads a tensor which requires grad and is no operand."""
+    """Raises at the first operation that reads a tensor that requires grad and is no operand."""
 
     def __init__(self, name: str, operands: list[torch.Tensor]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Reads(_compat.Mode):
 def watched(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a higher-order operator, bodies that would lose gradients watched."""
+    """A higher-order operator's arguments, with each body that could lose gradients checked."""
     if not torch.is_grad_enabled() or not _compat.skips_autograd():
         return args, kwargs
     operands = tensors_in(args, kwargs)

@@ -2,8 +2,8 @@
 
 Problem: a replayed dropout must draw the same mask and leave no trace in the user's generators.
 Invariant: reading a state never synchronises a device (CUDA states are a seed and an offset that
-live on the host). Imports torch. Rejected: saving every generator once a region, as wrappers that
-re-run Python do: it misses explicit generators and the draws between two operations.
+live on the host). Imports torch. Rejected: saving every generator once per region, as checkpointing
+that re-runs Python does: that misses explicit generators and draws between two operations.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lowtide import _compat
 Draw = tuple[torch.Generator, torch.Tensor]
 
 lock = threading.Lock()
-"""Held while a generator is in a state of a replay: autograd has a thread for each device, and two
-of them may replay draws from one generator, such as the CPU's."""
+"""Held while a replay has put a generator into a recorded state: autograd has a thread for each
+device, and two of them may replay draws from one generator, such as the CPU's."""
 
 
 def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | None:
-    """The states that an operation called with these arguments is about to draw from; None: it
-    draws from a generator that nobody can name, so that it cannot be made again."""
+    """The states that an operation called with these arguments is about to draw from; None: its
+    generator cannot be found out, so the operation cannot be replayed."""
     explicit = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
     if explicit:
         return [(generator, _state_of(generator)) for generator in explicit]
@@ -38,18 +38,18 @@ def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | N
 
 
 def _state_of(generator: torch.Generator) -> torch.Tensor:
-    """The state in memory of Python's: records of the tape are no tensors of the step.
+    """A copy of the state in memory that Python allocates, so that no tensor allocator counts it.
 
-    On the CPU a state is 5 KiB.
+    On the CPU a state takes 5 KiB.
     """
-    with _compat.disable_dispatch():  # a record is no tensor of a dry run either
+    with _compat.disable_dispatch():  # nor may a dry run count it
         state = generator.get_state()
         kept = torch.frombuffer(bytearray(state.numel()), dtype=torch.uint8)
         return kept.copy_(state)
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
-    """Where it draws: with `torch.rand_like(x, device=...)` that is not where its argument is."""
+    """The device that is drawn on: with `torch.rand_like(x, device=...)` it is not that of `x`."""
     named = kwargs.get("device")
     if named is not None:
         return torch.device(named)

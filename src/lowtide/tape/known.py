@@ -1,9 +1,9 @@
-"""What is known of the storages of a recording.
+"""What is known about the storages of a recording.
 
-Problem: autograd and user code hand over tensors, the tape speaks of contents. Invariant: a storage
-is found by its own identity and leaves the table with it; whatever writes it, seen or unseen (told
-by autograd's version counter), gives it a new value (rules 4 and 6). Imports values and watch.
-Rejected: identifying tensors by Python object, which autograd replaces by fresh aliases.
+Problem: autograd and user code hand over tensors, but the tape knows values. Invariant: an entry is
+found by its storage's identity and leaves the table with the storage; every write, recorded or
+noticed by autograd's version counter, gives the storage a new value (rules 4 and 6). Imports values
+and watch. Rejected: identifying tensors by Python object, which autograd replaces by fresh aliases.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ weak_value: Callable[[Value], weakref.ref[Value]] = weakref.ref
 class Entry(weakref.ref):  # type: ignore[type-arg]
     """What is in one live storage now. Dies, and leaves the table, with the storage.
 
-    `value` is the link while nothing else needs the value; once the value holds an alias of this
-    very storage the link must be weak (`weak`), or table and alias would keep each other alive.
+    `value` owns the value at first. Once the value holds an alias of this very storage, the
+    reference must be weak (`weak`), or the table would keep the storage alive through it.
     """
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     version: int
     loose: bool  # autograd may or may not add one to the version after this write
     nbytes: int
-    counter: Any  # the version counter of what autograd saved of it, where no alias tells
+    counter: Any  # the version counter of what autograd saved of it, where no alias shows it
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
     given_out: bool  # see `Known._given_out`
 
@@ -53,7 +53,7 @@ class Known:
     """The table of one recording: every live storage, and the value that is in it now.
 
     Attributes:
-        wrapper_met: told of wrapper subclasses; set by `lowtide.engine`.
+        wrapper_met: called when a wrapper subclass is met; set by `lowtide.engine`.
     """
 
     wrapper_met: Callable[[], None]
@@ -75,14 +75,14 @@ class Known:
         self.numbers = 0  # values numbered so far
         self._lazy_bits = False  # some tensor is lazily conjugated or negated
         self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
-        self._group = 0  # the operation at which it did
+        self._group = 0  # the operation at which FSDP2 did so
         self.table: dict[int, Entry] = self.new_table()
         self.live, self._forget = self.new_count(self.table)
 
     @staticmethod
     def new_count(table: dict[int, Entry]) -> tuple[list[int], Callable[[Any], None]]:
-        """The bytes of the storages made in this recording that are still there, as a list of one;
-        and what an entry calls when its storage has gone."""
+        """The bytes of storages that were made in this recording and are alive, in a list of one;
+        and what an entry calls when its storage is freed."""
         live = [0]
 
         def forget(entry: Any) -> None:
@@ -110,7 +110,7 @@ class Known:
             self._lazy_bits = self._lazy_bits or needs_care(tensor)
         elif entry.version != version and not self._other_counter(entry, tensor):
             if not (entry.loose and version == entry.version - 1):
-                # Written by something the dispatcher did not see: nobody can make it again.
+                # Written by something that the recorder did not see: it cannot be replayed.
                 entry.value = self.new_value(None, entry.nbytes, self.region)
             entry.version = version
             entry.loose = False
@@ -119,12 +119,12 @@ class Known:
         return entry
 
     def _given_out(self, entry: Entry, tensor: Tensor) -> None:
-        """NumPy or another process has memory that was made here: torch resizes it no more, and a
-        write to it moves no version.
+        """NumPy or another process shares memory that was made here: torch then does not resize it,
+        and a write to it moves no version.
 
-        What autograd has saved of it is what it finds there, as in the plain step. What was made
-        of it so far is replayed from the record of its old content; what is made of it from here
-        on is kept (rule 5).
+        Backward uses whatever it finds there of what autograd has saved, as in the plain step. What
+        was made from it so far is replayed from the record of its old content; what is made from it
+        from now on is kept (rule 5).
         """
         old = self.value_in(entry)
         if old.op is None:
@@ -147,7 +147,7 @@ class Known:
                 self.decisions.packed(handle, new)
 
     def know_wholes(self, args: Any, kwargs: Any) -> None:
-        """Wrapper subclasses are about to be read: what they consist of is content of theirs."""
+        """Wrappers are about to be used: a write to one changes the content of its parts."""
         self.wrapper_met()
         for tensor in tensors_in(args, kwargs):
             if _compat.is_wrapper(type(tensor)):
@@ -161,7 +161,7 @@ class Known:
             entry = self.entry_of(part)
             value = None if entry is None else self.value_in(entry)
             if entry is None or value is None or value.op is not None:
-                continue  # what is made here can be made again
+                continue  # it was recorded, and can be replayed
             if value.wholes is None:
                 value.wholes = entry.key, []
             for whole in wholes:
@@ -177,12 +177,12 @@ class Known:
         self._wholes.append(kept)
 
     def writes_were_seen(self) -> None:
-        """What has moved the versions of wrappers so far has been recorded, part by part."""
+        """All writes that moved versions of wrappers so far were recorded, part by part."""
         for kept in self._wholes:
             kept.renew()
 
     def value_in(self, entry: Entry) -> Value:
-        """The value in a storage; a fresh external where the old record has gone."""
+        """The value in a storage; a fresh external where the old value is gone."""
         value = entry.value
         if value is None:
             value = entry.weak() if entry.weak is not None else None
@@ -209,7 +209,7 @@ class Known:
         return entry
 
     def _is_here(self, device: torch.device, made: bool) -> bool:
-        """Whether what is on a device has bytes for the limit."""
+        """Whether bytes on a device count towards the limit."""
         if self.counts is None and self.settle is None:
             return True
         if self.settle is not None and made and device.type != "cpu":
@@ -226,8 +226,8 @@ class Known:
         watch(entry.key, value)
 
     def let_go(self, value: Value) -> None:
-        """Drop what a recorded value holds. While its storage lives on, as the user's, the table
-        knows the value again: else the next to read it would take it for somebody else's."""
+        """Drop a recorded value. If the program still has its storage, the table owns the value
+        again: else the next operation that reads the storage would take it for an external."""
         held, value.held = value.held, None
         if held is None:
             return
@@ -241,7 +241,7 @@ class Known:
             entry.value, entry.weak = value, None
 
     def _keep_counter(self, entry: Entry, held: Tensor) -> None:
-        """What autograd has saved of a storage is held no longer: its counter has to be known."""
+        """What autograd has saved of a storage is about to be dropped: note its version counter."""
         if entry.counter is None and _compat.storage_key(held) == entry.key:
             entry.counter = self.new_counter(held)
 
@@ -253,7 +253,7 @@ class Known:
         overwriting(entry.key, hidden)
 
     def adopt(self, value: Value, tensor: Tensor) -> None:
-        """A replay inside the forward (a gradient penalty) gave `value` a new storage."""
+        """A replay inside the forward (for a gradient penalty) gave `value` a new storage."""
         storage = tensor.untyped_storage()
         entry = self.table.get(_compat.storage_id(storage))
         if entry is None:
@@ -294,7 +294,7 @@ class Known:
         return not _compat.shares_counter(held, tensor)
 
     def _know_counter(self, tensor: Tensor) -> None:
-        """Chunks of it with counters of their own are about to be made: know which is the first."""
+        """Note a tensor's counter before it is split into chunks with counters of their own."""
         entry = self.entry_of(tensor)
         if entry is not None and entry.counter is None:
             entry.counter = self.new_counter(tensor)
@@ -307,16 +307,17 @@ class Known:
         return device
 
     def _crossing(self, value: Value) -> None:
-        """`value` goes from one region into another: their common region needs it (rule 9)."""
+        """Another region reads `value`: the innermost region around both needs it (rule 9)."""
         common = common_region(value.region, self.region)
         if common is not self.region and (value.scope is None or common.depth < value.scope.depth):
             value.scope = common
 
     def _look_for_freed(self, read: dict[int, Entry]) -> None:
-        """Whether FSDP2 has freed parameters that were read: the end of a module it shards.
+        """Look whether FSDP2 has freed parameters that were read, at the end of a sharded module.
 
-        They are there again in that module's own backward. What leaves the module is needed before
-        that, when it cannot be replayed, so it is kept as soon as something reads it (rule 5).
+        They come back in that module's own backward. The module's outputs are needed before that,
+        when they cannot be replayed, so all values so far are kept once something reads them
+        (rule 5).
         """
         for entry in read.values():
             storage = entry()
@@ -329,11 +330,11 @@ class Known:
         for entry in list(self.table.values()):
             value = entry.value or (entry.weak() if entry.weak is not None else None)
             if value is not None:
-                value.keep = True  # so that no reader takes a shorter way past the check
+                value.keep = True  # which also keeps readers off the fast path around the check
 
 
 def needs_care(tensor: Tensor) -> bool:
-    """Lazy conjugation and negation are not in a storage: such a tensor is kept as it is."""
+    """Whether it is lazily conjugated or negated: a storage does not show that, so it is kept."""
     return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
 
 

@@ -1,9 +1,9 @@
-"""What leaves are like now: whether they are there, require grad, have a gradient.
+"""The present state of leaf tensors: whether each exists, requires grad, has a gradient.
 
-Problem: whether the plan of a step fits the next one depends on that of every leaf it reads, and a
-model has thousands of them. Invariant: one look at each, one byte for it; whoever asks keeps what
-was made of the bytes. Imports torch. Rejected: asking tensor by tensor where it matters, which took
-a step of small kernels a third of what all of lowtide costs it.
+Problem: whether the plan of a step fits the next one depends on the state of every leaf that the
+step reads, and a model has thousands. Invariant: each leaf is looked at once and gets one byte;
+the caller remembers what it concluded from the bytes. Imports torch. Rejected: asking tensor by
+tensor where it matters, a third of what lowtide cost a step of small kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LeafRefs = Sequence["weakref.ref[torch.Tensor]"]
 
 GONE = 0
 HERE, REQUIRES, HAS_GRADIENT = 1, 2, 4
-"""Of what is not gone, the sum of what is true of it."""
+"""The state of a leaf that exists is the sum of those that apply."""
 
 
 def _one_by_one(leaves: LeafRefs) -> bytes:
@@ -35,7 +35,7 @@ _look: list[Callable[[LeafRefs], bytes]] = [_one_by_one]
 
 
 def use(look: Callable[[LeafRefs], bytes]) -> None:
-    """Have the compiled core look in place of Python."""
+    """Use the compiled core's function in place of Python's."""
     _look[0] = look
 
 

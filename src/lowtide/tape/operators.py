@@ -1,4 +1,4 @@
-"""What has to be known about one operator before it can be recorded and replayed.
+"""What has to be known about an operator before it can be recorded and replayed.
 
 Problem: a recorder sees an operator overload and must know, at once, whether it makes memory,
 writes memory, draws random numbers, or does something that must not happen twice. Invariant:
@@ -18,14 +18,14 @@ import torch
 # processes or to state the tape cannot see: it is never replayed (rule 5).
 _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
 
-# Operators of those namespaces that must not be replayed all the same.
+# Operators of those namespaces that must not be replayed nevertheless.
 _NEVER_REPLAYED = frozenset(
     {
         "aten::_cudnn_rnn",  # draws dropout from a state buffer of its own
         "aten::miopen_rnn",  # the same
         "aten::_cudnn_init_dropout_state",
         "aten::_thnn_fused_lstm_cell",  # CUDA only; its workspace output is kept as it is
-        "aten::set_",  # change what storage a tensor has, not what is in it
+        "aten::set_",  # setting and resizing change which storage a tensor has
         "aten::set_data",
         "aten::resize_",
         "aten::resize_as_",
@@ -37,15 +37,15 @@ _NEVER_REPLAYED = frozenset(
     }
 )
 
-# Views whose schema does not say so: recorded, they would make nothing and yet read what they see,
-# and a kept value that nobody else reads yet would be forgotten with them.
+# Views whose schema does not say so. Recorded, such a view would be an operation that makes nothing
+# and is freed at once, and with it a kept value that nothing else has read yet.
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})
-# Says that it writes, and changes nothing but when an allocator hands the memory on.
+# Is declared to write, but only affects when the allocator reuses the memory.
 _TELLS_THE_ALLOCATOR = "aten::record_stream"
-# What they return shares the memory of what they are given, and not its version counter.
+# Their results share the memory of their argument, but not its version counter.
 _CHUNKS = frozenset({"aten::unsafe_split", "aten::unsafe_split_with_sizes"})
 
-# Outputs hold whatever was in memory: somebody unseen may fill them (rule 5).
+# Outputs are uninitialised: something that the recorder does not see may fill them (rule 5).
 _BLANK = frozenset(
     {
         "empty",
@@ -58,7 +58,7 @@ _BLANK = frozenset(
         "_efficientzerotensor",
     }
 )
-# Outputs are constants; memory that foreign kernels accumulate into is made with these.
+# Outputs are constant; buffers that foreign kernels accumulate into are made with these.
 CONSTANTS = frozenset(
     {
         "zeros",
@@ -74,7 +74,7 @@ CONSTANTS = frozenset(
         "scalar_tensor",
     }
 )
-# In-place operators that put values into places, as code that builds a tensor does.
+# In-place operators with which code builds a tensor piece by piece.
 _PLACING = frozenset(
     {
         "index_add_",
@@ -97,7 +97,7 @@ _PLACING = frozenset(
         "put_",
     }
 )
-# In-place operators whose result does not depend on what was there.
+# In-place operators whose result does not depend on the old content.
 _OVERWRITING = frozenset(
     {
         "normal_",
@@ -113,11 +113,11 @@ _OVERWRITING = frozenset(
         "copy_",
     }
 )
-# Operators that fill an argument which autograd has saved *before* the call (position): the saved
-# tensor is meant to have the new content.
+# Operators that fill an argument that autograd has saved *before* the call (its position): backward
+# is meant to see the new content.
 _FILLS_SAVED = {"rrelu_with_noise": 1, "rrelu_with_noise_": 1}
-# `native_batch_norm` and its kin update running statistics that the schema does not declare.
-# Batch statistics do not depend on them in training: a replay gets scratch memory in their place
+# `native_batch_norm` and its kin update running statistics, which the schema does not declare.
+# In training no result depends on them, so a replay gets scratch memory in their place
 # (positions of mean, variance and the training flag).
 _HIDDEN_STATISTICS = {
     "aten::native_batch_norm": (3, 4, 5),
@@ -125,7 +125,7 @@ _HIDDEN_STATISTICS = {
     "aten::miopen_batch_norm": (3, 4, 5),
     "aten::_batch_norm_impl_index": (3, 4, 5),
 }
-# The same statistics where the schema does declare them.
+# The same where the schema does declare that they are written.
 _DECLARED_STATISTICS = {
     "aten::_native_batch_norm_legit": (3, 4, 5),
     "aten::_batch_norm_with_update": (3, 4, 5),  # always trains, has no such flag
@@ -144,21 +144,21 @@ class Facts:
     Attributes:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
-        opaque: run it, never replay it.
+        opaque: is run, and never replayed.
         has_bodies: a higher-order operator, which calls functions of the program.
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
         blank, constant: a factory of uninitialised or of constant memory.
         chunks: returns parts of its first argument, with version counters of their own.
-        simple: neither writes, draws, nor needs any care.
-        placing: an in-place write of the kind that builds a tensor, see the table above.
-        fills: arguments whose old content does not matter, being overwritten entirely.
+        simple: neither writes nor draws, and needs no other special treatment.
+        placing: an in-place write with which code builds a tensor, see `_PLACING`.
+        fills: arguments whose old content does not matter, as it is overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
-        statistics: positions (mean, var, training) of hidden running statistics, or None.
-        lazy_bits: makes a tensor whose content is not just what is in its storage.
-        ambient: consults global switches: a family of kernels, or a factory, whose ranges are
-            counted from where each thread begins.
-        places: takes a device to make its results on.
+        statistics: positions (mean, var, training) of running statistics, or None.
+        lazy_bits: makes a lazily conjugated or negated tensor.
+        ambient: recorded with the global switches: a family of kernels that consults them, or a
+            factory.
+        places: takes a keyword `device` for its results.
     """
 
     __slots__ = (
@@ -250,7 +250,7 @@ def _returns_only_aliases(schema: Any) -> bool:
 
 
 FACTS: dict[int, Facts] = {}
-"""By identity, which the facts keep: the hash of an overload is a function of Python's."""
+"""By id, as hashing an overload runs Python code; `Facts.func` keeps the overload alive."""
 
 
 def facts_of(func: Any) -> Facts:
@@ -262,7 +262,7 @@ def facts_of(func: Any) -> Facts:
 
 
 def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Positions of running statistics that this call updates and a replay leaves alone."""
+    """Positions of running statistics that this call updates and a replay must not."""
     assert facts.statistics is not None
     mean, var, training = facts.statistics
     always = facts.name.endswith("with_update")

@@ -1,10 +1,10 @@
-"""The recorder: watches a forward run, below autograd, and writes it down.
+"""The recorder: writes down the operations of a forward, below autograd, as they run.
 
 Problem: to run an operation again one needs to know exactly which content of which storage it
-read. Invariant: a value that nobody can make again is either held or refused, never guessed (rule
-5). User code runs once (rule 2): the recorder calls each operator exactly once and hands back its
-own result. Imports saves, operators, generators. Rejected: recording above autograd, where one
-call may be many operations and its saved tensors are made by others.
+read. Invariant: a value that cannot be replayed is held or refused, never guessed (rule 5). User
+code runs once (rule 2): the recorder calls each operator exactly once and returns that call's
+result. Imports saves, operators, generators. Rejected: recording above autograd, where one call may
+be many operations, and autograd saves results of the inner ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Recorder(Saves, _compat.Mode):
 
     def __enter__(self) -> Recorder:
         self._among_others = _compat.modes_of_users()
-        self.takes_apart = not self._among_others  # they would not see what is left to others
+        self.takes_apart = not self._among_others  # those modes would not see the wrapper's call
         super().__enter__()
         return self
 
@@ -55,8 +55,8 @@ class Recorder(Saves, _compat.Mode):
         Saves.__init__(self, tape)
         self.timed = tape.timed
         self.accelerated = _compat.accelerator_in_use()
-        self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # told of each call
-        self.drawn: Callable[[], None] | None = None  # told when a random state was read
+        self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
+        self.drawn: Callable[[], None] | None = None  # called when a random state was read
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.accelerated
 
@@ -69,7 +69,7 @@ class Recorder(Saves, _compat.Mode):
         if kwargs is None:
             kwargs = {}
         if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
-            # What the wrapper calls on the tensors that it consists of comes here by itself.
+            # The operations that the wrapper runs on its parts are dispatched here in turn.
             self.know_wholes(args, kwargs)
             return NotImplemented
         if self._read is not None:
@@ -97,7 +97,7 @@ class Recorder(Saves, _compat.Mode):
     def _run_simple(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """As `_run_recorded`, for operators that only read and make tensors: most calls."""
+        """`_run_recorded` for operators that only read and make tensors, which most calls are."""
         refs: list[Ref] = []
         template = list(args)
         table, region = self.table, self.region
@@ -147,7 +147,7 @@ class Recorder(Saves, _compat.Mode):
         if self.before is not None:
             self.before(facts, func, args, kwargs)
         result = _compat.called(func, args, kwargs)
-        self.sequence += 1  # only now: one that raises is no operation of the step
+        self.sequence += 1  # only now: a call that raises is not an operation of the step
         made: list[Value] = []
         self._register(op, result, made)
         if self._asks or region.policy is not None:
@@ -214,7 +214,7 @@ class Recorder(Saves, _compat.Mode):
             version = entry.version, entry.loose
             self._rewritten(op, through.get(entry.key) if through else None, entry, made)
             if entry.key in behind:
-                entry.version, entry.loose = version  # the counter that it is of does not move
+                entry.version, entry.loose = version  # autograd's counter did not move
                 self._follow_live(*behind[entry.key], entry)
             elif old is not None:
                 self._rebind(old, self.value_in(entry))
@@ -227,7 +227,7 @@ class Recorder(Saves, _compat.Mode):
         return result
 
     def call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run it, and time it if that is wanted."""
+        """Run an operator, and time it if the tape is timed."""
         if not self.timed or op is None:
             return _compat.called(func, args, kwargs)
         stream = op.stream
@@ -241,12 +241,12 @@ class Recorder(Saves, _compat.Mode):
         return result
 
     def _raised(self, written: Iterable[tuple[Entry, int | str]]) -> None:
-        """A call that raises may have written a part before: nobody can make that again."""
+        """A call that raises may have written a part already, which cannot be replayed."""
         for entry, _ in written:
             self._rewritten(None, None, entry, [])
 
     def _ambient(self) -> tuple[object, ...]:
-        """The global switches; equal ones are one object, which a replay compares at no cost."""
+        """The global switches; one object while they stay the same, which is fast to compare."""
         state = switches.ambient()
         if state != self._switches:
             self._switches = state
@@ -255,9 +255,9 @@ class Recorder(Saves, _compat.Mode):
     def _run_unrecorded(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run what is never replayed (rule 5); what it writes and makes has no producer."""
+        """Run what is never replayed (rule 5): the values it writes and makes have no operation."""
         written = self._written(facts, args, kwargs, ())
-        if facts.name.startswith(("c10d::", "_c10d")):  # writes without saying so
+        if facts.name.startswith(("c10d::", "_c10d")):  # their schemas do not declare all writes
             found = (self.entry_of(tensor) for tensor in tensors_in(args, kwargs))
             written = list({e.key: (e, 0) for e in found if e is not None}.values())
         elif facts.writes:
@@ -281,7 +281,7 @@ class Recorder(Saves, _compat.Mode):
         return result
 
     def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
-        """Replace tensors by refs; False if some tensor cannot be named on this tape."""
+        """Replace tensors by refs; False if the tape cannot represent one of them."""
         known = True
         for place in places:
             argument = into[place]
@@ -304,7 +304,7 @@ class Recorder(Saves, _compat.Mode):
         return known
 
     def _freeze(self, into: list[Any], places: tuple[int, ...], refs: list[Ref]) -> None:
-        """Read running statistics from a copy: they move without a change of version (rule 4).
+        """Read running statistics from a copy: they are written without a new version (rule 4).
 
         What autograd itself saves of them stays the live buffer, as in the plain step.
         """
@@ -353,7 +353,7 @@ class Recorder(Saves, _compat.Mode):
                 except (NotImplementedError, RuntimeError):
                     place += 1
                     continue  # no storage, or an inference tensor: an external if it is ever read
-                # What is in the table is an alias of something known: all there is is its geometry.
+                # A storage that is in the table already: the result is an alias, and no value.
                 if _compat.storage_id(storage) not in table:
                     value = self._enter(storage, op, version).value
                     if op is not None and value is not None:
@@ -363,7 +363,7 @@ class Recorder(Saves, _compat.Mode):
 
     @staticmethod
     def _scratch(statistic: Tensor) -> Ref:
-        """Memory in place of running statistics: a replay must not move the real ones."""
+        """Scratch memory for running statistics: a replay must not move the real ones."""
         ref = Ref(None, statistic)
         ref.make_blank(statistic.untyped_storage().nbytes(), statistic.device)
         return ref
@@ -383,23 +383,20 @@ class Recorder(Saves, _compat.Mode):
                     self._hold(entry, value, tensor)
 
     def pause(self) -> None:
-        """A backward begins inside the recording. The values are forgotten, for a table that leads
-        to the loss would keep every value that the loss was made from; not the storages, whose
-        bytes are counted for as long as they are there."""
+        """A backward begins inside the recording. The table forgets its values, as through that of
+        the loss it would keep every value that the loss was made from. It keeps the entries, which
+        count the bytes of storages while they live."""
         self.paused = True
-        for entry in list(self.table.values()):  # storages go with their values
+        for entry in list(self.table.values()):  # a copy: freed storages leave the table meanwhile
             entry.value = None
 
     def over(self, next_step: Callable[[], None]) -> None:
-        """That backward has ended. Nobody wants to know what follows, up to the next step."""
+        """That backward has ended. Nothing is recorded until the next step begins."""
         self.paused = False
         self.next_step = next_step
 
     def close(self) -> None:
-        """Forget the table; values live on as long as handles need them.
-
-        `live[0]`: bytes of the storages that were made in this recording and are still there.
-        """
+        """Forget the table; values live on as long as handles need them."""
         self.writes_were_seen()
         self._wholes = []
         self.table.clear()

@@ -1,10 +1,10 @@
-"""An operation for which the device has no memory, run again once something has gone (rule 10).
+"""Running an operation again after the device ran out of memory and something was freed (rule 10).
 
-Problem: a device may be full before a limit is reached, and a step that was to fit would end there.
-Invariant: only what has left nothing behind is run again: an operation that writes to none of its
-arguments, random states and running statistics being put back as they were. What then fails arrives
-as itself. Imports torch. Rejected: to begin the step anew, which would run user
-code twice (rule 2).
+Problem: a device may be full before a limit is reached, and a step that should fit would end there.
+Invariant: an operation is run again only if the failed attempt left no trace: it writes to none of
+its arguments, and random states and running statistics are restored. If it cannot be run again, the
+allocator's own error is raised. Imports torch. Rejected: starting the step anew, which would run
+user code twice (rule 2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTE = (
 )
 
 MakeRoom = Callable[[int], bool]
-"""Let go of something, the more the higher the number of the attempt; whether any has gone."""
+"""Free memory, the more the higher the number of the attempt; returns whether any was freed."""
 
 
 def with_room(
@@ -37,27 +37,27 @@ def with_room(
     *,
     limited: bool,
 ) -> Any:
-    """Run something, as often as it runs out of memory and something can go.
+    """Call `run`, and again each time it runs out of memory and `make_room` frees some.
 
     Args:
-        limited: there is a limit, of which the error says that it was not reached.
+        limited: there is a limit; the error then notes that it was not reached.
 
     Raises:
-        torch.OutOfMemoryError: nothing is left that could go.
+        torch.OutOfMemoryError: nothing is left that could be freed.
     """
     attempt = 0
     while True:
         try:
             return run()
         except torch.OutOfMemoryError as error:
-            failed = error.with_traceback(None)  # whose frames hold tensors
+            failed = error.with_traceback(None)  # its frames hold tensors
         if not make_room(attempt):
             if limited:
                 failed.add_note(NOTE)
             try:
                 raise failed
             finally:
-                del failed  # or its traceback would hold this frame, and this frame it
+                del failed  # or its traceback and this frame would keep each other alive
         if undo is not None:
             undo()
         attempt += 1
@@ -72,10 +72,10 @@ def called_with_room(
     written: Iterable[tuple[Any, int | str]],
     statistics: tuple[int, ...],
 ) -> Any:
-    """Run an operation of the forward on a device.
+    """Run an operation of the forward on an accelerator.
 
-    Running statistics are copied before it while a step is watched, and not in each that follows a
-    plan: one that moves them is not run again there.
+    Running statistics are copied beforehand only while a step is watched. In a step that follows a
+    plan, an operation that moves them is not run again.
     """
     if any(not recorder.timed or place not in statistics for _, place in written):
         return recorder.call(op, func, args, kwargs)
@@ -84,7 +84,7 @@ def called_with_room(
     def undo() -> None:
         for generator, state in op.draws:
             generator.set_state(state)
-        with _compat.below_autograd():  # no version moves with them (rule 4)
+        with _compat.below_autograd():  # must not move their version counters (rule 4)
             for tensor, before in moved:
                 tensor.copy_(before)
 

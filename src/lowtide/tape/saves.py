@@ -1,8 +1,8 @@
-"""What autograd saves of what is recorded.
+"""What autograd saves during a recording.
 
 Problem: autograd saves tensors in the middle of a forward, in graphs that may die before any
-backward. Invariant: what it has saved is held, or can be made again from the tape with the content
-that it had (rules 3 and 5); what only dead graphs have saved is held no longer. Imports known,
+backward. Invariant: what it has saved is in memory, or can be replayed from the tape with the
+content that it had (rules 3 and 5); what only dead graphs had saved is dropped. Imports known,
 wrapped and writes. Rejected: handing autograd an alias of every tensor and freeing what a plan
 drops when the forward ends: the forward's own peak would be the plain step's.
 """
@@ -31,14 +31,14 @@ class Saves(Writes):
 
     Attributes:
         unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
-        next_step: called before autograd saves anything more, where a backward has ended what was
-            recorded so far. It may call `begin` with another tape.
+        next_step: set once a backward has ended the recorded step: called before autograd saves
+            anything more. It may call `begin` with another tape.
     """
 
     unpack: Callable[[Any], Any]
     new_handle: Callable[..., Handle] = Handle
-    takes_apart = True  # it sees wrapper subclasses before what is done to their parts
-    replaying = False  # a backward inside the forward makes something again
+    takes_apart = True  # sees an operation on a wrapper subclass before those on its parts
+    replaying = False  # a backward inside the forward is replaying
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -72,7 +72,7 @@ class Saves(Writes):
             with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
         if value.op is not None and entry.counter is None and value.held is None:
-            entry.counter = self.new_counter(tensor)  # while it is held, an alias tells
+            entry.counter = self.new_counter(tensor)  # while held, its alias shows the counter
         handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
         if self._asks:
             self.decisions.packed(handle, value)
@@ -81,15 +81,15 @@ class Saves(Writes):
     def forgotten(self, handle: Handle) -> None:
         """A graph dies while the forward runs, and this handle with it.
 
-        What only such graphs have saved is held no longer. Where its memory lives on, as the
-        program's, the table knows the value again, as in `let_go`.
+        A value that only such graphs have saved is dropped. If the program still has its memory,
+        the table refers to the value again, as in `let_go`.
         """
         value = handle.value
         if (
             not self._asks
             or self.paused
             or self.next_step is not None
-            or self.replaying  # which counts on what is held
+            or self.replaying  # it relies on what is held
             or value.op is None
             or value.held is None
             or value.keep
@@ -100,7 +100,7 @@ class Saves(Writes):
         self.let_go(value)
 
     def _saved_before(self, entry: Entry, tensor: Tensor) -> None:
-        """Autograd saved a tensor for the content that it has only now: as `pack` would have."""
+        """Autograd saved a tensor before the call that filled it: do now what `pack` would do."""
         value = self.value_in(entry)
         handles = value.handles()
         if not handles:
@@ -120,6 +120,6 @@ class Saves(Writes):
         if _compat.has_own_dispatch(type(tensor)):
             if self.takes_apart:
                 return wrapped.kept(tensor, self.pack, self.unpack)
-            return Kept(_compat.detached_alias(tensor))  # its own detach keeps it what it is
+            return Kept(_compat.detached_alias(tensor))  # the class's own detach keeps the class
         with _compat.disable_dispatch():
             return Kept(tensor.detach())

@@ -1,14 +1,14 @@
 """Memory that is read on another stream of an accelerator than the one it was made on (rule 14).
 
-Problem: an allocator hands freed memory on to the stream that it was given out on, which may write
-it before a kernel of another stream has read it. In a plain step autograd holds what it has saved
-until backward, and by then the program has ordered its streams; a tape lets go of it while the
-forward runs, and a replay makes it again where nothing orders anything. Invariant: what a recorded
-or a replayed operation reads on its stream is reported to the allocator if it was made on another,
-or nobody knows where, and whoever gets a value waits for the stream it was made on, of whatever
-device. A step on one stream pays for it only where a replay reads what was made outside. Imports
-values. Rejected: to wait for all streams before anything is let go, which orders what the program
-wanted side by side.
+Problem: an allocator reuses freed memory on the stream that it was allocated for, where it may be
+overwritten before a kernel on another stream has read it. In a plain step autograd holds what it
+has saved until backward, and by then the program has ordered its streams; a tape may drop it while
+the forward runs, and a replay makes it again where nothing orders the streams. Invariant: memory
+that an operation reads on its stream is reported to the allocator if it was made on another one
+(in a replay also if that is unknown), and whatever receives a value waits for the stream that made
+it, on any device. In a step on a single stream this costs only where a replay reads an external.
+Imports values. Rejected: waiting for all streams before dropping anything, which puts in order what
+the program wanted to run concurrently.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def made_on(value: Value) -> torch.Stream | None:
-    """The stream on which a value was made; None: on none, or nobody knows where."""
+    """The stream on which a value was made; None: on no stream, or on an unknown one."""
     stream: torch.Stream | None = value.home if value.op is None else value.op.stream
     return stream
 
 
 def homes(op: Operation) -> list[torch.Stream]:
-    """The other streams on which what it reads was made."""
+    """The streams, other than its own, on which what an operation reads was made."""
     found: list[torch.Stream] = []
     for value in op.values():
         stream = made_on(value)
@@ -43,7 +43,7 @@ def homes(op: Operation) -> list[torch.Stream]:
 
 
 def put_on(op: RareOperation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An operation is about to run and to be recorded."""
+    """Note the stream of an operation that is about to run and be recorded; protect its inputs."""
     op.stream = _compat.stream_of((*args, *kwargs.values()))
     if op.stream is None:
         return
@@ -54,7 +54,7 @@ def put_on(op: RareOperation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def read_unrecorded(known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An operation is about to run that is not recorded: what it reads may be let go of as well."""
+    """Protect the inputs of an operation about to run unrecorded: they too may be dropped."""
     for tensor in tensors_in(args, kwargs):
         entry = known.entry_of(tensor) if _compat.is_accelerator(tensor.device) else None
         stream = None if entry is None else made_on(known.value_in(entry))
@@ -65,8 +65,8 @@ def read_unrecorded(known: Known, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _wait_for_the_cpu(op: RareOperation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A copy to the CPU that does not block is replayed as one that does: the program has waited
-    before it read it, and what a replay runs next does not."""
+    """A non-blocking copy to the CPU is replayed as a blocking one: the program waited before it
+    read the copy, but the next operation of a replay does not."""
     if op.facts.name == "aten::_to_copy":
         to = kwargs.get("device")
         if kwargs.get("non_blocking") and to is not None and to.type == "cpu":
@@ -76,21 +76,21 @@ def _wait_for_the_cpu(op: RareOperation, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _protect(op: Operation, tensor: torch.Tensor) -> None:
-    """Nobody gets the memory of this argument before the operation has read it on its stream."""
+    """Keep the allocator from reusing an argument's memory before the operation has read it."""
     if tensor.device == op.stream.device:
         _compat.record_stream(tensor, op.stream)
-    elif _compat.is_accelerator(tensor.device):  # a copy between devices is ordered with this one
+    elif _compat.is_accelerator(tensor.device):  # its current stream is ordered with a copy
         _compat.record_stream(tensor, _compat.current_stream(tensor.device))
 
 
 @contextlib.contextmanager
 def replaying(op: Operation, read: Iterable[tuple[Value, torch.Tensor]]) -> Iterator[None]:
-    """Run an operation again on its stream: after what it reads was made, there or by a replay, and
-    between what the current stream did before and does next. Copies of what it writes are made
-    there too."""
+    """Run an operation again on its recorded stream, after the streams that made what it reads, and
+    in order with the current stream, whose later work waits for it. Copies of what it writes are
+    made there too."""
     for value, tensor in read:
         home = made_on(value)
-        if home is None or home != op.stream:  # torch says that no stream is unlike None
+        if home is None or home != op.stream:  # in torch `None != stream` is False
             _protect(op, tensor)
     for stream in homes(op):
         op.stream.wait_stream(stream)
@@ -99,7 +99,7 @@ def replaying(op: Operation, read: Iterable[tuple[Value, torch.Tensor]]) -> Iter
 
 
 def hand_over(value: Value, tensor: torch.Tensor) -> None:
-    """The current stream is about to read a tensor: it waits for the one it was made on."""
+    """The current stream is about to read a tensor: make it wait for the one that made it."""
     stream = made_on(value)
     if stream is None or not _compat.is_accelerator(tensor.device):
         return

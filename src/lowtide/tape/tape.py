@@ -1,8 +1,8 @@
 """The tape: what one recording shares with its handles.
 
-Problem: handles outlive the recorder, are asked for on other threads, and must find out what the
-plan wants of them. Invariant: the tape owns no values (handles do), so it costs nothing once
-autograd has let go; every decision is asked of `decisions`, none is taken here. Imports values.
+Problem: handles outlive the recorder, are unpacked on other threads, and must find out what the
+plan says about them. Invariant: the tape owns no values (handles do), so it costs nothing once
+autograd has released its graph; every decision is left to `decisions`. Imports values.
 Rejected: a global registry of steps.
 """
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Decisions(Protocol):
-    """What a plan or a policy answers. Implementations hold no tensors."""
+    """What the tape asks a plan or a policy. Implementations hold no tensors."""
 
     asks: bool
-    """Whether it wants to be told of operations and saves where no region has a policy."""
+    """Whether it wants to be told of operations and saves even where no region has a policy."""
 
     @property
     def where(self) -> Where | None:
-        """The device whose bytes count; None: those of all."""
+        """The device whose bytes count; None: all devices."""
         ...
 
     def produced(
@@ -36,7 +36,7 @@ class Decisions(Protocol):
     ) -> None:
         """An operation ran: set `keep` of the values to hold as soon as anything needs them.
 
-        `args` and `kwargs` are the call's own, for policies that look at them; not to be kept.
+        `args` and `kwargs` are the call's own, for policies that look at them; do not store them.
         """
         ...
 
@@ -45,11 +45,11 @@ class Decisions(Protocol):
         ...
 
     def packed(self, handle: Handle, value: Value) -> None:
-        """Autograd has got a handle on `value`; called again when it means another value."""
+        """Autograd received a handle on `value`; called again if the handle moves to another."""
         ...
 
     def forgotten(self, value: Value) -> None:
-        """All graphs that have saved a held value have died in the forward: it is let go."""
+        """All graphs that had saved a held value died in the forward: it is about to be dropped."""
         ...
 
     def requested(self, handle: Handle) -> None:
@@ -61,7 +61,7 @@ class Decisions(Protocol):
         ...
 
     def replayed(self, operations: list[Operation], seconds: float) -> None:
-        """These operations were run again, in this order, in so many seconds."""
+        """These operations were run again, in this order, which took this long."""
         ...
 
     def answered(self, value: Value) -> None:
@@ -69,10 +69,10 @@ class Decisions(Protocol):
         ...
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
-        """The device has no room for an operation of the forward: let go of something.
+        """The device has no room for an operation of the forward: free something.
 
-        `attempt` counts the times that this operation has failed before; the answer is whether
-        anything has gone, so that it may be tried again.
+        `attempt` is how often this operation has failed before. Returns whether anything was
+        freed, so that another attempt makes sense.
         """
         ...
 
@@ -90,12 +90,12 @@ class Tape:
         timed: measure the seconds of each operation.
         lock: one replay at a time (a backward may use several threads).
         recorder: the recorder while the forward is being recorded, else None.
-        events: where nobody needs to be told, the number of backward's last request for a recorded
-            value. A compiled hook counts it by itself, in place of calling `requested` and
-            `answered`; what a replay makes and autograd waits for is then retained from its
-            `retain_from`-th request on.
-        kept_whole: wrapper subclasses were met, of which this recording can let nothing go, and the
-            next one can.
+        events: the number of backward's last request for a recorded value, in a backward that
+            nothing observes; else None. The compiled hook then counts here instead of calling
+            `requested` and `answered`, and a replay retains what it makes, if autograd still has a
+            handle on it, from request `retain_from` on.
+        kept_whole: the compiled recorder met wrapper subclasses and can drop nothing of them; the
+            next recording, which is in Python, can.
     """
 
     __slots__ = ("decisions", "events", "kept_whole", "lock", "recorder", "root", "timed")

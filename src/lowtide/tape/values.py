@@ -1,7 +1,7 @@
 """Values, operations and handles: the immutable-by-convention records of a tape.
 
-Problem: storage is the unit of memory, yet one storage holds different contents over time, and
-one content is seen through many views. Invariant: a `Value` is one version of one storage; links
+Problem: storage is the unit of memory, yet one storage has different contents over time, and one
+content is seen through many views. Invariant: a `Value` is one content of one storage; references
 run handle -> value -> operation -> input values, never back, so reference counts alone decide how
 long anything lives: when autograd drops its last handle, what only that handle needed is freed
 (rule 8). Imports torch and `_compat`. Rejected: a list of all operations, which keeps everything
@@ -24,10 +24,10 @@ R = TypeVar("R", "Value", "Handle")
 
 
 class Region:
-    """A part of the forward that is rematerialized as one (rule 9).
+    """A part of the forward that is checkpointed (rule 9).
 
-    Nested regions form a chain of parents. A value saved inside an inner region is retained by a
-    replay only if that replay was asked for from inside the same inner region.
+    Nested regions form a chain of parents. A replay retains a value that was saved inside an inner
+    region only if the replay was requested from inside that region.
     """
 
     __slots__ = ("depth", "parent", "policy")
@@ -58,22 +58,22 @@ def common_region(a: Region, b: Region) -> Region:
 
 
 class Value:
-    """One version of one storage.
+    """One content of one storage.
 
     Attributes:
-        op: the operation that makes it, or None: made where the tape could not see it.
+        op: the operation that makes it; None: an external, or held for good.
         nbytes: size of the storage in bytes.
-        held: a tensor over a storage with this content, or None while it is not in memory.
+        held: a tensor over a storage with this content, or None: the tape does not hold it.
         keep: hold it as soon as something needs it (decided when it was made).
         version: the version counter of `held` when its content was this value; set with `held`.
         read: an external that a recorded operation reads, so that a replay may need it.
         saved: whether autograd has saved it.
         region: where it was made; scope: the outermost region that needs it.
-        home: where `op` does not tell: the stream of an accelerator on which `held` was made.
+        home: the stream of an accelerator on which `held` was made, if `op` does not say.
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
-        wholes: of what a wrapper subclass consists of: the storage, and the wrappers with their
-            versions. A write to a wrapper moves no version but its own.
+        wholes: for a part of wrapper subclasses: its storage's key, and the wrappers with their
+            versions. A write to a wrapper moves only the wrapper's version.
     """
 
     version: int
@@ -110,7 +110,7 @@ class Value:
         self.wholes: tuple[int, list[Kept]] | None = None
 
     def settle(self) -> None:
-        """It stays held for good: what it was made from is not kept on its behalf."""
+        """It stays held for good, so what it was made from need not be kept for it."""
         if self.op is not None:
             self.home = self.op.stream
         self.op = None
@@ -119,7 +119,7 @@ class Value:
     def intact(self) -> bool:
         """Whether `held` still has this content, as far as autograd's version counter tells.
 
-        A storage that shrank was freed behind our back (FSDP2 does that with parameters).
+        A storage that shrank was freed by something else (FSDP2 does that with parameters).
         """
         held = self.held
         assert held is not None
@@ -131,11 +131,11 @@ class Value:
         return self._handles is not None
 
     def handles(self) -> list[Handle]:
-        """What autograd still holds of it."""
+        """The handles on it that autograd still has."""
         return [handle for weak in self._handles or () if (handle := weak()) is not None]
 
     def pending(self) -> bool:
-        """Whether autograd still holds a handle on this value."""
+        """Whether autograd still has a handle on this value."""
         handles = self._handles
         if handles is None:
             return False
@@ -144,9 +144,9 @@ class Value:
         return any(weak() is not None for weak in handles)
 
     def hand_over(self, to: Value) -> None:
-        """From now on what autograd holds of this value means another one."""
+        """Make autograd's handles on this value mean another one."""
         handles = self.handles()
-        self._handles = None  # nobody asks for it any more
+        self._handles = None  # no backward will request it
         to._handles = to._handles or []
         for handle in handles:
             handle.ref.value = to
@@ -162,7 +162,7 @@ class Value:
 class Ref:
     """A tensor as (value, dtype, size, stride, offset): a view costs nothing.
 
-    `value` None: memory that the operation overwrites entirely, `blank` = (bytes, device) of it.
+    `value` None: memory that the operation overwrites entirely; `blank` is its (bytes, device).
     """
 
     __slots__ = ("blank", "dtype", "offset", "size", "stride", "value")
@@ -176,7 +176,7 @@ class Ref:
         self.blank: tuple[int, torch.device] | None = None
 
     def make_blank(self, nbytes: int, device: torch.device) -> None:
-        """Forget the value: a replay gets fresh memory of `nbytes` here."""
+        """Forget the value: a replay puts fresh memory of `nbytes` here."""
         self.value = None
         self.blank = (nbytes, device)
 
@@ -200,8 +200,8 @@ class Ref:
 
 
 def versions(value: Value) -> tuple[int, int]:
-    """The version counter of what is held now, and when the content was this value; where they are
-    the same, those of a wrapper that it is a part of, unless it is a copy."""
+    """The version of what is held, now and when its content was this value. If they are equal and
+    it is part of a wrapper that was written (and no copy), those of the wrapper."""
     held = value.held
     assert held is not None
     now: int = _compat.version_of(held)
@@ -219,20 +219,20 @@ class Operation:
     Attributes:
         facts: of the operator.
         args, kwargs: its arguments, with a `Ref` in place of each tensor.
-        refs: the same `Ref`s in a flat tuple.
+        refs: the same `Ref`s in a flat list.
         writes: (the ref written through, the value it becomes).
         outputs: (place in the flattened result, the value made).
         draws: (generator, the state it drew from) (rule 3).
-        grad_mode: whether gradients were enabled; kernels ask, and leave out what only backward
+        grad_mode: whether gradients were enabled; some kernels then compute what only backward
             needs.
-        ambient: the global switches that it ran under, or None (rule 5).
-        default_dtype: in force when it ran; what any operator makes of integers depends on it.
-        threads: how many it could use; where they divide it decides some of its bits.
-        flushes: whether its thread took denormal numbers for zero.
+        ambient: the global switches that it ran under, or None: it consults none (rule 5).
+        default_dtype: when it ran; what operators make of integers depends on it.
+        threads: how many it could use; where threads divide a tensor decides some bits.
+        flushes: whether its thread flushed denormal numbers to zero.
         sequence: its place in the order of recording.
         seconds: how long it took, 0.0 where not measured.
         casting: what autocast did inside of it, or None (rule 5).
-        stream: of an accelerator, on which it ran, or None.
+        stream: the stream of an accelerator on which it ran, or None.
     """
 
     __slots__ = (
@@ -249,7 +249,7 @@ class Operation:
         "threads",
     )
 
-    # What most operations do without; `RareOperation` has room for it.
+    # Most operations have none of these; `RareOperation` has slots for them.
     writes: Any = ()
     draws: Any = ()
     casting: Any = None
@@ -327,7 +327,7 @@ class Handle:
 
     def __del__(self) -> None:
         recorder = self.tape.recorder
-        if recorder is not None:  # a graph has died while the forward runs
+        if recorder is not None:  # a graph dies while the forward runs
             recorder.forgotten(self)
 
     @property
@@ -342,7 +342,7 @@ _weak_handle: Callable[[Handle], weakref.ref[Handle]] = weakref.ref
 
 
 class WeakList(Generic[R]):
-    """Links to values, or to handles, in the order in which they were added."""
+    """Weak references to values, or to handles, in the order in which they were added."""
 
     __slots__ = ("_links",)
 
@@ -365,7 +365,7 @@ class WeakList(Generic[R]):
         return any(number >= 0 and number not in planned for number in numbers)
 
     def settle(self) -> None:
-        """Those values that are held stay held for good."""
+        """Settle those of the values that are held."""
         for value in self.alive():
             assert isinstance(value, Value)
             if value.held is not None and value.op is not None:
@@ -376,7 +376,7 @@ class WeakList(Generic[R]):
 
 
 class Kept:
-    """What autograd holds of a tensor that the tape cannot name: itself, and its version then.
+    """What autograd holds of a tensor that the tape cannot represent: itself, and its version.
 
     Sparse and opaque tensors, lazily conjugated ones, and subclasses that do not say what they
     consist of.
@@ -389,7 +389,7 @@ class Kept:
         self.renew()
 
     def renew(self) -> None:
-        """What it has in it now is what is meant."""
+        """Take its present content as the one that was saved."""
         tensor = self.tensor
         self.version: int = -1 if tensor.is_inference() else _compat.version_of(tensor)
 
@@ -406,7 +406,7 @@ class Kept:
 
 
 def flatten(result: Any) -> list[Any]:
-    """The tensors (and what stands between them) of an operator's result, in a stable order."""
+    """The tensors of an operator's result, and what else is among them, in a stable order."""
     if isinstance(result, torch.Tensor):
         return [result]
     flat: list[Any] = []
@@ -420,7 +420,7 @@ def flatten(result: Any) -> list[Any]:
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among arguments, those in lists included."""
+    """The tensors among arguments, including those in lists."""
     found: list[torch.Tensor] = []
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.Tensor):

@@ -1,11 +1,11 @@
-"""Externals, and who is about to overwrite them.
+"""Externals, and the writes that are about to overwrite them.
 
 Problem: a replay reads parameters, buffers and inputs that the tape did not make, and the user may
 change them in place before backward: a GAN's discriminator runs twice and its spectral-norm
-vectors move in between. Invariant: a value's alias is copied before a write that any recorder sees
-reaches it, whichever tape it belongs to; a write that no recorder saw is told by the version
-counter when the value is used (rule 4). Imports values. Rejected: copying every buffer when it is
-first read, which pays always for what happens rarely.
+vectors move in between. Invariant: before a write that any recorder sees reaches an external, its
+old content is copied, whichever tape it belongs to; a write that no recorder saw is detected by the
+version counter when the value is used (rule 4). Imports values. Rejected: copying every buffer when
+it is first read, which always pays for a rare case.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _weak: Callable[[Value], weakref.ref[Value]] = weakref.ref
 class Watched:
     """Storage key -> values that hold an alias of it.
 
-    The alias keeps the storage, so that a key means another storage only when these values are
-    gone; what they leave behind is swept up now and then, as a callback for each of them costs more
-    than all the rest.
+    The alias keeps the storage alive, so a key can mean another storage only after these values are
+    gone. Dead references are swept from time to time: a weak reference's callback for each value
+    would cost more than everything else here.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, list[weakref.ref[Value]]] = {}
-        self._swept = 0  # storages that were left by the last sweep
+        self._swept = 0  # storages left after the last sweep
 
     def add(self, key: int, value: Value) -> None:
         found = self._storages.get(key)
@@ -42,11 +42,11 @@ class Watched:
                 self.sweep()
             return
         found.append(_weak(value))
-        if len(found) > 8 and not len(found) & (len(found) - 1):  # now and then
+        if len(found) > 8 and not len(found) & (len(found) - 1):  # at powers of two
             found[:] = [weak for weak in found if weak() is not None]
 
     def pop(self, key: int) -> list[Value]:
-        """The values that hold a storage; it is no longer watched."""
+        """Stop watching a storage; returns the values that hold it."""
         found = self._storages.pop(key, ())
         return [value for weak in found if (value := weak()) is not None]
 
@@ -58,7 +58,7 @@ class Watched:
         self._swept = len(self._storages)
 
     def counts(self) -> list[int]:
-        """How many are known for each storage, those not yet swept up included."""
+        """The number of references for each storage, dead ones not yet swept included."""
         return [len(found) for found in self._storages.values()]
 
     def everything(self) -> list[tuple[int, Value]]:
@@ -74,31 +74,31 @@ _table = [Watched()]
 
 
 def use(table: Watched) -> None:
-    """The compiled recorder's table in place of Python's: one, for the values of both."""
+    """Use the compiled recorder's table in place of Python's: one table, for the values of both."""
     for key, value in _table[0].everything():
         table.add(key, value)
     _table[0] = table
 
 
 def watch(key: int, value: Value) -> None:
-    """From now on `value` is told before a recorder lets a write into storage `key`."""
+    """From now on `overwriting` takes care of `value` before a recorded write to storage `key`."""
     _table[0].add(key, value)
 
 
 def sweep() -> None:
-    """Forget the values that are gone, and the storages that nobody holds any more."""
+    """Forget the values that are gone, and the storages that no value holds any more."""
     _table[0].sweep()
 
 
 def counts() -> list[int]:
-    """How many values are known for each storage that is watched."""
+    """How many values are registered for each storage that is watched."""
     return _table[0].counts()
 
 
 def overwriting(key: int, hidden: bool = False) -> None:
     """The content of storage `key` is about to change.
 
-    `hidden`: by a kernel that moves running statistics without telling autograd, which then reads
+    `hidden`: by a kernel that moves running statistics without a new version. Autograd then reads
     the new content of what it has saved of them.
     """
     for value in _table[0].pop(key):

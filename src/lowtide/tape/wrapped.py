@@ -1,9 +1,9 @@
-"""What autograd has saved of wrapper subclasses: DTensor, jagged nested tensors, quantized ones.
+"""What autograd saves of wrapper subclasses: DTensor, jagged nested tensors, quantized ones.
 
-Problem: such a tensor has no memory of its own but consists of others, which the tape knows as it
-knows all tensors; held as it is it would hold theirs. Invariant: its parts are packed one by one,
-and put together again as `torch.compile` does it; a write to the whole is noticed by the whole's
-own version, as autograd notices it. Imports values. Rejected: a handle for the whole, of which
+Problem: a wrapper has no memory of its own but consists of other tensors, which the tape knows like
+any others; holding the wrapper would hold their memory. Invariant: its parts are packed one by one,
+and put together again as `torch.compile` does it; a write to the wrapper is noticed by the
+wrapper's own version, as autograd notices it. Imports values. Rejected: a handle for the wrapper:
 neither planner nor replay would know what it is made of.
 """
 
@@ -21,10 +21,10 @@ from lowtide.tape.values import Kept
 def kept(
     tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]
 ) -> Any:
-    """What autograd is to hold in place of a subclass that the tape cannot name.
+    """What autograd is to hold in place of a tensor of a class with its own dispatch.
 
-    One that does not say what it consists of, or has its parts under other names, stays as it is.
-    One that a collective fills is waited for, as the operator that is about to read it would.
+    One whose class does not say what it consists of, or has no alias without parts, is kept whole.
+    One that a collective is still filling is waited for, as the operator that reads it would.
     """
     filled = _compat.awaited(tensor)
     if filled is not None:
@@ -33,14 +33,14 @@ def kept(
         counted = _compat.hollow(tensor)
         if counted is not None:
             return Wrapped(tensor, counted, pack, unpack)
-    return Kept(_compat.detached_alias(tensor))  # its own detach keeps it what it is
+    return Kept(_compat.detached_alias(tensor))  # the class's own detach keeps the class
 
 
 class Wrapped:
-    """A wrapper subclass in parts.
+    """A wrapper, taken apart.
 
     Attributes:
-        counted: an alias of which only the version counter is left, that of the whole.
+        counted: an alias of the wrapper without its parts, which has its version counter.
     """
 
     __slots__ = ("_kind", "_layout", "_parts", "_unpack", "counted", "version")
@@ -55,14 +55,14 @@ class Wrapped:
         self._kind, self._unpack, self.counted = type(tensor), unpack, counted
         names, context = _compat.taken_apart(tensor)
         self._layout = context, tensor.size(), tensor.stride()
-        self._parts: dict[str, tuple[Any, bool]] = {}  # what stands for one, and whether packed
+        self._parts: dict[str, tuple[Any, bool]] = {}  # the part or what stands for it; if packed
         for name in names:
             part = getattr(tensor, name)
             if not isinstance(part, torch.Tensor):
                 self._parts[name] = part, False
             elif part.is_floating_point() or part.is_complex():
                 self._parts[name] = pack(part), True
-            else:  # offsets tell by their identity which lengths are the same ones
+            else:  # nested tensors tell equal lengths by the identity of their offsets
                 self._parts[name] = Kept(part), True
         self.version = -1 if tensor.is_inference() else _compat.version_of(tensor)
 
@@ -75,7 +75,7 @@ class Wrapped:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The whole again, from what its parts are now."""
+        """The wrapper again, put together from its parts."""
         parts = {
             name: self._unpack(part) if packed else part
             for name, (part, packed) in self._parts.items()

@@ -1,9 +1,9 @@
 """What an operator call writes, and whether it can be written again.
 
-Problem: activations in place, buffers, running statistics and `.data` change what is in a storage,
-in ways that autograd sees or does not see. Invariant: what is about to be written is known before
-it is; what cannot be made again is never read for the sake of a replay (rule 5); what autograd has
-saved and does not see changing is what the plain step would read (rule 4). Imports known,
+Problem: in-place activations, buffers, running statistics and `.data` change what is in a storage,
+in ways that autograd notices or does not. Invariant: what a call will write is known before it
+runs; what cannot be replayed is not recorded as reading anything (rule 5); where autograd does not
+notice that what it saved changes, it reads what it would in the plain step (rule 4). Imports known,
 operators. Rejected: treating every write alike, which keeps too much or gives gradients of the
 wrong content.
 """
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 class Writes(Known):
-    """The part of a recorder that looks at writes."""
+    """The part of a recorder that deals with writes."""
 
     def _written(
         self,
@@ -32,7 +32,7 @@ class Writes(Known):
         kwargs: dict[str, Any],
         statistics: tuple[int, ...],
     ) -> list[tuple[Entry, int | str]]:
-        """What the call is about to write, each storage once, and through which argument."""
+        """The storages that the call is about to write, each once, and through which argument."""
         places = facts.writes if not statistics else (*facts.writes, *statistics)
         if not places:
             return []
@@ -57,13 +57,13 @@ class Writes(Known):
         kwargs: dict[str, Any],
         statistics: tuple[int, ...],
     ) -> dict[int, tuple[Value | None, Tensor]]:
-        """The storages that a call is about to write without autograd's knowing: what it has saved
-        of each, if anything, and the tensor that is written.
+        """The storages that a call is about to write without autograd noticing: for each, the value
+        in it if autograd has saved that, and the tensor that is written.
 
-        Running statistics are written without a change of version. `.data` has a version counter of
-        its own, and so has each chunk of an `unsafe_chunk`: autograd does not see that what it has
-        saved changes, or that the memory around it does, and goes on with what is there, as in the
-        plain step (rule 4).
+        Running statistics are written without a new version. `.data` has a version counter of its
+        own, and so has each chunk of an `unsafe_chunk`: autograd does not notice that what it saved
+        changes, or the memory around it, and goes on with the new content, as in the plain step
+        (rule 4).
         """
         found: dict[int, tuple[Value | None, Tensor]] = {}
         for entry, place in written:
@@ -77,9 +77,9 @@ class Writes(Known):
         return found
 
     def _follow_live(self, old: Value | None, tensor: Tensor, entry: Entry) -> None:
-        """What autograd saved of `old` is the content that a write behind its back left."""
+        """After a write that autograd did not notice: what it saved of `old` is the new content."""
         if old is None or not old.saved or old.held is not None:
-            return  # nothing, or an alias shows what is there
+            return  # nothing was saved, or a held alias shows the new content
         new = self.value_in(entry)
         handles = old.handles()
         self._rebind(old, new)
@@ -94,14 +94,14 @@ class Writes(Known):
                 self.decisions.packed(handle, new)
 
     def _uncounted(self, tensor: Tensor) -> Tensor:
-        """An alias whose counter does not move when a write that runs now has returned."""
+        """An alias with a counter of its own, which the write that is running will not move."""
         return tensor.data
 
     def _can_be_made(
         self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
     ) -> bool:
-        """False if what the call writes cannot be made again, whatever its inputs are: a counter
-        that moves once a step is not read for the sake of a replay."""
+        """False if what the call writes cannot be replayed, whatever its inputs are. They are then
+        not recorded: a counter that moves once a step need not be copied for a replay."""
         if facts.blank or (facts.constant and not torch.is_grad_enabled()):
             return False
         return statistics or all(
@@ -117,7 +117,7 @@ class Writes(Known):
     ) -> dict[int, Ref] | None:
         """The ref through which each storage is written, by key; None: cannot be replayed.
 
-        Refs of memory that the operation overwrites entirely lose their value: what was there
+        Refs to memory that the operation overwrites entirely lose their value: the old content
         does not matter.
         """
         through: dict[int, Ref] = {}
@@ -139,7 +139,7 @@ class Writes(Known):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[Entry, int | str]]:
         """Plain tensors inside subclasses (the local part of a DTensor), which may share memory
-        with recorded ones: a write to the subclass reaches them without a change of version."""
+        with recorded ones: a write to the subclass changes them without a new version."""
         found: dict[int, tuple[Entry, int | str]] = {}
         for tensor in tensors_in(args, kwargs):
             for inner in _compat.inner_tensors(tensor):
@@ -152,14 +152,14 @@ class Writes(Known):
 
     @staticmethod
     def _rebind(old: Value, new: Value) -> None:
-        """Handles that autograd made before the call mean the content after it."""
+        """Let handles that autograd got before the call mean the content after it."""
         old.hand_over(new)
         new.scope = old.scope or new.region
         if new.op is None and old.held is not None:
             new.held, new.version = old.held, old.version
 
     def _saved(self, entry: Entry) -> Value | None:
-        """What is in a storage, if autograd has saved it."""
+        """The value in a storage, if autograd still has a handle on it."""
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         return value if value is not None and value.pending() else None
 
