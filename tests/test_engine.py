@@ -390,6 +390,8 @@ def test_the_table_of_the_compiled_recorder_is_a_mapping_that_forgets() -> None:
         table[1] = object()
     with pytest.raises(TypeError, match="leave a table with their storages"):
         del table[keys[0]]
+    with pytest.raises(TypeError, match="a value holds a tensor, or None"):
+        core.Value(None, 16, None).held = 3
     table.clear()
     assert len(table) == 0
     del tensors

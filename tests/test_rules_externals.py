@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, bits, check, counted, gradients, leaf, plainly
+from lowtide import replay
+from lowtide.tape.values import Ref
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -226,6 +229,22 @@ def test_a_frozen_norm_whose_statistics_move_between(seen: bool) -> None:
         return [*gradients((first + second).sum(), x, *norm.parameters()), *norm.buffers()]
 
     check(scenario)
+
+
+def test_the_statistics_of_a_frozen_norm_stand_where_they_stand_among_its_arguments() -> None:
+    """What is known of the arguments (whose gradients backward makes) is matched by order."""
+    norm, x = nn.BatchNorm1d(4).eval(), leaf(6, 4)
+    met: list[Any] = []
+    replay.listeners.append(met.extend)
+    try:
+        lowtide.checkpoint(lambda x: norm(x.sin()).exp(), x).sum().backward()
+    finally:
+        replay.listeners.remove(met.extend)
+    (op,) = [op for op in met if "batch_norm" in op.facts.name]
+    assert [ref.value for ref in op.refs] == [
+        argument.value for argument in op.args if isinstance(argument, Ref)
+    ]
+    assert [ref.value.number >= 0 for ref in op.refs] == [True, False, False, False, False]
 
 
 def test_statistics_that_are_saved_and_read_and_then_move() -> None:

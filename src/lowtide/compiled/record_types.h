@@ -34,6 +34,10 @@ inline PyObject* value_held(PyObject* self, void*) {
 }
 
 inline int value_set_held(PyObject* self, PyObject* to, void*) {
+  if (!is_none(to) && !THPVariable_Check(to)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a value holds a tensor, or None");
+    return -1;
+  }
   at::Tensor old = is_none(to) ? at::Tensor() : THPVariable_Unpack(to);
   std::swap(old, as<Value>(self)->held);
   return 0;

@@ -164,7 +164,7 @@ class Recorder(Saves, _compat.Mode):
         known = self._can_be_made(facts, written, bool(statistics))
         if known:
             if facts.statistics is not None and not statistics:
-                self._freeze(template, facts.statistics[:2], refs)
+                self._freeze(template, facts.statistics[:2])
             known = self._encode(template, range(len(template)), refs, statistics)
         named = kwargs
         if kwargs and known:
@@ -295,6 +295,8 @@ class Recorder(Saves, _compat.Mode):
                 else:
                     into[place] = ref
                     refs.append(ref)
+            elif isinstance(argument, Ref):  # see `_freeze`
+                refs.append(argument)
             elif isinstance(argument, list | tuple) and any(
                 isinstance(a, Tensor) for a in argument
             ):
@@ -303,7 +305,7 @@ class Recorder(Saves, _compat.Mode):
                 into[place] = items
         return known
 
-    def _freeze(self, into: list[Any], places: tuple[int, ...], refs: list[Ref]) -> None:
+    def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
         """Read running statistics from a copy: they are written without a new version (rule 4).
 
         What autograd itself saves of them stays the live buffer, as in the plain step.
@@ -314,7 +316,6 @@ class Recorder(Saves, _compat.Mode):
                 value = self.new_value(None, copied.untyped_storage().nbytes(), self.region)
                 value.held, value.version = copied, _compat.version_of(copied)
                 into[place] = Ref(value, copied)
-                refs.append(into[place])
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
