@@ -61,7 +61,7 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (10**5000, "a limit is at most 2**63 - 1 bytes; got more. "),
     ("9" * 400 + " GiB", "at most 2**63 - 1 bytes; '99999999999999999999...999999 GiB' is more. "),
     ("9" * 5000 + " B", "at most 2**63 - 1 bytes; '99999999999999999999...99999999 B' is more. "),
-    ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. Where nothing"),
+    ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. To limit nothing"),
     ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
                f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as a'
                " number: 0.6."),

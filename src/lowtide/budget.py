@@ -423,7 +423,7 @@ def budget(
             equally often. Default: each rank decides for itself.
 
     Returns:
-        The budget: a context manager to enter once for each step.
+        The budget, a context manager to enter once for each step.
 
     Raises:
         UsageError: the limit or the device cannot be used; the group does not exist; or, on

@@ -158,7 +158,8 @@ def fit(
             The first step follows that plan.
 
     Returns:
-        The budget: ``report()`` tells what the last step took, ``detach()`` removes it.
+        The budget, whose ``report()`` tells what the last step took and whose ``detach()`` removes
+        it.
 
     Raises:
         UsageError: the limit cannot be read; ``model`` is not a module, has a budget already, was

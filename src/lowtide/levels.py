@@ -122,8 +122,8 @@ def checkpoint_levels(
         policy: what to keep inside the regions, as for `lowtide.checkpoint`.
 
     Returns:
-        A handle: `print(handle.describe())` says what was chosen and why, `handle.remove()`
-        switches it off again.
+        A handle, whose `describe()` says what was chosen and why, and whose `remove()` switches it
+        off again.
 
     Raises:
         UsageError: ``model`` is not a module, ``level`` is not an int from 0 to 5, no module is

@@ -239,9 +239,8 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     recomputed in eval, and plain weights load. Weights saved through a wrapper (keys that begin
     with "module.") load too. A module that is already checkpointed is returned as it is.
 
-    Args:
-        module: any module with a forward.
-        policy: what to keep inside the region, as for `lowtide.checkpoint`.
+    `module` is any module with a forward; `policy` says what to keep inside the region, as for
+    `lowtide.checkpoint`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,

@@ -101,7 +101,7 @@ def enable(
         group: as for `lowtide.budget`; only with a limit.
 
     Returns:
-        What was switched on: ``remove()`` switches it off again.
+        A handle, whose ``remove()`` switches it off again.
 
     Raises:
         UsageError: a limit together with a policy or ``every_n_layers``; a limit that cannot be
@@ -164,7 +164,7 @@ def set_checkpointing_function(
         every_n_layers: checkpoint every n-th layer, beginning with the first.
 
     Returns:
-        What was switched on: ``remove()`` switches it off again.
+        A handle, whose ``remove()`` switches it off again.
 
     Raises:
         UsageError: the model is not one of these, has no layers that transformers can checkpoint,
