@@ -204,7 +204,9 @@ def test_what_is_refused() -> None:
         enable(model, limit=0.5, policy=KeepProducts())
     with pytest.raises(UsageError, match="Sequential has no layers that transformers can checkp"):
         enable(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(UsageError, match=r"a model of transformers or peft, not a Linear; for any"):
+    with pytest.raises(
+        UsageError, match=r"a model of transformers or peft, not a Linear; for other"
+    ):
         set_checkpointing_function(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not int"):
         enable(3)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def explain(
         >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
         True
         >>> print(told.sentences[0])
-        The step peaks at 1.0 MiB above what was there before it, in ...
+        The step peaks at 1.0 MiB above what was in memory before it, in ...
     """
     wanted = None if limit is None else parse_limit(limit)
     return explain_study(study(fn, args, kwargs, on=on), wanted)
@@ -212,7 +212,7 @@ def _peak(line: Timeline) -> str:
         "backward"
     )}[moment.phase]  # fmt: skip
     return (
-        f"peaks at {format_bytes(line.peak)} above what was there before it, in {when}, at "
+        f"peaks at {format_bytes(line.peak)} above what was in memory before it, in {when}, at "
         f"{moment.site.operator} ({_place(moment.site.module, moment.site.line)})"
     )
 

@@ -186,7 +186,7 @@ def refusal(
 
 
 def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
-    """The refusal of a step that was measured above its limit and has saved nothing that is
+    """The refusal of a step that was measured above its limit, and of whose saved tensors none is
     recorded. Both figures include what earlier steps have left, `before`."""
     why = (
         "and nothing that it saves for its backward is recorded, so nothing can be recomputed. "

@@ -268,7 +268,7 @@ def format_saved_tensors(
     if rest:
         more = sum(group.nbytes for group in rest)
         count = sum(group.count for group in rest)
-        label = [f"({count_of(len(rest), 'row')} more)", *[""] * (len(keys) - 1)]
+        label = [f"({count_of(len(rest), 'row')} not shown)", *[""] * (len(keys) - 1)]
         lines.append(_cells(more, held.total, count, label))
     assert sum(g.nbytes for g in shown) + sum(g.nbytes for g in rest) == held.total
     titles = ("bytes", "size", "share", "storages", *keys)

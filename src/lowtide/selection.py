@@ -1,9 +1,9 @@
 """From a selection that a user writes to the modules it means.
 
-Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one".
-If one that matches nothing were accepted, memory would silently stay as it is. Invariant: every
-entry of a selection matches at least one module that is called, or a `UsageError` names what came
-close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where `layers.*` also
+Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one",
+and if a selection that matches nothing were accepted, it would silently save no memory. Invariant:
+every entry of a selection matches at least one module that is called, or a `UsageError` names what
+came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where `layers.*` also
 matches every module inside every layer.
 """
 

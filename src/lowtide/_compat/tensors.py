@@ -177,9 +177,9 @@ def put_together(
 def awaited(tensor: torch.Tensor) -> torch.Tensor | None:
     """Wait for the collective that fills a tensor and return the result; None for other tensors.
 
-    A DTensor's `redistribute` makes such a tensor. Unnecessary when `AsyncCollectiveTensor` waits
-    as it is taken apart: until then its part has the content and version of before the end of the
-    collective.
+    A DTensor's `redistribute` makes such tensors. Unnecessary when `AsyncCollectiveTensor` waits
+    when it is taken apart; now its part may still have the content and version from before the end
+    of the collective.
     """
     functional = sys.modules.get("torch.distributed._functional_collectives")
     waits: type = getattr(functional, "AsyncCollectiveTensor", type(None))

@@ -1,4 +1,4 @@
-"""``lowtide explain TARGET``: in sentences, what is in memory at the peak, why, and what helps.
+"""``lowtide explain TARGET``: what is in memory at the peak, why, and what would help.
 
 Problem: a table helps only those who know what to look for. Invariant: the sentences are those of
 `lowtide.explain`. Imports explain, document. Rejected: making this the default of another verb.

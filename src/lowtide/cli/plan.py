@@ -86,7 +86,7 @@ def format_plan(plan: Plan, rows: int | None = 24) -> str:
         return [format_bytes(kept), format_bytes(redone), str(times), label]
 
     if rest:
-        cells.append(summed(f"({count_of(len(rest), 'module')} more)", rest))
+        cells.append(summed(f"({count_of(len(rest), 'module')} not shown)", rest))
     cells.append(summed("total", modules))
     titles = ("kept", "recomputed", "replays", "module")
     return "\n".join([*head, *table(titles, cells, right=3, total=True)])
