@@ -211,8 +211,8 @@ def test_a_backward_that_cannot_fit_is_refused_before_it_runs() -> None:
         with pytest.raises(lowtide.BudgetError) as caught:
             loss.backward()
         assert caught.value.minimum > limit.limit
-        assert "The smallest limit known to do is" in str(caught.value)
-        assert "computed from sizes so far" in str(caught.value)
+        assert "The smallest limit known to suffice is" in str(caught.value)
+        assert "not measured yet, but computed from sizes" in str(caught.value)
     assert not gradients(model)
     with limit:  # after a refusal, a step that fits runs
         loss = model.layers[0](x).square().mean()

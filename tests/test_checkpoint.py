@@ -60,7 +60,7 @@ def test_torchs_keywords_are_those_of_torchs_signature() -> None:
 
 
 def test_hooks_around_a_region_are_not_promised_what_it_holds() -> None:
-    with pytest.raises(UsageError, match="Open them inside the function"):
+    with pytest.raises(UsageError, match="Open the hooks inside the function"):
         lowtide.checkpoint(torch.sin, leaf(3), respect_saved_tensors_hooks=True)
 
 

@@ -164,7 +164,7 @@ def test_plan_writes_what_it_shows(
     assert plan.overhead == pytest.approx(data["overhead"])
     assert sum(m["recomputed_bytes"] for m in data["modules"]) > 0
     text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "3")
-    assert re.search(r"\(\d+ modules more\)$", text, re.M)
+    assert re.search(r"\(\d+ modules not shown\)$", text, re.M)
     assert re.search(r"^predicted peak +[\d.]+ \w+ of [\d.]+ \w+ plain \(\d+%\)$", text, re.M)
 
 
@@ -344,27 +344,27 @@ ERRORS = [
      r" --traceback"),
     (["run", "program.py:later", "--limit", "60%"], r"the step of program.py:later raised "
      r"ValueError: no third batch. Correct it, or add"),
-    (["saved", "program.py:instance"], r"is a model and no batch. Return \(model, batch\), o"),
+    (["saved", "program.py:instance"], r"is a model without a batch. Return \(model, batch\), o"),
     (["saved", "torch.nn:Linear", "--shape", "8x16"], r"missing 2 required positional arguments: .*"
-     r"Say what it is called with, --set NAME=VALUE for each argument, or add --traceback"),
+     r"Give its arguments, with --set NAME=VALUE for each, or add --traceback"),
     (["saved", "program"], r"cannot read the target 'program'. Write file.py:function or package"),
     (["saved", "absent.py:build"], r"there is no file 'absent.py' \(looked in "),
     (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
     (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
     (["saved", "program.py:nothing"], r"returned an int. Return \(model, batch\), \(step,"),
-    (["saved", "program.py:alone"], r"is a model and no batch. Return \(model, batch"),
+    (["saved", "program.py:alone"], r"is a model without a batch. Return \(model, batch"),
     (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
-    (["saved", "torch.nn:Linear"], r"is a class: say what goes in, for instance --sha"),
+    (["saved", "torch.nn:Linear"], r"is a class: give the shape of its input, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:Never", "--shape", "2xx"], r"cannot read the shape '2xx': write sizes"),
-    (["saved", "program.py:Large", "--shape", "2x9"], r"Large has 3725.3 GiB of parameters as it is"
-     r" built, and this machine .* Make it smaller with --set NAME=VALUE, or build it under "),
+    (["saved", "program.py:Large", "--shape", "2x9"], r"as built has 3725.3 GiB of parameters,"
+     r" but this machine has only .* Make it smaller with --set NAME=VALUE, or build it under "),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
-    (["saved", "program.py:build", "--rows", "-1"], r"--rows is a number of rows, 0 for all"),
-    (["plan", "program.py:build", "--rows", "-3"], r"--rows is a number of rows, 0 for all; got"),
-    (["plan", "program.py:build", "-o", "."], r"\. is a folder. Name the file to write with -o"),
-    (["report", "program.py:build", "-o", "", "--force"], r"\. is a folder. Name the file to wr"),
+    (["saved", "program.py:build", "--rows", "-1"], r"--rows is how many rows to print, 0 for all"),
+    (["plan", "program.py:build", "--rows", "-3"], r"is how many rows to print, 0 for all; got"),
+    (["plan", "program.py:build", "-o", "."], r"\. is a folder. Name a file to write: -o"),
+    (["report", "program.py:build", "-o", "", "--force"], r"\. is a folder. Name a file to wr"),
     (["saved", "program.py:broken", "--by", "x"], r"cannot be summed by 'x': use one or more of"),
     (["plan", "program.py:build", "--limit", "6 Gib!"], r"cannot read the limit '6 Gib!'"),
     (["plan", "program.py:build", "--limit", "150%"], r"above 0% and at most 100%; got '150%'"),
@@ -372,14 +372,14 @@ ERRORS = [
     (["plan", "program.py:build", "--limit", "1.5"], r"in \(0, 1\]; got 1.5. Bytes are a whole n"),
     (["plan", "program.py:build", "--limit", "9" * 400 + " GiB"], r"at most 2\*\*63 - 1 bytes; "),
     (["plan", "program.py:build", "--limit", "9" * 400], r"is at most 2\*\*63 - 1 bytes; got more"),
-    (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; plain .* limit\.$"),
-    (["plan", "program.py:frozen", "--limit", "60%"], r"No backward asks for anything of this step,"
-     r" so there is nothing to recompute: does what it returns require grad\?"),
-    (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), and the forward of"
-     r" Sequential cannot be, for a batch of 2: too many positional arguments. Return \(step, bat"),
-    (["saved", "program.py:misnamed"], r"called as model\(\*\*batch\), .* for a batch of 1: missing"
+    (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; its pl.* limit\.$"),
+    (["plan", "program.py:frozen", "--limit", "60%"], r"No backward asks for anything from this "
+     r"step, so there is nothing to recompute: does what it returns require grad\?"),
+    (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), but the forward of"
+     r" Sequential does not accept this batch of 2: too many positional arguments. Return \("),
+    (["saved", "program.py:misnamed"], r"called as model\(\*\*batch\), .* this batch of 1: missing"
      r" a required argument: 'input'. Return \(step, batch\), where step\(\*\*batch\)"),
-    (["saved", "program.py:leaves"], r"program.py:leaves left the program with status 4: .* Put "
+    (["saved", "program.py:leaves"], r"program.py:leaves ended the program with status 4: .* Put "
      r'that under if __name__ == "__main__"\.'),
     (["run", "program.py:build", "--steps", "0"], r"--steps is how many steps to run, at "),
     (["report", "program.py:build", "-o", "no/x.html"], r"there is no folder no to write x.htm"),

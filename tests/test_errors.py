@@ -57,11 +57,11 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (1.0001, f"in (0, 1]; got 1.0001. {WHOLE}"),
     (np.float32(1.5), f"in (0, 1]; got {np.float32(1.5)!r}. {WHOLE}"),
     (Fraction(10**400), "a float limit is a fraction of the plain step's peak, in (0, 1]; got "),
-    (2**63, "a limit is at most 2**63 - 1 bytes; got more. Where nothing is to be limited, leave"),
+    (2**63, "a limit is at most 2**63 - 1 bytes; got more. To limit nothing, leave"),
     (10**5000, "a limit is at most 2**63 - 1 bytes; got more. "),
     ("9" * 400 + " GiB", "at most 2**63 - 1 bytes; '99999999999999999999...999999 GiB' is more. "),
     ("9" * 5000 + " B", "at most 2**63 - 1 bytes; '99999999999999999999...99999999 B' is more. "),
-    ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. Where nothing"),
+    ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. To limit nothing"),
     ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
                f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as a'
                " number: 0.6."),
@@ -192,7 +192,7 @@ def test_fit_twice() -> None:
     first = lowtide.fit(model, 0.5)
     with pytest.raises(lowtide.UsageError) as caught:
         lowtide.fit(model, 0.6)
-    assert "this Linear has a budget already: call detach()" in str(caught.value)
+    assert "this Linear has a budget already. Call detach()" in str(caught.value)
     first.detach()
     first.detach()
     lowtide.fit(model, 0.6).detach()
@@ -275,7 +275,7 @@ def test_a_budget_on_a_device_that_nobody_counts() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 @pytest.mark.parametrize(("device", "kind"), [("cuda", "CUDA"), ("mps", "MPS"), ("xpu:1", "XPU")])
 def test_a_budget_on_a_device_that_is_not_there(device: str, kind: str) -> None:
-    with pytest.raises(UsageError, match=rf"device='{device}', and torch finds no {kind} here\. P"):
+    with pytest.raises(UsageError, match=rf"device='{device}', but torch finds no {kind} here\. P"):
         lowtide.budget(0.5, device=device)
 
 

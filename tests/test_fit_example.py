@@ -63,7 +63,7 @@ def test_the_first_step_is_planned(
 
 def test_refused_before_any_step_runs() -> None:
     net, x = Net(), batch()
-    with pytest.raises(lowtide.BudgetError, match="smallest limit known to do is") as caught:
+    with pytest.raises(lowtide.BudgetError, match="smallest limit known to suffice is") as caught:
         lowtide.fit(net, "64 KB", example=x)
     assert caught.value.minimum is not None
     assert all(p.grad is None for p in net.parameters())
@@ -107,7 +107,7 @@ def test_another_batch_than_the_example_is_planned_anew() -> None:
 
 
 def test_an_example_is_one_of_training() -> None:
-    with pytest.raises(lowtide.UsageError, match="in eval mode: call its train"):
+    with pytest.raises(lowtide.UsageError, match=r"in eval mode\. Call its train"):
         lowtide.fit(Net().eval(), "1 MB", example=batch())
 
 

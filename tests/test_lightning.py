@@ -272,7 +272,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         MemoryBudget("much")
     late = Net()
     with pytest.raises(
-        UsageError, match=r"has 2 of these callbacks \(limits 0.7, '1 MiB'\), and a"
+        UsageError, match=r"has 2 of these callbacks \(limits 0.7, '1 MiB'\), but a"
     ):
         fit(tmp_path, MemoryBudget(0.7), MemoryBudget("1 MiB"), module=late)
     assert late.parts is None  # before anything was set up

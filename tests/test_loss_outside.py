@@ -91,7 +91,7 @@ def test_a_loss_that_takes_too_much_is_refused_with_what_would_do() -> None:
     with pytest.raises(lowtide.BudgetError) as caught:
         train(model, x, wide, 2)
     text, least = str(caught.value), caught.value.minimum
-    assert "at its peak stands what the loss takes outside of the budget" in text
+    assert "its peak is in the loss, outside the budget" in text
     assert least is not None
     budget.detach()
     lowtide.fit(model, least)

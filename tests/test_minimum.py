@@ -269,8 +269,8 @@ def test_a_refusal_after_a_dry_run_says_what_had_been_predicted() -> None:
     text, least = str(caught.value), caught.value.minimum
     assert least is not None
     assert first <= least <= 1.01 * first
-    assert f"The smallest limit known to do is {least} bytes" in text
-    assert f"had been predicted, from sizes, to take {format_bytes(plan.peak)};" in text
+    assert f"The smallest limit known to suffice is {least} bytes" in text
+    assert f"was predicted, from sizes, to take {format_bytes(plan.peak)};" in text
     budget = lowtide.budget(least)
     assert max(measured_step(model, x, budget) for _ in range(3)) <= least
 
@@ -313,7 +313,7 @@ def test_a_refusal_says_what_the_program_has_in_memory() -> None:
     with pytest.raises(lowtide.BudgetError) as caught:
         lowtide.plan(model, x, limit=lowtide.plan(model, x).minimum_peak // 2)
     held = format_bytes(3 * 4 * 16 * 64 * 64 * 4)  # one, two and three; four is used there
-    assert f"of which your program itself has {held} in memory" in str(caught.value)
+    assert f"Your program itself has references to {held} that" in str(caught.value)
 
 
 @on_one_recorder

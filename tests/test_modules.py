@@ -107,7 +107,7 @@ def test_a_pattern_meant_for_deeper_modules_says_so() -> None:
 
 
 def test_a_pattern_with_nothing_near_lists_the_top() -> None:
-    assert "Its top names are: stem, layers, head." in fails("qqqqqqqq")
+    assert "Its top-level names are: stem, layers, head." in fails("qqqqqqqq")
 
 
 def test_a_type_that_matches_nothing_lists_near_misses() -> None:
@@ -133,7 +133,7 @@ def test_every_entry_of_a_list_must_match() -> None:
 
 def test_a_predicate_that_is_never_true() -> None:
     text = fails(lambda name, module: None)
-    assert "returned a false value for every one of the 23 modules" in text
+    assert "returned a false value for each of the 23 modules" in text
     assert "predicate(name, module)" in text
 
 
@@ -159,7 +159,7 @@ def test_modules_are_selected_by_themselves() -> None:
 
 def test_a_module_of_another_model_is_none_of_this() -> None:
     text = fails(nn.Linear(1, 1))
-    assert "the Linear given is not a module of this" in text
+    assert "the given Linear is not a module of this" in text
     assert "but of another model or of a copy" in text
 
 
@@ -168,12 +168,12 @@ def test_an_empty_selection() -> None:
 
 
 def test_every_beyond_the_end() -> None:
-    assert "takes nothing: there are 4 such modules" in fails(every(2, Block, start=4))
+    assert "selects nothing: there are 4 such modules" in fails(every(2, Block, start=4))
 
 
 @pytest.mark.parametrize(("n", "start"), [(0, 0), (-1, 0), (2.0, 0), (True, 0), (2, -1)])
 def test_every_with_bad_numbers(n: Any, start: Any) -> None:
-    with pytest.raises(UsageError, match=r"is a whole number, [01] or more; every\(2, 'layers"):
+    with pytest.raises(UsageError, match=r"must be an int, [01] or more; every\(2, 'layers"):
         every(n, "layers.*", start)
 
 
@@ -274,7 +274,7 @@ def test_the_handle_prints_well() -> None:
     )
     assert handle.describe().splitlines()[5] == "layers.5"
     handle.remove()
-    assert "6 modules checkpointed no longer" in repr(handle)
+    assert "6 modules no longer checkpointed" in repr(handle)
     assert repr(checkpoint_modules(model, "head")) == (
         "<lowtide.Handle: 1 module checkpointed: head>"
     )

@@ -194,7 +194,7 @@ def test_a_class_in_place_of_a_policy_is_refused_before_it_is_asked(
     with pytest.raises(lowtide.UsageError) as caught:
         way(KeepProducts)
     assert str(caught.value).startswith(
-        f"{caller}: policy is the class KeepProducts. Call it: KeepProducts(), with its"
+        f"{caller}: policy is the class KeepProducts, not an instance. Write KeepProducts(), with"
     )
 
 
@@ -224,14 +224,14 @@ def test_operators_themselves_are_names_too() -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: KeepOperators(["mm"]), "KeepOperators takes operators, one an argument"),  # type: ignore[list-item]
-        (lambda: RecomputeOperators(3), "RecomputeOperators takes operators, one an argument"),
+        (lambda: KeepOperators(["mm"]), "KeepOperators takes one operator per argument"),  # type: ignore[list-item]
+        (lambda: RecomputeOperators(3), "RecomputeOperators takes one operator per argument"),
         (
             lambda: KeepNamed(["a"]),
-            "KeepNamed takes names, one an argument",
+            "KeepNamed takes one name per argument",
         ),  # type: ignore[list-item, arg-type]
-        (lambda: KeepProducts() | None, r"a \| b: None is no policy\. Leave it out"),  # type: ignore[operator]
-        (lambda: KeepProducts() & None, r"a & b: None is no policy\. Leave it out"),  # type: ignore[operator]
+        (lambda: KeepProducts() | None, r"a \| b: None cannot be combined\. Leave it out"),  # type: ignore[operator]
+        (lambda: KeepProducts() & None, r"a & b: None cannot be combined\. Leave it out"),  # type: ignore[operator]
     ],
 )
 def test_what_names_nothing_is_refused(make: Callable[[], object], told: str) -> None:

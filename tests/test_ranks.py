@@ -398,7 +398,7 @@ def test_a_limit_that_one_rank_refuses_is_refused_on_all(
     assert told[0]["text"].startswith(
         "1 of 4 ranks cannot keep their limit, so all of them stop here. Rank 2 needs most: "
     )
-    assert "The smallest limit known to do is" in told[0]["text"]
+    assert "The smallest limit known to suffice is" in told[0]["text"]
     assert len({outcome["minimum"] for outcome in told}) == 1
 
 

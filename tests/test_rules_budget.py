@@ -383,7 +383,7 @@ def test_what_cannot_be_recorded_is_refused_once_it_was_measured(limit: float | 
     with contextlib.suppress(lowtide.BudgetError):
         step()
     with pytest.raises(
-        lowtide.BudgetError, match=r"fit in .* (at least|known to do is) \d+ b"
+        lowtide.BudgetError, match=r"fit in .* (at least|known to suffice is) \d+ b"
     ) as e:
         step()
     assert e.value.minimum > 0.9 * peak

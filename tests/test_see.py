@@ -369,7 +369,7 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
 def test_a_step_of_nothing_is_explained() -> None:
     told = lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4))
     assert told.changes == ()
-    assert "Nothing stands at the peak." in str(told)
+    assert "The peak is zero." in str(told)
 
 
 def without_a_backward() -> dict[str, Callable[[], Tensor]]:
@@ -476,7 +476,7 @@ def test_a_limit_that_cannot_be_kept_is_explained() -> None:
     told = lowtide.explain(lambda x: model(x).square().mean(), torch.randn(512, 32), limit="1 kB")
     assert told.plan is None
     assert told.refused is not None
-    assert "The limit of 1000 B cannot be kept. The smallest that would do is" in str(told)
+    assert "The limit of 1000 B cannot be kept. The smallest that would suffice is" in str(told)
 
 
 @torch.library.custom_op("lowtide_see::opaque", mutates_args=())

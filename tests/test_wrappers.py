@@ -91,7 +91,7 @@ def test_a_child_that_is_called_module_keeps_its_name() -> None:
 
 
 def test_what_the_wrapper_refuses() -> None:
-    with pytest.raises(UsageError, match="ModuleList has no forward; wrap the modules it holds"):
+    with pytest.raises(UsageError, match="ModuleList has no forward; wrap the modules in it"):
         ActivationCheckpointWrapper(nn.ModuleList())
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not int"):
         ActivationCheckpointWrapper(3)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 ``with lowtide.budget("6 GiB"):`` around forward and loss keeps a training step inside a memory
 limit by rematerializing activations, with the same bits in every gradient, buffer and random
-number as the untouched step. Importing this package loads torch and nothing else heavy; what needs
-another package (`lowtide.transformers`, `lowtide.lightning`, `lowtide.monai`) is imported when it
-is first asked for.
+number as in the plain step. Importing this package loads torch and nothing else heavy. What needs
+another package (`lowtide.transformers`, `lowtide.lightning`, `lowtide.monai`) is imported on first
+use.
 """
 
 import importlib

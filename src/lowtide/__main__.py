@@ -1,4 +1,4 @@
-"""``python -m lowtide``: the command line, where the script is not on the path. Imports cli."""
+"""``python -m lowtide``: the command line, if the script is not on the path. Imports cli."""
 
 from lowtide.cli import main
 

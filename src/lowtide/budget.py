@@ -1,12 +1,12 @@
 """`lowtide.budget`: one line around forward and loss keeps a step inside a memory limit.
 
 Problem: nobody knows which activations to recompute, and the answer changes with every shape.
-Invariant: the limit is a promise (rule 13): the first step is kept inside it by dropping values
-while it runs, every later one by a plan made from what the first one showed; what cannot fit is
-refused with the smallest limit known to do. A backward ends a step, also inside the context:
-what is saved after it belongs to the next one, which has what is left of the limit. Imports step,
-planning, decide, observer. Rejected: plans from the model's code, which does not say what
-autograd saves.
+Invariant: the limit is a promise (rule 13). The first step is kept inside it by dropping values
+while it runs, every later one by a plan made from what the first one showed. A step that cannot fit
+is refused, and the smallest limit known to suffice is named. A backward ends a step, also inside
+the context; what is saved after it belongs to the next step, which has what is left of the limit.
+Imports step, planning, decide, observer. Rejected: plans made from the model's code, which does not
+say what autograd saves.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 _LEARNING_STEPS = 2
 _MEASURE_EVERY = 50
-_ANEW = 5  # budgets in a row that had one step each, after which their user is told
+_ANEW = 5  # after so many budgets in a row that had one step each, the user is warned
 
 _log = logging.getLogger("lowtide")
-_beginners: dict[int | float, int] = {}  # of each limit, budgets since one had a second step
+_beginners: dict[int | float, int] = {}  # per limit: budgets since one had a second step
 
 
 class Budget(Planning):
@@ -69,18 +69,18 @@ class Budget(Planning):
         named = None if device is None else counted_device(device, "a budget")
         self.where = Where(named, self._moved)
         self._recording: Recording | None = None
-        self._threads: dict[int, bool] = {}  # that are inside; whether it records there
-        self._occupied = threading.Lock()  # by the one that it records on
+        self._threads: dict[int, bool] = {}  # threads inside: whether it records there
+        self._occupied = threading.Lock()  # held for the thread that it records on
         self._steps = 0
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
-        self._earlier = Earlier(self.where)  # steps of this context that are over
-        self._active: list[StepDecisions] = []  # steps whose backward is not over
+        self._earlier = Earlier(self.where)  # finished steps of this context
+        self._active: list[StepDecisions] = []  # steps whose backward has not finished
         if given is not None:
             self._plans.add(given.prepared())
             self._plain_peak = given.plain_peak
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy (of a module that has a budget, say) has the limit, and has learned nothing."""
+        """A copy (say, of a module that has a budget) has the limit, but has learned nothing."""
         return _anew, self._asked
 
     def __repr__(self) -> str:
@@ -101,9 +101,9 @@ class Budget(Planning):
         if records:
             if not self._occupied.acquire(blocking=False):
                 raise UsageError(
-                    "this budget is entered on another thread: a step on each at a time would be "
-                    "two steps inside of one limit. Give each thread a budget of its own, or let "
-                    "them take turns, backwards included."
+                    "this budget is already entered on another thread: one step on each thread "
+                    "would be two steps inside one limit. Give each thread a budget of its own, or "
+                    "let them take turns, backwards included."
                 )
             try:
                 self._open()
@@ -127,13 +127,13 @@ class Budget(Planning):
         if self._ranks is not None:
             self._agree(self._ranks)
         if self._refusal is not None:
-            again, self._refusal = self._refusal.again, None  # the step after may be another one
+            again, self._refusal = self._refusal.again, None  # the step after it may differ
             raise again()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.before = self.place = 0
         if self._ranks is not None:
-            self._shortage = Shortage()  # what one of them knows, the others do not plan for
+            self._shortage = Shortage()  # the other ranks do not know of this one's
         elif failed is not None and self._earlier.failures > last.failures:
             self.backward_ran_out(failed)
         decisions = self._next_decisions()
@@ -150,7 +150,7 @@ class Budget(Planning):
         check_up = not self._steps % _MEASURE_EVERY
         prepared, plans = self._expected(), self._plans.version
         observer = self._observer(prepared, check_up)
-        if plans != self._plans.version:  # to begin to measure has brought what the last step did
+        if plans != self._plans.version:  # starting to measure delivered the last step's result
             prepared = self._expected()
         if prepared is not None:
             self._plain_peak = prepared.plain_peak
@@ -171,7 +171,7 @@ class Budget(Planning):
         self._active.append(decisions)
 
     def _moved(self) -> None:
-        """Another device counts than was thought: what has been measured on that says nothing."""
+        """The limit applies to another device than assumed: what was measured so far is void."""
         self._earlier.begin()
         for decisions in self._active:
             decisions.stop_measuring()
@@ -181,7 +181,7 @@ class Budget(Planning):
         return bool(self._active) and self._active[-1].keeps_wrappers
 
     def next_step(self) -> None:
-        """Inside of the context a backward has run, and autograd saves something again."""
+        """Called when autograd saves something after a backward that ran inside the context."""
         recording, over = self._recording, self._active[-1]
         if recording is None or _compat.in_backward() or not recording.at_its_root:
             return
@@ -225,14 +225,14 @@ class Budget(Planning):
             if decisions.operations:
                 self.where.forward_over()
             known = self._known_refusal(decisions) if error is None else None
-            if error is not None or known is not None:  # nothing is learned from half a step
+            if error is not None or known is not None:  # half a step teaches nothing
                 self._active.remove(decisions)
                 decisions.discard()
             if known is not None:
                 try:
                     raise known
                 finally:
-                    del known  # or its traceback would hold this frame, and this frame it
+                    del known  # otherwise its traceback and this frame would hold each other
 
     # ------------------------------------------------------------------ a step's life
 
@@ -261,7 +261,7 @@ class Budget(Planning):
             and not decisions.switched
             and self.matching(decisions.seen, whole=True)
         ):
-            self._freezes_inside = True  # only when it began were the leaves not those of the plan
+            self._freezes_inside = True  # the leaves differed from the plan's only when it began
         if prepared is not None and not decisions.switched:
             wanted = self._for_this_backward(prepared)
             if wanted is prepared:
@@ -275,7 +275,7 @@ class Budget(Planning):
         known = self._known_refusal(decisions)
         if known is not None:
             observer.mark_end()
-            decisions.begun = False  # should backward be called again, this is said again
+            decisions.begun = False  # a second call of backward is refused again
             try:
                 raise known
             finally:
@@ -284,7 +284,7 @@ class Budget(Planning):
         self._settle(decisions, observer)
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
-        """Not the step that was planned: plan its backward from what is still held."""
+        """The step differs from its plan: plan its backward from what is still held."""
         held = observer.held_from_forward()
         prepared = decisions.prepared
         graph = observer.graph() if prepared is None else prepared.graph
@@ -296,18 +296,18 @@ class Budget(Planning):
         if self._plain_peak is None:
             self._plain_peak = plain
         limit = self._limit(plain, self.before)
-        # A fraction of a peak that is only modelled is not refused before it is measured.
+        # A fraction of a modelled peak is not refused before that peak is measured.
         strict = measured or (isinstance(self.limit, int) and not decisions.keeps_wrappers)
         graph = forward_over(graph, held)
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
-            decisions.prepared, decisions.covered = None, False  # this one may need less
+            decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer)
             return
         allowed = self._allowed(plain, self.before)
         if found.result.peak > allowed and strict:
             observer.mark_end()
-            decisions.begun = False  # should backward be called again, this is said again
+            decisions.begun = False  # a second call of backward is refused again
             raise self._refusing(graph, allowed, found.retain, self.before, measured=measured)
         self._shortage.needs(found.result.peak + self.before)
         decisions.settle(found.retain)
@@ -315,8 +315,8 @@ class Budget(Planning):
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.
 
-        A step that has not been so far is left to a later call, but its memory can no longer be
-        told from that of the forward that begins now.
+        A step whose backward has not run yet is left to a later call, but its memory can no longer
+        be told apart from that of the forward that begins now.
         """
         if decisions.ended or decisions.abandoned():
             self._active.remove(decisions)
@@ -335,7 +335,7 @@ class Budget(Planning):
             observer.finish(lambda watched: self._learn(watched, decisions))
 
     def report(self) -> BudgetReport:
-        """What the last finished step did; see `BudgetReport`."""
+        """Return what the last finished step did, as a `BudgetReport`."""
         for decisions in tuple(self._active):
             if decisions.ended and not self._occupied.locked():
                 self._finish(decisions)
@@ -368,14 +368,14 @@ class Budget(Planning):
 
 
 def _tell_of_many(limit: int | float, steps: int) -> None:
-    """A budget made anew for each step keeps its limit, but never plans: say so, once."""
+    """A budget made anew for each step keeps its limit but never plans: warn once."""
     count = _beginners.get(limit, 0)
-    if count == _ANEW:  # that was said
+    if count == _ANEW:  # already warned
         return
     _beginners[limit] = count + 1 if steps == 1 else 0
     if _beginners[limit] == _ANEW:
         _log.warning(
-            "%d budgets of %s have had one step each: a budget learns from a step and plans the "
+            "%d budgets of %s had one step each: a budget learns from its first step and plans the "
             "next ones. Make one before the loop, and enter the same object for each step.",
             _ANEW,
             format_bytes(limit) if isinstance(limit, int) else f"{limit:g} of the plain peak",
@@ -402,29 +402,33 @@ def budget(
                 loss = loss_fn(model(batch))
             loss.backward()
 
-    One object is used for all steps: it learns from the first and plans the others. The limit
-    bounds the bytes that the step allocates on the device above what is allocated when the
-    context is entered, until the end of backward: activations, gradients, temporaries, kernel
-    workspace. With grad disabled nothing happens. Where backward runs inside the context, several
-    times even (a GAN, an attack on the input, accumulation), each of them ends a step with a plan
-    of its own, and what it leaves in memory counts for the limit of the next.
+    Use one object for all steps: it learns from the first and plans the others. The limit bounds
+    the bytes that the step allocates on the device, above what is allocated when the context is
+    entered, until the end of backward: activations, gradients, temporaries and kernel workspace.
+    With grad disabled nothing is recorded. If backward runs inside the context, even several times
+    (a GAN, an attack on the input, gradient accumulation), each backward ends a step with a plan of
+    its own, and what that step leaves in memory counts towards the limit of the next.
 
     Args:
-        limit: bytes (``int``); text, ``"6 GiB"`` or ``"800 MB"``; or a ``float`` in (0, 1], a
-            fraction of the peak of the same step with nothing recomputed, the largest of those
-            that ran so far if they differ; or a `Plan`, which is
-            followed from the first step on. A step that is not the one it was made for is noticed
-            at the first operation that differs, and planned like any unknown step.
-        device: where to count. Default: the first device of the accelerator (CUDA, ROCm, XPU, MPS,
-            ...) on which a step makes something, or the CPU where none does. What a step makes on
+        limit: bytes, as an ``int``; text, such as ``"6 GiB"`` or ``"800 MB"``; a ``float`` in
+            (0, 1], a fraction of the plain step's peak (of the largest one measured so far, if
+            steps differ); or a `Plan`, which is followed from the first step on. A step other than
+            the planned one is noticed at the first operation that differs, and planned like any
+            unknown step.
+        device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
+            ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.
-        group: a process group, or True for the default one, whose ranks are to plan and to refuse
-            alike. Entering the budget is then a collective of that group: every rank enters it
+        group: a process group, or True for the default one, whose ranks plan and refuse alike.
+            Entering the budget is then a collective of that group, so every rank must enter it
             equally often. Default: each rank decides for itself.
 
+    Returns:
+        The budget, a context manager to enter once for each step.
+
     Raises:
-        UsageError: a limit that cannot be read; a budget entered twice or inside another; a group
-            that is not there.
-        BudgetError: the limit cannot be met; it names the smallest known to do.
+        UsageError: the limit or the device cannot be used; the group does not exist; or, on
+            entering, the budget is already entered, here or on another thread, or another budget
+            or region is open on this thread.
+        BudgetError: the limit cannot be met. The error names the smallest limit known to suffice.
     """
     return Budget(limit, device=device, group=group)

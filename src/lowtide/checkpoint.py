@@ -1,9 +1,9 @@
 """`lowtide.checkpoint`: a function in, a rematerialized region out.
 
-Problem: `torch.utils.checkpoint` runs the function twice, so that counters, statistics, hooks and
-random state move twice. Invariant: here the function runs once (rule 2); what its backward needs
-is replayed operation by operation. Imports step and policies. Rejected: keeping torch's
-two modes (`use_reentrant`); there is one behaviour and it needs no such choice.
+Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
+state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
+replayed operation by operation. Imports step and policies. Rejected: torch's two modes
+(`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# torch's own keywords. They are taken so that a call can be moved over unchanged.
+# torch's own keywords, accepted so that a call can be moved over unchanged.
 TORCH_KEYWORDS = (
     "use_reentrant",
     "preserve_rng_state",
@@ -40,12 +40,12 @@ TORCH_KEYWORDS = (
 )
 
 
-# Whether torch's compiler takes a frozen dataclass for a constant.
+# Whether torch's compiler treats a frozen dataclass as a constant.
 _POLICIES_ARE_CONSTANTS = _compat.torch_has((2, 12))
 
 
 class RegionDecisions:
-    """Decisions of a recording that is one user-made region: its policy, and nothing else."""
+    """Decisions of a recording opened by a region: its policy, and nothing else."""
 
     __slots__ = ()
     asks = False
@@ -83,7 +83,8 @@ class RegionDecisions:
     def retained(self, value: Value, request: Handle) -> bool:
         """What the request's region, or one around it, needs; not the insides of others (rule 9).
 
-        Inputs of inner regions are needed by the region around, although nobody saved them there.
+        The inputs of an inner region are needed by the region around it, although nothing saved
+        them there.
         """
         scope = value.scope
         if scope is None or not scope.contains(request.region):
@@ -94,7 +95,7 @@ class RegionDecisions:
         pass
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
-        return False  # nothing is held here that nobody needs
+        return False  # everything held here is needed
 
     def replay_out_of_memory(self, attempt: int) -> bool:
         return False
@@ -104,7 +105,7 @@ _DECISIONS = RegionDecisions()
 
 
 class Selective:
-    """torch's selective-checkpoint policy function, asked once an operator call."""
+    """torch's selective-checkpoint policy function, asked once per operator call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -121,7 +122,7 @@ class Selective:
 
 
 def region(policy: Any = None) -> Recording | Nested:
-    """A context manager that makes what runs inside it one rematerialized region."""
+    """A context manager that makes what runs inside it one region."""
     recorder = current_recorder()
     if recorder is not None:
         return Nested(recorder, policy)
@@ -148,27 +149,27 @@ def checkpoint(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without storing the activations inside it.
 
-    What backward needs of them is recomputed from the inputs, operation by operation: the
-    function itself runs once, so buffers, counters, hooks and random state move once, and
-    gradients have the same bits as without checkpointing. Any arguments, any nesting of outputs;
-    no input needs to require grad. Regions may be nested: an inner region frees its insides even
-    while the outer one is being replayed. With grad disabled nothing is recorded.
+    What backward needs of them is recomputed from the inputs, operation by operation. The function
+    itself runs once, so buffers, counters, hooks and random state move once, and gradients have the
+    same bits as without checkpointing. Arguments and outputs may be anything, in any nesting; no
+    input needs to require grad. Regions may be nested: an inner region frees its insides even while
+    the outer one is being replayed. With grad disabled nothing is recorded.
 
     A drop-in for `torch.utils.checkpoint.checkpoint`, whose keywords are accepted:
 
-    - ``use_reentrant``: accepted, without effect; there is one behaviour.
-    - ``preserve_rng_state``: accepted, without effect; every operation that draws is replayed
-      with the state it drew from, whichever generator it used.
-    - ``determinism_check``, ``debug``: accepted, without effect; an operation cannot be replayed
-      with other arguments than it had, so there is nothing to compare.
-    - ``early_stop``: accepted, without effect; only the operations that lead to the requested
-      tensor run.
+    - ``use_reentrant``: no effect; there is one behaviour.
+    - ``preserve_rng_state``: no effect; every operation that draws random numbers is replayed with
+      the state it drew from, whichever generator it used.
+    - ``determinism_check``, ``debug``: no effect; an operation is replayed with the arguments that
+      it had, so there is nothing to compare.
+    - ``early_stop``: no effect; only the operations that lead to the requested tensor run again.
     - ``respect_saved_tensors_hooks``: hooks opened inside the function see every tensor that it
       saves; hooks around a region do not see what the region holds, so `True` is refused.
     - ``context_fn``: honoured if it makes torch's selective-checkpoint contexts
       (``functools.partial(create_selective_checkpoint_contexts, policy)``); refused otherwise.
 
-    While `torch.compile` traces, the call is handed to torch's own checkpoint, which it knows.
+    While `torch.compile` traces, the call becomes one of torch's own checkpoint, which the compiler
+    understands.
 
     Without a function it is a decorator: ``@checkpoint(policy=...)`` above a function or method.
 
@@ -178,11 +179,16 @@ def checkpoint(
         policy: what to keep inside the region, see `lowtide.policies`. Default: nothing.
         **kwargs: its keyword arguments, and torch's keywords above.
 
+    Returns:
+        What the function returns; without a function, the decorator.
+
     Raises:
-        UsageError: for a ``context_fn`` that is not a selective-checkpoint one, and for other
-            keywords than these where no function is given.
+        UsageError: ``policy`` is not callable or is given together with ``context_fn``;
+            ``context_fn`` does not make selective-checkpoint contexts;
+            ``respect_saved_tensors_hooks`` is true; or no function is given, but arguments or
+            keywords other than these are.
         UnsupportedError: inside a ``torch.func`` transform.
-        ReplayError: in backward, if an input or parameter was changed in place since.
+        ReplayError: in backward, if an input or parameter was changed in place since the forward.
 
     Source of the idea: Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
@@ -213,11 +219,11 @@ def _call(
     policy: Policy | None,
     given: dict[str, Any],
 ) -> R:
-    """Run a region; `given` are torch's keywords."""
+    """Run a region; `given` has torch's keywords."""
     if given.get("respect_saved_tensors_hooks"):
         raise UsageError(
             "respect_saved_tensors_hooks=True: what a region holds for its replay does not go "
-            "through saved-tensor hooks that stand around it. Open them inside the function, where "
+            "through the saved-tensor hooks around it. Open the hooks inside the function, where "
             "they see every tensor that it saves, or leave the keyword out."
         )
     if torch.compiler.is_compiling():
@@ -243,7 +249,7 @@ def _traced(
         if not _POLICIES_ARE_CONSTANTS:
             raise UnsupportedError(
                 "a policy inside a function that torch.compile traces needs torch 2.12 or later. "
-                "Leave it out there, or give torch's own: context_fn=functools.partial("
+                "Leave it out, or use torch's own: context_fn=functools.partial("
                 "create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])."
             )
         given["context_fn"] = functools.partial(_torch_contexts, _number_of(policy))
@@ -256,17 +262,17 @@ _traced_policies: list[Policy] = []
 
 @_compat.constant_while_compiling
 def _number_of(policy: Policy) -> int:
-    """A number for a policy: torch's checkpoint takes constants only while it is traced."""
+    """A number for a policy: while torch's checkpoint is traced, it takes only constants."""
     check_policy(policy, "checkpoint")
     if not _is_whole(policy):
         raise UnsupportedError(
             f"a {type(policy).__name__} policy was made inside a function that torch.compile "
-            "traces, where its fields are not known yet: make it once outside, and pass it in."
+            "traces, where its fields are not known yet. Make it once outside, and pass it in."
         )
     if _asks_for_names(policy):
         warnings.warn(
-            "KeepNamed keeps nothing in compiled code, where what lowtide.name called a tensor is "
-            "not known: use KeepProducts or KeepOperators there.",
+            "KeepNamed keeps nothing in compiled code, where the names that lowtide.name gives are "
+            "not known. Use KeepProducts or KeepOperators there.",
             CompiledWarning,
             stacklevel=2,
         )
@@ -338,19 +344,22 @@ def checkpoint_sequential(
 ) -> Any:
     """Run a sequence of modules in ``segments`` checkpointed pieces.
 
-    As `torch.utils.checkpoint.checkpoint_sequential`: the last piece is not checkpointed, since
-    its backward comes first. The peak is about that of one piece plus one input for each piece;
+    As in `torch.utils.checkpoint.checkpoint_sequential`, the last piece is not checkpointed, since
+    its backward comes first. The peak is about that of one piece plus one input per piece;
     ``segments`` near the square root of the number of modules is a good start (Chen et al. 2016).
 
     Args:
         functions: an ``nn.Sequential`` or a sequence of callables, applied in order.
         segments: the number of pieces, 1 to ``len(functions)``.
-        input: what the first of them is given.
-        policy: as in `checkpoint`.
-        **kwargs: torch's keywords, as in `checkpoint`.
+        input: the argument of the first callable.
+        policy: as for `checkpoint`.
+        **kwargs: torch's keywords, as for `checkpoint`.
+
+    Returns:
+        What the last callable returns.
 
     Raises:
-        UsageError: if ``segments`` is out of range or ``functions`` is empty.
+        UsageError: ``segments`` is out of range, ``functions`` is empty, or as for `checkpoint`.
     """
     modules: list[Callable[..., Any]] = list(
         functions.children() if isinstance(functions, torch.nn.Sequential) else functions
@@ -383,9 +392,16 @@ def _apply(modules: list[Callable[..., Any]], value: Any) -> Any:
 
 
 def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
-    """Name an activation, so that the policy `KeepNamed` can keep it. Returns the same tensor.
+    """Name an activation, so that the policy `KeepNamed` can keep it.
 
-    As `jax.ad_checkpoint.checkpoint_name`. Outside of a region it does nothing.
+    Like `jax.ad_checkpoint.checkpoint_name`. Outside a region it does nothing.
+
+    Args:
+        tensor: the activation.
+        label: its name, for `KeepNamed`.
+
+    Returns:
+        The same tensor.
     """
     recorder = current_recorder()
     if recorder is not None:

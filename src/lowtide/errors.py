@@ -1,10 +1,10 @@
-"""Everything lowtide raises on its own account.
+"""The errors and warnings that lowtide raises itself.
 
 Problem: a user must be able to tell lowtide's refusals from torch's errors, and to catch them
-without catching everything. Invariant: every error derives from `LowtideError` and its text says
-what happened, with which values, why, and the way out. Imports nothing. Rejected: bare
-`RuntimeError`s, which callers can only tell apart by their text. Each class also derives from the
-built-in that torch would raise in its place, so that existing `except RuntimeError` keeps working.
+without catching everything. Invariant: every error derives from `LowtideError`, and its text says
+what happened, with which values, why, and the way out. Each class also derives from the built-in
+that torch would raise in its place, so that an existing `except RuntimeError` keeps working.
+Imports nothing. Rejected: bare `RuntimeError`s, which callers can only tell apart by their text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 
 
 def users_frame() -> int:
-    """The `stacklevel` of the nearest frame outside of lowtide, for a warning of the caller's."""
+    """The `stacklevel` of the nearest frame outside lowtide, for a warning by the caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -25,16 +25,16 @@ def _is_ours(module: str) -> bool:
 
 
 class LowtideError(Exception):
-    """The root of every error that lowtide raises."""
+    """The base class of every error that lowtide raises."""
 
 
 class BudgetError(LowtideError, RuntimeError):
-    """The step cannot be run inside its limit (rule 13).
+    """The step does not fit inside its limit (rule 13).
 
     Attributes:
-        limit: the limit asked for, in bytes.
-        minimum: the smallest limit known to do, in bytes; where the step was refused before it was
-            known to its end, one that leaves room for the rest.
+        limit: the limit that was given, in bytes.
+        minimum: the smallest limit known to suffice, in bytes. If the step was refused before all
+            of it was known, a limit that leaves room for the rest.
     """
 
     def __init__(self, message: str, *, limit: int, minimum: int) -> None:
@@ -43,27 +43,27 @@ class BudgetError(LowtideError, RuntimeError):
         self.minimum = minimum
 
     def again(self) -> BudgetError:
-        """The same, to be raised: one that is kept must not keep the frames it was raised in, nor
-        what stands in them."""
+        """A copy to raise: an error that is stored must not hold the frames it was raised in, nor
+        what is in them."""
         return BudgetError(str(self), limit=self.limit, minimum=self.minimum)
 
 
 class ReplayError(LowtideError, RuntimeError):
-    """A saved tensor can neither be handed back nor be rematerialized (rules 4 and 5)."""
+    """A saved tensor can be neither handed back nor recomputed (rules 4 and 5)."""
 
 
 class UsageError(LowtideError, ValueError):
-    """An argument or a combination of features that lowtide does not take."""
+    """An argument or a combination of features that lowtide does not accept."""
 
 
 class UnsupportedError(LowtideError, RuntimeError):
-    """A feature of torch that cannot run under lowtide, named with the way out."""
+    """A feature of torch that cannot run under lowtide. The text names it and the way out."""
 
 
 class CompiledWarning(UserWarning):
-    """A compiled function runs without its compilation, a compiled model without its budget, or
-    compiled code with inputs larger than its limit was planned for."""
+    """A compiled function runs eagerly, a compiled model runs without its budget, or compiled code
+    runs on larger inputs than its limit was planned for."""
 
 
 class DryRunWarning(UserWarning):
-    """A step had to be run, because it cannot be gone through on fake tensors."""
+    """A real step was run, because the step cannot run on fake tensors."""

@@ -1,7 +1,7 @@
-"""`lowtide.explain`: what stands at the peak, why, and what would help, in sentences with figures.
+"""`lowtide.explain`: what is in memory at the peak, why, and what would help, in sentences.
 
-Problem: tables are read by those who know what they look for; others ask. Invariant: every sentence
-is made from figures that are in the data beside it, and nothing is said that was not simulated or
+Problem: tables serve those who know what they look for; others need sentences. Invariant: every
+sentence is made from figures that are in the data beside it, and says only what was simulated or
 counted for this very step. Imports advice, study, limits. Rejected: advice that holds for "most
 models".
 """
@@ -25,7 +25,7 @@ from lowtide.saved import standing_text
 from lowtide.texttable import count_of
 
 _MOST = 5
-_MUCH = 0.3  # of a peak: what is to be said of
+_MUCH = 0.3  # share of a peak from which on gradients are worth a sentence
 _KINDS = {
     "kept": "activations kept for backward",
     "recomputed": "recomputed activations",
@@ -37,12 +37,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step's memory is for. Prints as sentences.
+    """What a step uses memory for. Prints as sentences.
 
     Attributes:
-        study: the step as it was gone through.
-        plan: what the limit makes of it; None where no limit was given.
-        refused: why there is no plan for the limit that was given, if there is none.
+        study: the step, as the dry run saw it.
+        plan: the plan for the limit; None if no limit was given or none can be kept.
+        refused: why no plan keeps the limit, if none does.
     """
 
     study: Study
@@ -56,12 +56,12 @@ class Explanation:
 
     @cached_property
     def planned(self) -> Timeline | None:
-        """The step under the plan."""
+        """The step under the plan; None without a plan."""
         return None if self.plan is None else self.study.timeline(self.plan)
 
     @property
     def biggest(self) -> tuple[Holder, ...]:
-        """The five largest things at the peak: the planned one, if there is a plan."""
+        """The five largest items at the peak: the planned one, if there is a plan."""
         return holders(self.planned or self.plain)[:_MOST]
 
     @cached_property
@@ -71,18 +71,18 @@ class Explanation:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What the step returned, and why it does or does not require grad."""
+        """What the step returned, and why each output does or does not require grad."""
         return self.study.ledger.outputs
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
-        """What would lower the plain peak, those that halve it at the least price first; where
-        none does, the one that comes nearest first."""
+        """What would lower the plain peak: first what halves it, the cheapest first; if nothing
+        does, what comes nearest first."""
         return changes(self.study)
 
     @cached_property
     def sentences(self) -> tuple[str, ...]:
-        """The same in words."""
+        """The explanation in words: what `print` shows, line by line."""
         return tuple(_say(self))
 
     def __str__(self) -> str:
@@ -102,21 +102,22 @@ def explain(
     on: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Why a training step takes the memory that it takes, and what would lower it.
+    """Explain why a training step takes the memory that it takes, and what would lower it.
 
-    A dry run, as `lowtide.plan`: nothing is executed. Bytes are those above what stands before the
-    step, as everywhere.
+    A dry run, like `lowtide.plan`: nothing is executed. Peaks are bytes above what was in memory
+    before the step.
 
     Args:
         fn: the step, as for `lowtide.plan`.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        limit: explain the plan for this limit as well: what it keeps, and why. One that cannot be
+        limit: a limit whose plan is explained too: what it keeps, and why. A limit that cannot be
             kept is explained, not raised.
         on: the device whose times to model, as for `lowtide.plan`.
 
     Raises:
-        UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
+            region, or with grad disabled.
 
     Examples:
         >>> import torch
@@ -125,14 +126,14 @@ def explain(
         >>> told.plain.peak == sum(item.nbytes for item in told.plain.items)
         True
         >>> print(told.sentences[0])
-        The step peaks at 1.0 MiB above what was there before it, in ...
+        The step peaks at 1.0 MiB above what was in memory before it, in ...
     """
     wanted = None if limit is None else parse_limit(limit)
     return explain_study(study(fn, args, kwargs, on=on), wanted)
 
 
 def explain_study(subject: Study, limit: int | float | None) -> Explanation:
-    """The same, of a step that was gone through already."""
+    """Explain a step that was studied already."""
     if limit is None:
         return Explanation(subject, None)
     try:
@@ -154,21 +155,21 @@ def _say(told: Explanation) -> list[str]:
     said = [f"The step {_peak(plain)}."]
     if told.study.step.source == "recorded":
         said.append(
-            "It could not be gone through on fake tensors, so one real step was recorded: what is "
-            "temporary is known as a sum, and not storage by storage."
+            "It could not run on fake tensors, so one real step was recorded: temporaries are "
+            "known as a sum, not storage by storage."
         )
     said.append(_parts(plain))
     standing = standing_text(told.study.ledger.standing)
-    said.append(f"There before it, and not counted in it: {standing}.")
+    said.append(f"In memory before the step, and not counted in its peak: {standing}.")
     said += _advice(told)
     if told.refused is not None:
         said.append(
             f"The limit of {format_bytes(told.refused.limit)} cannot be kept. The smallest that "
-            f"would do is {format_bytes(told.refused.minimum)}."
+            f"would suffice is {format_bytes(told.refused.minimum)}."
         )
     if told.planned is not None and told.plan is not None:
         said += _under(told.plan, told.planned)
-    said.append(f"The biggest {count_of(len(told.biggest), 'thing')} at that peak:")
+    said.append(f"The largest {count_of(len(told.biggest), 'item')} at that peak:")
     for place, holder in enumerate(told.biggest, 1):
         said.append(f"  {place}. {_holder(holder)}")
     if told.kept and told.plan is not None and told.plan.overhead > 0:
@@ -184,8 +185,8 @@ def _say(told: Explanation) -> list[str]:
                     f"{output.reason}.")  # fmt: skip
     if told.study.ledger.own_backward:
         said.append(
-            "The step runs backward itself: what it does once that began is counted up to its last "
-            "backward, and not planned. Return the loss and leave backward to lowtide."
+            "The step runs backward itself: what it does from its first backward to its last is "
+            "counted, but not planned. Return the loss and leave backward to lowtide."
         )
     elif not any(output.requires_grad for output in told.outputs):
         said.append("Nothing that the step returns requires grad: it has no backward to plan for.")
@@ -211,7 +212,7 @@ def _peak(line: Timeline) -> str:
         "backward"
     )}[moment.phase]  # fmt: skip
     return (
-        f"peaks at {format_bytes(line.peak)} above what was there before it, in {when}, at "
+        f"peaks at {format_bytes(line.peak)} above what was in memory before it, in {when}, at "
         f"{moment.site.operator} ({_place(moment.site.module, moment.site.line)})"
     )
 
@@ -222,7 +223,7 @@ def _parts(line: Timeline) -> str:
         for kind, nbytes in line.by_kind().items()
         if nbytes
     ]
-    return f"At the peak stand {', '.join(parts)}." if parts else "Nothing stands at the peak."
+    return f"In memory at the peak: {', '.join(parts)}." if parts else "The peak is zero."
 
 
 def _holder(holder: Holder) -> str:
@@ -235,7 +236,7 @@ def _holder(holder: Holder) -> str:
     }[holder.kind]
     times = "" if holder.count == 1 else f" in {holder.count} storages"
     return (
-        f"{format_bytes(holder.nbytes)}{times}, {what}: {holder.operator or 'not told apart'} "
+        f"{format_bytes(holder.nbytes)}{times}, {what}: {holder.operator or 'not broken down'} "
         f"({_place(holder.module, holder.line)})."
     )
 
@@ -244,7 +245,7 @@ def _advice(told: Explanation) -> list[str]:
     plain = told.plain.peak
     found = told.changes
     if not found:
-        said = "Nothing that was tried lowers the peak: what stands there is not activations."
+        said = "Nothing that was tried lowers the peak: it does not consist of activations."
         return [said, *_gradients(told.plain)]
     first, *others = found
     halves = first.peak <= plain // 2
@@ -255,19 +256,19 @@ def _advice(told: Explanation) -> list[str]:
 
 
 def _gradients(line: Timeline) -> list[str]:
-    """What to do about them, where they are much of a peak that nothing halves."""
+    """What to do about gradients, if they are much of a peak that nothing halves."""
     nbytes = line.by_kind().get("gradient", 0)
     if not nbytes or nbytes < line.peak * _MUCH:
         return []
     return [
         f"{nbytes / line.peak:.0%} of the peak are gradients of parameters and inputs, which no "
-        "recomputation lowers. An optimizer that steps as each gradient comes (a "
+        "recomputation lowers. An optimizer that steps as soon as each gradient is ready (in a "
         "post-accumulate-grad hook) frees them one by one; frozen parameters have none."
     ]
 
 
 def _change(change: Change, plain: int) -> str:
-    price = "less work a step" if change.overhead is None else f"{change.overhead:.1%} more time"
+    price = "less work per step" if change.overhead is None else f"{change.overhead:.1%} more time"
     return (
         f"{change.what} ({change.how}) peaks at {format_bytes(change.peak)}, "
         f"{change.peak / plain:.0%} of the plain peak, for {price}"
@@ -275,10 +276,10 @@ def _change(change: Change, plain: int) -> str:
 
 
 def format_explanation(told: Explanation) -> str:
-    """The sentences, one to a line."""
+    """Return the sentences of an explanation as text, one per line."""
     return "\n".join(told.sentences)
 
 
 def print_explanation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Print `explain` of a step."""
+    """Explain a step and print the sentences; the arguments are those of `explain`."""
     print(format_explanation(explain(fn, *args, **kwargs)))  # noqa: T201

@@ -3,7 +3,7 @@
 Problem: people who train through a framework have no place to put a ``with``. Invariant: the model
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. Imports budget, plans and override. Rejected: a wrapper module, which renames
-parameters; going through the first batch on fake tensors unasked, which would run user code twice
+parameters; running the first batch on fake tensors unasked, which would run user code twice
 (rule 2).
 """
 
@@ -32,7 +32,7 @@ _KIND = "lowtide.fit"
 
 
 class FittedBudget(Budget):
-    """A budget that stands around a model's forward; `detach` takes it off."""
+    """A budget around the training forward of a model, made by `fit`; `detach` removes it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class FittedBudget(Budget):
         )
 
     def detach(self) -> None:
-        """Give the model its plain forward back. Calling it again does nothing."""
+        """Restore the model's plain forward. A second call does nothing."""
         restore, self._restore = self._restore, None
         if restore is not None:
             restore.remove()
@@ -89,8 +89,8 @@ def _inside(
         if model is None or not model.training or not recordable():
             return forward(*args, **kwargs)
         if current_recorder() is not None:
-            return forward(*args, **kwargs)  # something around it decides already
-        if not budget.begun:  # a trainer may have switched the model's own on since
+            return forward(*args, **kwargs)  # a budget or region around it decides already
+        if not budget.begun:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
         with budget:
             return forward(*args, **kwargs)
@@ -109,9 +109,9 @@ def _on_a_replica(
             return forward(*args, **kwargs)
         raise UnsupportedError(
             "nn.DataParallel runs copies of this model on several devices at once, in threads of "
-            "one process: one budget cannot count for all of them. Use "
+            "one process, and one budget cannot count for all of them. Use "
             "nn.parallel.DistributedDataParallel, with lowtide.fit in each process, or "
-            "lowtide.checkpoint_modules, which nn.DataParallel copies along."
+            "lowtide.checkpoint_modules, whose regions nn.DataParallel copies too."
         )
 
     return run
@@ -119,11 +119,11 @@ def _on_a_replica(
 
 @_compat.constant_while_compiling
 def _budget_lost() -> None:
-    """Called once for each time that torch.compile traces a fitted forward."""
+    """Called once each time torch.compile traces a fitted forward."""
     warnings.warn(
-        "a model that lowtide.fit gave a budget is being compiled with torch.compile: compiled "
-        "code is not recorded yet, so the model runs as if it had no budget. Do not compile it, "
-        "or use lowtide.checkpoint in its blocks, which torch.compile understands.",
+        "a model that has a budget from lowtide.fit is being compiled with torch.compile. Compiled "
+        "code is not recorded, so the model runs as if it had no budget. Do not compile it, or use "
+        "lowtide.checkpoint in its blocks, which torch.compile understands.",
         CompiledWarning,
         stacklevel=2,
     )
@@ -137,53 +137,57 @@ def fit(
     group: Any = None,
     example: Any = None,
 ) -> FittedBudget:
-    """Keep every training step of `model` inside a limit, with no ``with``::
+    """Keep every training step of `model` inside a limit, without a ``with`` block::
 
         budget = lowtide.fit(model, "6 GiB")
         ...  # train as before
         budget.detach()
 
-    The window of the limit is that of `lowtide.budget`, entered where the model's forward begins:
-    what a loss outside of it stores and takes for itself is counted, and not recomputed; in a first
-    step, before it has been measured, it is not known and comes on top. ``model`` stays the object
-    it was: its type, its parameter names, its ``state_dict``, its copies and pickles are those of
-    the plain model. In eval and with grad disabled the forward is the plain one.
+    The limit covers the same as that of a `lowtide.budget` entered where the model's forward
+    begins. What a loss outside the forward stores, and takes for itself, is counted but not
+    recomputed; in the first step, before anything was measured, it is not known and comes on top.
+    ``model`` stays the object it was: its type, parameter names, ``state_dict``, copies and pickles
+    are those of the plain model. In eval and with grad disabled the forward is the plain one.
 
     Args:
         model: any module.
         limit: as for `lowtide.budget`.
-        device: the same.
-        group: the same.
-        example: a batch like those to come: a tensor, or a tuple or a dict of the forward's
-            arguments. The model is then gone through with it on fake tensors, at once, as by
-            `lowtide.plan`: nothing is computed or allocated, but its Python code runs once more.
-            The first step follows that plan already.
+        device: as for `lowtide.budget`.
+        group: as for `lowtide.budget`.
+        example: a batch like those to come: a tensor, or a tuple or dict of the forward's
+            arguments. A dry run of the model on it then makes a plan at once, as `lowtide.plan`
+            does: nothing is computed or allocated, but the model's Python code runs once more.
+            The first step follows that plan.
+
+    Returns:
+        The budget, whose ``report()`` tells what the last step took and whose ``detach()`` removes
+        it.
 
     Raises:
-        UsageError: an unreadable limit; not a module; a model that has a budget already, or that
-            checkpoints parts of itself by its own flag, now or when its first step runs; an
-            example for a model in eval mode.
-        BudgetError: the limit cannot be met: before any step runs if there is an `example`, else in
-            the first step.
+        UsageError: the limit cannot be read; ``model`` is not a module, has a budget already, was
+            compiled with ``model.compile()``, or checkpoints parts of itself by its own flag (now,
+            or when its first step runs); or an example is given for a model in eval mode or
+            together with a plan.
+        BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step.
     """
     check_model(model, "lowtide.fit")
     if has_override(model, _KIND):
         raise UsageError(
-            f"this {type(model).__name__} has a budget already: call detach() on the one that "
-            "lowtide.fit returned before giving it another."
+            f"this {type(model).__name__} has a budget already. Call detach() on the budget that "
+            "lowtide.fit returned before giving the model another."
         )
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise UsageError(
-            f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(); "
-            "its compiled call would run past the budget. Leave that call out, or use "
+            f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(), "
+            "and its compiled call would bypass the budget. Leave model.compile() out, or use "
             "lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
     if example is not None:
         if isinstance(limit, Plan):
             raise UsageError(
-                "lowtide.fit: a plan is for the step that it was made from, and needs no example. "
-                "Leave example= out, or give the limit in place of the plan."
+                "lowtide.fit: a plan already is for the step that it was made from, and needs no "
+                "example. Leave example= out, or give a limit instead of the plan."
             )
         limit = _planned(model, limit, example)
     budget = FittedBudget(limit, device, group)
@@ -194,13 +198,13 @@ def fit(
 def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> Plan:
     if not model.training:
         raise UsageError(
-            "lowtide.fit: the example is to be gone through as in training, and this "
-            f"{type(model).__name__} is in eval mode: call its train() before."
+            "lowtide.fit: the example is planned as a training step, but this "
+            f"{type(model).__name__} is in eval mode. Call its train() first."
         )
     given: list[Any] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given.append(model(*args, **kwargs))  # whoever calls it has that while backward runs
+        given.append(model(*args, **kwargs))  # a caller holds the output while backward runs
         return given[-1]
 
     try:

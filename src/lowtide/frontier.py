@@ -1,8 +1,8 @@
 """`lowtide.curve`: the time of a step against its memory, over all limits.
 
-Problem: which limit is worth its price is seen when the prices stand side by side. Invariant: each
-point is a plan that can be run; a smaller limit never costs less than a larger one. Imports plans,
-dryrun, planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
+Problem: which limit is worth its price shows when prices are side by side. Invariant: each point is
+a plan that can be run; a smaller limit never costs less than a larger one. Imports plans, dryrun,
+planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 
 @dataclass(frozen=True)
 class Curve(Sequence[Plan]):
-    """Plans from the plain step down to the smallest peak that can be reached; prints as a table.
+    """Plans from the plain step down to the smallest reachable peak. Prints as a table.
+
+    A sequence of its plans.
 
     Attributes:
-        plans: the points, by falling limit. Each is a `Plan`, with `peak`, `overhead` and
-            `lower_bound`, and can be run with `lowtide.budget`.
+        plans: the plans, from the largest limit to the smallest. Each has a `peak`, an `overhead`
+            and a `lower_bound`, and can be run with `lowtide.budget`.
     """
 
     plans: tuple[Plan, ...]
 
     @property
     def plain_peak(self) -> int:
-        """Peak with nothing recomputed."""
+        """Predicted peak with nothing recomputed, in bytes."""
         return self.plans[0].plain_peak
 
     @property
     def minimum_peak(self) -> int:
-        """The smallest limit of the curve, as `Plan.minimum_peak`."""
+        """The smallest limit of the curve, in bytes; see `Plan.minimum_peak`."""
         return min(plan.limit or plan.peak for plan in self.plans)
 
     def __len__(self) -> int:
@@ -74,15 +76,19 @@ class Curve(Sequence[Plan]):
 
 
 def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs: Any) -> Curve:
-    """The cheapest plans for limits from the plain peak down to the smallest that can be kept.
+    """Find the cheapest plans for limits from the plain peak down to the smallest that can be kept.
 
-    A dry run, as `lowtide.plan`; no limit keeps a margin for what predictions are wrong by.
+    A dry run, like `lowtide.plan`, but without a margin below the limits for prediction errors.
 
     Args:
         fn: the step, as for `lowtide.plan`.
         args: its positional arguments.
         on: the device whose times to model, as for `lowtide.plan`.
         kwargs: its keyword arguments.
+
+    Raises:
+        UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad
+            disabled.
     """
     if not callable(fn):
         raise UsageError(
@@ -93,7 +99,7 @@ def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs
 
 
 def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
-    """The curve of a step that was gone through already."""
+    """The curve of a step that a dry run saw already."""
     graph = step.graph
     plain = plan_step(step, None)
     least, polish = minimum(graph), engine.annealing()
@@ -110,7 +116,7 @@ def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
         best = min((solution, least), key=lambda s: (s.peak > least.peak, s.seconds))
         limit = min(limit_for(least.peak), plain.peak)
         points.append(from_solution(step, limit, best))
-    # A plan for less memory that costs less replaces those above it.
+    # A plan that needs less memory and less time replaces those above it.
     kept: list[Plan] = []
     for point in points:
         while len(kept) > 1 and kept[-1].overhead > point.overhead:

@@ -1,16 +1,16 @@
 """Checkpointing by level: the size of the pieces that are recomputed, for any model.
 
-Problem: few users know the module names of the net they train, and most know whether they want
-single layers or whole stages recomputed. Invariant: what is chosen can be read before and after
+Problem: few users know the module names of the net they train, but most know whether they want
+single layers or whole stages recomputed. Invariant: the choice can be read before and after
 (`find_levels`, `handle.describe()`), and a higher level never keeps more activations than a lower
-one. Imports modules, `models.levels`, errors. Rejected: only the modules of exactly one level,
-where a whole stage or encoder comes to life again at once in backward and the peak is hardly lower.
+one. Imports modules, `models.levels`, errors. Rejected: only the modules of exactly one level: a
+whole stage or encoder is then recomputed at once in backward, and the peak is hardly lower.
 
-What level L switches on: all modules found at levels 2 to L, one inside the other, and those of
-level 1 that no larger region holds. While an outer region is replayed its inner regions free their
-insides again, so the peak is no higher with any level more; each level around an operation replays
-it once more, about a third of a plain step for each. A single layer inside a larger region would
-add a replay and free next to nothing, since what it saves is mostly its input.
+Level L switches on all modules found at levels 2 to L, nested, and those of level 1 that are in no
+larger region. While an outer region is replayed, its inner regions free their insides again, so
+another level never raises the peak. Each level around an operation replays it once more, at about a
+third of a plain step each. A single layer inside a larger region would add a replay and free next
+to nothing, since what it saves is mostly its input.
 """
 
 from __future__ import annotations
@@ -37,32 +37,39 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One module and the level it was found to stand at."""
+    """One module and the level that was found for it."""
 
     name: str
     type_name: str
     level: int
     reason: str
-    # Whether a module of a higher level, or of level 2 and up for a layer, stands around it.
+    # The names of the chosen modules of higher levels around it.
     inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Which modules of a model stand at which level, in the model's order."""
+    """The checkpointing level of each module of a model, in the model's order. Prints as text.
+
+    Attributes:
+        model_type: the name of the model's class.
+        choices: one entry for each module that has a level: ``name``, ``type_name``, ``level``,
+            ``reason``, and the names of the modules that it is ``inside``.
+    """
 
     model_type: str
     choices: tuple[Choice, ...]
 
     def at(self, level: int) -> tuple[Choice, ...]:
+        """The modules of exactly `level`."""
         return tuple(choice for choice in self.choices if choice.level == level)
 
     def names(self, level: int) -> tuple[str, ...]:
-        """The names of the modules that stand at exactly `level`."""
+        """The names of the modules of exactly `level`."""
         return tuple(choice.name for choice in self.at(level))
 
     def regions(self, level: int, *, nested: bool = True) -> tuple[Choice, ...]:
-        """What `checkpoint_levels(model, level)` switches on."""
+        """The modules that `checkpoint_levels(model, level)` switches on."""
         known = {c.name: c for c in self.choices if c.level <= level}
         chosen = []
         for choice in known.values():
@@ -73,7 +80,7 @@ class Levels:
         return tuple(chosen)
 
     def describe(self) -> str:
-        """Every level with its modules and the reason, as text."""
+        """Describe every level, its modules and why each is there, as text."""
         return "\n".join(
             [f"{self.model_type}, by level:"] + [_level_text(n, self.at(n)) for n in LEVELS if n]
         )
@@ -83,10 +90,16 @@ class Levels:
 
 
 def find_levels(model: nn.Module) -> Levels:
-    """Which modules of `model` stand at which checkpointing level; the model is not run.
+    """Find the checkpointing level of each module of `model`, without running the model.
 
     1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages, 5 whole
-    encoders and decoders. See `lowtide.models.levels` for how a level is found. `print` the result.
+    encoders and decoders. `lowtide.models.levels` says how a level is found. `print` the result.
+
+    Args:
+        model: any module.
+
+    Raises:
+        UsageError: ``model`` is not a module.
     """
     check_model(model, "find_levels")
     choices: list[Choice] = []
@@ -97,12 +110,24 @@ def find_levels(model: nn.Module) -> Levels:
 def checkpoint_levels(
     model: nn.Module, level: int, *, nested: bool = True, policy: Any = None
 ) -> Handle:
-    """Checkpoint the modules of `model` up to `level`, which lowtide finds by itself.
+    """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 
-    0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder blocks, 4 stages,
-    5 whole encoders and decoders: no level recomputes less or keeps more than the one before.
-    Regions are nested; `nested=False` takes only the largest, which recomputes each operation at
-    most once. `print(handle.describe())` says what was chosen and why.
+    Args:
+        model: any module; it stays the object it is.
+        level: 0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder blocks,
+            4 stages, 5 whole encoders and decoders. No level recomputes less or keeps more than the
+            one before it.
+        nested: whether regions are nested. False takes only the largest ones, so that each
+            operation is recomputed at most once.
+        policy: what to keep inside the regions, as for `lowtide.checkpoint`.
+
+    Returns:
+        A handle, whose `describe()` says what was chosen and why, and whose `remove()` switches it
+        off again.
+
+    Raises:
+        UsageError: ``model`` is not a module, ``level`` is not an int from 0 to 5, no module is
+            found, or a module cannot be checkpointed (see `checkpoint_modules`).
     """
     check_model(model, "checkpoint_levels")
     check_level(level, "level")
@@ -112,7 +137,7 @@ def checkpoint_levels(
     regions = levels.regions(level, nested=nested)
     if not regions:
         raise UsageError(
-            f"checkpoint_levels: found no module to checkpoint at level {level} or under in this "
+            f"checkpoint_levels: found no module to checkpoint at level {level} or below in this "
             f"{type(model).__name__}"
             + (
                 f"; it has modules at level {_present(levels)}"
@@ -134,7 +159,7 @@ def _present(levels: Levels) -> str:
 
 
 def _collect(unit: Unit, around: tuple[Choice, ...], choices: list[Choice]) -> None:
-    # Of one level only the outermost counts: a block inside a block frees little more.
+    # Only the outermost module of a level counts: a block inside a block frees little more.
     if unit.level and all(outer.level > unit.level for outer in around):
         inside = tuple(outer.name for outer in around)
         choice = Choice(unit.name, type(unit.module).__name__, unit.level, unit.reason, inside)

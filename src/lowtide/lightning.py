@@ -1,11 +1,11 @@
 """Lightning: a budget for the training steps of a `LightningModule`, as a callback.
 
 Problem: Lightning calls ``training_step`` itself, so a script has no place for a ``with``, and the
-layers may not exist before ``configure_model`` has run. Invariant: the budget stands around
-``training_step`` alone, forward and loss (under manual optimization all that it does), from the
-first batch of a fit to its end; validation and the module itself are untouched. Imports lightning,
-budget, foreign, override. Rejected: a budget around the module's ``forward``, which many training
-steps never call.
+layers may not exist before ``configure_model`` has run. Invariant: the budget is around
+``training_step`` alone, that is forward and loss (under manual optimization, all that it does),
+from the first batch of a fit to its end; validation and the module itself are untouched. Imports
+lightning, budget, foreign, override. Rejected: a budget around the module's ``forward``, which many
+training steps never call.
 """
 
 from __future__ import annotations
@@ -54,24 +54,25 @@ class MemoryBudget(Callback):
         Trainer(callbacks=[MemoryBudget("6 GiB")]).fit(module)
 
     Logs ``lowtide/limit``, ``lowtide/planned_peak``, ``lowtide/measured_peak`` and
-    ``lowtide/highest_peak``, in bytes, each time that the trainer logs, NaN where not known of that
-    step: see `lowtide.BudgetReport`. Around the fit nothing stays: checkpoints, the module and its
-    copies are those of a training without it.
+    ``lowtide/highest_peak``, in bytes, whenever the trainer logs; NaN if a figure is not known for
+    that step. `lowtide.BudgetReport` explains them. After the fit nothing remains: checkpoints, the
+    module and its copies are those of a training without the callback.
 
     Args:
-        limit: as for `lowtide.budget`. It is counted from where ``training_step`` is entered;
-            Lightning frees the gradients of the step before only after that. Under manual
-            optimization each backward in it ends a step (rule 13).
-        device: the same.
-        group: the same.
+        limit: as for `lowtide.budget`. Bytes are counted from where ``training_step`` is entered;
+            Lightning frees the previous step's gradients only after that. Under manual optimization
+            each backward inside it ends a step (rule 13).
+        device: as for `lowtide.budget`.
+        group: as for `lowtide.budget`.
         log: whether to log.
 
     Attributes:
-        budget: that of the last fit, whose ``report()`` tells what its last step took; None before.
+        budget: the budget of the last fit, whose ``report()`` tells what its last step took; None
+            before the first fit.
 
     Raises:
-        UsageError: an unreadable limit; at the start of a fit, a second of these callbacks, or a
-            module that checkpoints parts of itself by its own flag.
+        UsageError: the limit cannot be read; or, at the start of a fit, the trainer has two of
+            these callbacks, or the module checkpoints parts of itself by its own flag.
         BudgetError: in a step, if the limit cannot be met.
     """
 
@@ -98,11 +99,11 @@ class MemoryBudget(Callback):
             limits = ", ".join(repr(one.limit) for one in budgets)
             raise UsageError(
                 f"MemoryBudget: this Trainer has {len(budgets)} of these callbacks (limits "
-                f"{limits}), and a step has one budget. Leave one of them in its callbacks."
+                f"{limits}), but a step has only one budget. Keep one of the callbacks."
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in `setup`: `configure_model` and the strategy have had their turn only now.
+        # Not in `setup`, which runs before `configure_model` and the strategy are done.
         self._leave()
         refuse_active_checkpointing(pl_module, "MemoryBudget")
         self.budget = Budget(self.limit, device=self.device, group=self.group)
@@ -114,8 +115,8 @@ class MemoryBudget(Callback):
     ) -> None:
         if self.log_figures and self.budget is not None:
             known = logged(self.budget.report())
-            # NaN: Lightning would log what is left out as it was before. float64: the default of
-            # float32 cannot tell bytes above 16 MiB apart.
+            # NaN: Lightning would repeat the last value of a figure that is left out. float64: in
+            # float32, the default, byte counts above 16 MiB are not exact.
             figures = {
                 name: torch.tensor(known.get(name, math.nan), dtype=torch.float64)
                 for name in (f"lowtide/{name}" for name in LOGGED)

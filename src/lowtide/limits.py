@@ -1,8 +1,8 @@
-"""A memory limit: what a user may write, and bytes as people read them.
+"""Memory limits as users write them, and bytes as people read them.
 
 Problem: "6 GiB", 6442450944 and 0.5 all mean a limit. Invariant: in the API a size is an `int`
-number of bytes; text is only read here and only written here. Imports errors. Rejected: guessing
-that a small int means GiB.
+number of bytes; only this file reads text and writes it. Imports errors. Rejected: guessing that a
+small int means GiB.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _UNITS = {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
-_MOST = 2**63 - 1  # what counters of bytes hold
-_NO_LIMIT = "Where nothing is to be limited, leave the limit out."
+_MOST = 2**63 - 1  # the most that byte counters hold
+_NO_LIMIT = "To limit nothing, leave the limit out."
 
 
 def parse_limit(limit: object) -> int | float:
-    """A limit as bytes (`int`) or as a fraction of the plain peak (`float` in (0, 1]).
+    """Read a limit as bytes (`int`) or as a fraction of the plain peak (`float` in (0, 1]).
 
     Raises:
-        UsageError: if it is zero, negative, NaN, above 1 as a float, or unreadable.
+        UsageError: it is zero, negative, NaN, above 1 as a float, above 2**63 - 1, or unreadable.
     """
     if isinstance(limit, str):
         return _parse_text(limit)
@@ -57,7 +57,7 @@ def parse_limit(limit: object) -> int | float:
 
 
 def _index(limit: object) -> int | None:
-    """The int that a thing stands for, whoever's integer type it is; None where it is none."""
+    """The value of an integer of any library's type; None for anything else."""
     try:
         return operator.index(limit)  # type: ignore[arg-type]
     except TypeError:
@@ -99,7 +99,7 @@ def _names() -> list[str]:
 
 
 def format_bytes(nbytes: int | None) -> str:
-    """Bytes for people: ``"383.2 MiB"``; ``"unknown"`` for None."""
+    """Bytes as text: ``"383.2 MiB"``; ``"unknown"`` for None."""
     if nbytes is None:
         return "unknown"
     size = float(nbytes)

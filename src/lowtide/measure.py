@@ -1,11 +1,10 @@
-"""Exact peak bytes and seconds of a callable.
+"""`lowtide.measure`: the exact peak and time of a callable.
 
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
 where torch has no peak counter, as on an accelerator, whose allocator has one. Invariant: what is
 returned was counted allocation by allocation; where that is not possible there is an error, not an
-estimate. Imports memory events, marks, limits, errors. Rejected: the resident size of the
-process, which moves in pages, keeps freed memory and includes everything else that the process
-does.
+estimate. Imports memory events, marks, limits, errors. Rejected: the resident size of the process,
+which changes by pages, keeps freed memory and includes everything else that the process does.
 """
 
 from __future__ import annotations
@@ -28,11 +27,13 @@ class Measurement:
     """What one call of a step took.
 
     Attributes:
-        peak_bytes: the largest number of bytes held at any point above what was held at entry.
-        allocated_bytes: what the step leaves behind above what was held at entry: gradients and
-            state that it creates, but not the value it returns. Negative where it frees more.
-        seconds: wall clock of the call alone, on an accelerator up to the end of its kernels.
-        device: where the bytes were counted.
+        peak_bytes: the largest number of bytes allocated at any point, above those allocated at
+            entry.
+        allocated_bytes: bytes that the step leaves allocated, above those at entry: gradients and
+            state that it creates, but not the value it returns. Negative if it frees more than it
+            allocates.
+        seconds: wall-clock time of the call alone; on an accelerator, up to the end of its kernels.
+        device: the device whose bytes were counted.
     """
 
     peak_bytes: int
@@ -48,22 +49,22 @@ class Measurement:
 def measure(step: Callable[[], object], *, device: torch.device | str | None = None) -> Measurement:
     """Call `step` once and count the bytes it allocates and the seconds it takes.
 
-    Args:
-        step: called without arguments; what it returns is dropped.
-        device: where to count. Default: the current device of the accelerator (CUDA, ROCm, XPU,
-            MPS, ...) if the process uses it already, else the CPU.
-
     On the CPU every allocation that torch makes for this thread and for autograd is counted, with
-    torch's own profiler; the release of memory that was allocated before the call is not reported
-    there and not subtracted, so clear old gradients before the call, not in it. Threads that `step`
-    starts by itself are not seen. On an accelerator its allocator's peak counter is used:
-    `torch.accelerator.reset_peak_memory_stats` is called for the device, so peaks that were being
-    collected start anew.
+    torch's own profiler. It does not report the release of memory that was allocated before the
+    call, so that is not subtracted: clear old gradients before the call, not in it. Threads that
+    `step` starts itself are not seen. On an accelerator its allocator's peak counter is used:
+    `torch.accelerator.reset_peak_memory_stats` is called for the device, so peaks that your program
+    was collecting start anew.
+
+    Args:
+        step: called without arguments; what it returns is discarded.
+        device: the device whose bytes are counted. Default: the accelerator's current device (CUDA,
+            ROCm, XPU, MPS, ...) if the process uses it already, else the CPU.
 
     Raises:
-        UsageError: `step` cannot be called; torch counts no bytes on the device; or, on the CPU, a
-            profiler is active, another measurement is running, or either was started while `step`
-            ran.
+        UsageError: `step` cannot be called; the device is not there, or torch counts no bytes on
+            it; or, on the CPU, a profiler is active, another measurement is running, or either was
+            started while `step` ran.
 
     Examples:
         >>> import torch
@@ -84,7 +85,7 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     if not events.start():
         raise UsageError(
             f"lowtide.measure cannot count allocations on the CPU: {events.obstacle}, and torch "
-            "has one recorder per process. Call measure outside of it."
+            "has only one memory recorder per process. Call measure outside of it."
         )
     try:
         began = time.perf_counter()
@@ -95,7 +96,7 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     if timeline is None:
         raise UsageError(
             f"lowtide.measure lost its count of allocations on the CPU: {events.obstacle}. "
-            "Start no profiler inside the step that is measured."
+            "Do not start a profiler inside the measured step."
         )
     return Measurement(timeline.peak, timeline.final, seconds, where)
 
@@ -113,10 +114,10 @@ def _measure_device(step: Callable[[], object], device: torch.device) -> Measure
 
 
 def counted_device(device: torch.device | str, caller: str) -> torch.device:
-    """A device on which bytes are counted; one of an accelerator with its index.
+    """The device whose bytes are counted; an accelerator's with its index.
 
     Raises:
-        UsageError: it names no device, or one that cannot be counted, or is not there.
+        UsageError: it names no device, or one that does not exist or whose bytes are not counted.
     """
     try:
         where = torch.device(device)
@@ -130,23 +131,23 @@ def counted_device(device: torch.device | str, caller: str) -> torch.device:
         if where.type in ("meta", "lazy", "vulkan", "fpga"):
             raise UsageError(
                 f"{caller} counts bytes on the CPU and on accelerators, not on {where.type!r}, for "
-                "which torch reports no allocations. Pass device='cpu' or a device that trains."
+                "which torch reports no allocations. Pass device='cpu' or an accelerator."
             )
         raise UsageError(
-            f"{caller}: device={str(where)!r}, and torch finds no {_named(where)} here. Pass "
-            "device='cpu', or leave it out."
+            f"{caller}: device={str(where)!r}, but torch finds no {_named(where)} here. Pass "
+            "device='cpu', or leave device out."
         )
     count = torch.accelerator.device_count()
     if where.index is not None and where.index >= count:
         raise UsageError(
-            f"{caller}: device={str(where)!r}, and torch finds {count} of these here, numbered "
+            f"{caller}: device={str(where)!r}, but torch finds {count} of these here, numbered "
             "from 0. Pass one of them."
         )
     if not _compat.counts_bytes(where):
         raise UsageError(
-            f"{caller}: this version of torch reports no allocations of {_named(where)}, so that "
-            "no limit can be kept there. Take a newer one, or checkpoint parts of the model by "
-            "hand (lowtide.checkpoint_modules), which needs none."
+            f"{caller}: this version of torch reports no allocations on {_named(where)}, so no "
+            "limit can be kept there. Use a newer version, or checkpoint parts of the model by "
+            "hand with lowtide.checkpoint_modules, which needs no limit."
         )
     return where if where.index is not None else _compat.current_device()
 

@@ -2,7 +2,7 @@
 
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
-module is called in training with gradients on, and `remove()` leaves no trace. Imports checkpoint,
+module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
 override, selection, foreign and errors. Rejected: wrapper modules, which put their own name into
 every key below them.
 """
@@ -53,14 +53,17 @@ _T = TypeVar("_T")
 _KIND = "checkpoint"
 LEVELS = range(6)
 
-# Keywords of `lowtide.checkpoint` itself: a forward that has one of the same name keeps it.
+# Keywords of `lowtide.checkpoint` itself: a forward's own keyword of the same name goes to it.
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
 
 
 class Handle:
-    """The modules that one call switched on; `remove()` switches them off again.
+    """The modules that one call checkpointed; `remove()` switches them off again.
 
-    Also a context manager that removes on the way out. It does not keep the model alive.
+    Also a context manager that calls `remove()` at the end. It does not keep the model alive.
+
+    Attributes:
+        names: the qualified names of the modules.
     """
 
     def __init__(
@@ -72,15 +75,16 @@ class Handle:
 
     @property
     def active(self) -> bool:
+        """Whether any of the modules is still checkpointed by this handle."""
         return any(restore.active for restore in self._restores)
 
     def remove(self) -> None:
-        """Give every module its own forward back; a second call does nothing."""
+        """Restore every module's own forward. A second call does nothing."""
         for restore in self._restores:
             restore.remove()
 
     def describe(self) -> str:
-        """What was chosen and why, as text."""
+        """Describe what was chosen and why, as text."""
         return self._description or "\n".join(name or "(the model itself)" for name in self.names)
 
     def __enter__(self) -> Handle:
@@ -97,26 +101,29 @@ class Handle:
     def __repr__(self) -> str:
         shown = ", ".join(name or "(the model itself)" for name in self.names[:4])
         more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""
-        state = "checkpointed" if self.active or not self.names else "checkpointed no longer"
+        state = "checkpointed" if self.active or not self.names else "no longer checkpointed"
         modules = "1 module" if len(self.names) == 1 else f"{len(self.names)} modules"
         return f"<lowtide.Handle: {modules} {state}{': ' if shown else ''}{shown}{more}>"
 
 
 def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) -> Handle:
-    """Run the modules of `model` that `which` selects as checkpointed regions.
+    """Checkpoint the modules of `model` that `which` selects.
 
     Args:
         model: any module; it stays the object it is.
-        which: a type; a glob pattern of qualified names ("encoder.layers.*"; `*` stays inside one
-            part of a name, `**` and a leading `*.` span parts); a module of the model, itself; a
-            predicate `(name, module) -> bool`; `every(n, ...)` of these; or a list that mixes them.
-            A module chosen together with one inside it gives nested regions.
-        policy: what to keep inside the regions, as in `lowtide.checkpoint`.
+        which: a type; a glob pattern for qualified names ("encoder.layers.*"; `*` matches inside
+            one part of a name, `**` and a leading `*.` match any number of parts); one of the
+            model's modules; a predicate `(name, module) -> bool`; `every(n, ...)` of these; or a
+            list that mixes them. A module chosen together with one inside it gives nested regions.
+        policy: what to keep inside the regions, as for `lowtide.checkpoint`.
+
+    Returns:
+        A handle, whose `remove()` switches checkpointing off again.
 
     Raises:
-        UsageError: an entry of `which` matches no module that is called (the text says what came
-            close), or a module cannot be taken: it is checkpointed already, by lowtide or by its
-            own flag, compiled, or TorchScript.
+        UsageError: ``model`` is not a module; an entry of `which` matches no module that is called
+            (the text says what came close); or a module cannot be checkpointed, because it already
+            is, by lowtide or by its own flag, or because it is compiled or TorchScript.
     """
     check_model(model, "checkpoint_modules")
     return switch_on(model, select(model, which), policy=policy, caller="checkpoint_modules")
@@ -130,7 +137,7 @@ def switch_on(
     caller: str,
     description: str = "",
 ) -> Handle:
-    """Checkpoint `chosen`, all of them or, if one refuses, none."""
+    """Checkpoint all of `chosen`, or none if one cannot be."""
     check_policy(policy, caller)
     refuse_active_checkpointing(model, caller)
     _refuse_unfit(model, chosen, caller)
@@ -154,7 +161,7 @@ def check_model(model: object, caller: str) -> None:
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether lowtide runs this very module as a region."""
+    """Whether lowtide runs this module itself as a region."""
     return has_override(module, _KIND)
 
 
@@ -200,19 +207,19 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
         if is_checkpointed(module):
             raise UsageError(
                 f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "
-                "call .remove() on the handle that did it, or select the other modules only"
+                "call .remove() on the handle of that call, or select only other modules"
             )
 
 
 class _WrapperType(type):
-    """Makes the class give back the module it was called with, and know it again."""
+    """Makes a call of the class return its argument, and `isinstance` recognise that module."""
 
     def __call__(cls, module: nn.Module, *, policy: Any = None) -> nn.Module:
         check_model(module, "ActivationCheckpointWrapper")
         if is_container(module):
             raise UsageError(
                 f"ActivationCheckpointWrapper: a {type(module).__name__} has no forward; wrap the "
-                "modules it holds"
+                "modules in it instead"
             )
         if not is_checkpointed(module):
             caller = "ActivationCheckpointWrapper"
@@ -227,21 +234,28 @@ class _WrapperType(type):
 class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     """Checkpoint one module: `block = ActivationCheckpointWrapper(block)`.
 
-    The name and the call are MONAI's. What comes back is the module itself, switched on, and not
-    a module around it: its type, parameter names, `state_dict` and copies stay as they were,
-    nothing is recomputed in eval, and plain weights load. Weights saved through a wrapper (keys
-    that begin with "module.") load too. A module that is already checkpointed comes back as it is.
+    The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
+    around it: type, parameter names, `state_dict` and copies stay as they were, nothing is
+    recomputed in eval, and plain weights load. Weights saved through a wrapper (keys that begin
+    with "module.") load too. A module that is already checkpointed is returned as it is.
+
+    `module` is any module with a forward; `policy` says what to keep inside the region, as for
+    `lowtide.checkpoint`.
+
+    Raises:
+        UsageError: the argument is not a module or has no forward; the module is compiled,
+            TorchScript, or checkpointed by its own flag; or the class is subclassed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise UsageError(
-            f"{cls.__name__}: ActivationCheckpointWrapper cannot be subclassed, it gives back the "
-            "module it is called with; write an nn.Module and checkpoint its parts"
+            f"{cls.__name__}: ActivationCheckpointWrapper cannot be subclassed, because it returns "
+            "the module it is called with; write an nn.Module and checkpoint its parts"
         )
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """Switch checkpointing of this one module off again."""
+        """Switch off the checkpointing of this one module."""
         override = find_override(module)
         for layer in list(override.layers) if override is not None else []:
             if layer.kind == _KIND:
@@ -249,7 +263,7 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
 
 
 class _LoadEitherForm(InstanceEntry):
-    """`_load_from_state_dict` that also takes the keys of a model saved with wrappers in it."""
+    """`_load_from_state_dict` that also accepts the keys of a model saved with wrappers in it."""
 
     attribute = "_load_from_state_dict"
 
@@ -261,9 +275,9 @@ class _LoadEitherForm(InstanceEntry):
 def without_wrapper_keys(
     state_dict: dict[str, Any], prefix: str, known: Mapping[str, object]
 ) -> None:
-    """Rename, in place, keys in which a wrapper has put "module." or the like.
+    """Rename, in place, keys into which a wrapper has put "module." or the like.
 
-    A key is renamed only if it is not one of `known`, the model's own keys, and becomes one.
+    A key is renamed only if it is not one of `known`, the model's own keys, and then becomes one.
     """
     for key in [key for key in state_dict if key.startswith(prefix)]:
         own = key[len(prefix) :]
@@ -279,14 +293,20 @@ _WRAPPER_PARTS = frozenset({"module", "_checkpoint_wrapped_module"})
 
 
 class ActivationCheckpointing(nn.Module):
-    """Checkpoint a call if its level is at or under the level of the training.
+    """Checkpoint a call if its level is at or below the training's level.
 
-    `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. Both
-    levels are 0 to 5: 0 nothing, 1 single layers, 2 small blocks, 3 transformer layers and decoder
-    blocks, 4 stages, 5 whole encoders and decoders. The call runs as a region while this object is
-    in training (`.train()`, `.eval()`; as a submodule it follows its model) and
-    `fn_checkpoint_level <= training_checkpoint_level`; so a call of level 0 is a region at every
-    training level, 0 included. `training_checkpoint_level` may be set between steps.
+    `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. The
+    call runs as a region if this object is in training mode (`.train()`, `.eval()`; as a submodule
+    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. A call of level 0
+    is therefore a region at every training level, 0 included.
+
+    Args:
+        fn_checkpoint_level: the level of the call: 0 nothing, 1 single layers, 2 small blocks,
+            3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders.
+        training_checkpoint_level: the level of the training, 0 to 5. It may be set between steps.
+
+    Raises:
+        UsageError: a level is not an int from 0 to 5.
     """
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
@@ -296,6 +316,7 @@ class ActivationCheckpointing(nn.Module):
 
     @property
     def training_checkpoint_level(self) -> int:
+        """The level of the training, 0 to 5. It may be set between steps."""
         return self._training_level
 
     @training_checkpoint_level.setter
@@ -304,12 +325,13 @@ class ActivationCheckpointing(nn.Module):
 
     @property
     def perform_checkpointing(self) -> bool:
+        """Whether the levels ask for a region."""
         return self.fn_checkpoint_level <= self.training_checkpoint_level
 
     def forward(
         self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
     ) -> _T:
-        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and changes nothing here."""
+        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect."""
         if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
             return fn(*args, **kwargs)
         result: _T = _run_region(fn, args, kwargs, None)
@@ -320,7 +342,7 @@ class ActivationCheckpointing(nn.Module):
 
 
 def check_level(level: int, name: str) -> int:
-    """`level` if it is one of 0 to 5, else `UsageError`."""
+    """Return `level` if it is an int from 0 to 5, else raise `UsageError`."""
     if isinstance(level, bool) or not isinstance(level, int):
         raise UsageError(
             f"{name} is a whole number from 0 to 5, not {level!r} ({type(level).__name__})"

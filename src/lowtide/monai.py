@@ -1,11 +1,11 @@
 """MONAI's checkpointed U-Net, on lowtide's regions.
 
 Problem: MONAI's `CheckpointUNet` wraps every part of every connection block. Its weights do not
-load into a plain `UNet`, the deepest convolution runs once for each level of the net, BatchNorm
-counts as often, and evaluation with gradients recomputes too. Invariant: the same net, the same
-keys as `UNet` in both directions, one forward. Imports MONAI, here and nowhere else, and modules.
-Rejected: regions around the nested sub-blocks too; they hold all that is deeper, which is small in
-a U-Net, and would be replayed once for each level above.
+load into a plain `UNet`, the deepest convolution runs once for each level of the net and its
+BatchNorm counts each time, and evaluation with gradients recomputes too. Invariant: the same net,
+the same keys as `UNet` in both directions, one forward. Imports MONAI, which no other file does,
+and modules. Rejected: regions around the nested sub-blocks too; they hold everything deeper, which
+is small in a U-Net, and would be replayed once for each level above.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["CheckpointUNet"]
 
 
 class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
-    """MONAI's `UNet`, its connection blocks rematerialized in training.
+    """MONAI's `UNet`, with its connection blocks checkpointed in training.
 
-    The arguments, the parameter names and the results are those of `monai.networks.nets.UNet`, in
-    2D and 3D, and weights load either way; weights of MONAI's own `CheckpointUNet` load too. Every
-    block of the way down, the bottom and every block of the way up is a region of its own: only
-    their inputs are kept. In eval, or without gradients, it is a plain `UNet`.
+    Arguments, parameter names and results are those of `monai.networks.nets.UNet`, in 2D and 3D,
+    and weights load in both directions; weights of MONAI's own `CheckpointUNet` load too. Every
+    block on the way down, the bottom and every block on the way up is a region of its own: only
+    their inputs are kept. In eval, or with grad disabled, it is a plain `UNet`.
     """
 
-    # The names of the blocks that are regions; copies and unpickled nets switch on the same ones.
+    # The names of the blocks that are regions; copies and unpickled nets get the same ones.
     _regions: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +48,7 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
     def _get_connection_block(
         self, down_path: nn.Module, up_path: nn.Module, subblock: nn.Module
     ) -> nn.Module:
-        # MONAI's own seam: a subclass that makes other blocks gets them checkpointed as well.
+        # MONAI's own hook: a subclass that makes other blocks gets those checkpointed too.
         ActivationCheckpointWrapper(down_path)
         ActivationCheckpointWrapper(up_path)
         if not any(isinstance(part, SkipConnection) for part in subblock.modules()):

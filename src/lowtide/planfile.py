@@ -1,9 +1,9 @@
 """Plans as files: JSON, with a version, and nothing that could be executed.
 
-Problem: a plan made on one machine is used on another, perhaps by another release. Invariant:
-whatever does not read back as it was meant is a `UsageError` that names the file and the reason;
-what can be derived (peaks, overhead) is not in the file and so cannot contradict it. Imports
-dryrun, planner. Rejected: pickle, which runs what it reads.
+Problem: a plan made on one machine is used on another, perhaps by another release. Invariant: what
+cannot be read as it was meant is a `UsageError` that names the file and the reason; what can be
+derived (peaks, overhead) is not in the file and so cannot contradict it. Imports dryrun, planner.
+Rejected: pickle, which runs what it reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.planner.fields import read_document
 
 FORMAT = "lowtide.plan"
 VERSION = 6
-# Of each operation, see `OpLog`.
+# Fields of each operation, see `OpLog`.
 _LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
 _NUMBERS = ("live", "workspace", "temporaries", "left", "wanted", "besides")
 
@@ -29,10 +29,10 @@ T = TypeVar("T", int, float)
 
 
 def document(step: Dry, rest: dict[str, Any]) -> dict[str, Any]:
-    """A plan as what JSON knows."""
+    """A plan as JSON types."""
     look_closer(
         step.seen.ops, step.seen.carries_grad
-    )  # operators cannot be written, what they cost can
+    )  # operators cannot be written to a file, but what they cost can
     names = list(dict.fromkeys(step.modules))
     place = {name: index for index, name in enumerate(names)}
     return {
@@ -69,7 +69,7 @@ def _step(data: dict[str, Any]) -> Dry:
     graph = Graph.from_json(json.dumps(data.get("graph")))
     if data.get("fingerprint") != graph.fingerprint:
         raise UsageError(
-            f"damaged document: it is for graph {data.get('fingerprint')!r}, and the graph in it "
+            f"damaged document: it is for graph {data.get('fingerprint')!r}, but the graph in it "
             f"is {graph.fingerprint}"
         )
     count = len(graph.ops)
@@ -78,7 +78,7 @@ def _step(data: dict[str, Any]) -> Dry:
         raise UsageError("damaged document: 'module_names' must be a list of text")
     places = _whole(data, "modules", count)
     if any(not 0 <= place < len(names) for place in places):
-        raise UsageError("damaged document: 'modules' points outside of 'module_names'")
+        raise UsageError("damaged document: 'modules' points outside 'module_names'")
     seconds = data.get("seconds")
     if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
         raise UsageError(f"damaged document: a step cannot take {seconds!r} seconds")
@@ -128,13 +128,13 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         for pair in pairs
     ):
         raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
-    # Negative keys: those of a running step are identities of tensors.
+    # Negative keys, as the keys of a running step are ids of tensors.
     parameters = {-1 - place: (pair[0], pair[1]) for place, pair in enumerate(pairs)}
     return Seen(ops, frozenset(_whole(data, "carries_grad", None)), parameters, {}, forward)
 
 
 def retention(graph: Graph, data: dict[str, Any]) -> Retention:
-    """The decisions of a plan file, which are for this graph."""
+    """The decisions in a plan file, checked against this graph."""
     choices = data.get("retain")
     if not isinstance(choices, list) or len(choices) != len(graph.values):
         raise UsageError(
@@ -146,7 +146,7 @@ def retention(graph: Graph, data: dict[str, Any]) -> Retention:
     for value in graph.must_hold:
         if found.retain[value] >= 0:
             raise UsageError(
-                f"damaged document: it lets go of value {value}, which nothing can make again"
+                f"damaged document: it drops value {value}, which cannot be recomputed"
             )
     return found
 

@@ -1,11 +1,11 @@
-"""`lowtide.plan`: what a limit would cost, found out without running anything.
+"""`lowtide.plan`: what a limit would cost, found without running anything.
 
 Problem: whether a step fits, at what price, and what would be recomputed should be known before
 the job starts, on a machine that need not be able to run it. Invariant: a `Plan` carries the graph
-it is for; peaks are the simulator's for exactly its decisions, also after loading, and a step that
-turns out to be another one is planned anew, never run on trust (rule 13). A file is data: loading
-one executes nothing. Imports dryrun, planner, report. Rejected: a plan without its graph, which is
-smaller and can be checked against nothing.
+it is for; its peaks are simulated for exactly its decisions, also after loading; and a step that
+turns out to differ is planned anew, never run on trust (rule 13). A file is data: loading one
+executes nothing. Imports dryrun, planner, report. Rejected: a plan without its graph, which is
+smaller but cannot be checked against anything.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class OperationDecision:
     """What a plan does with the results of one operation.
 
     Attributes:
-        index: its place in the forward.
-        name: of the operator, e.g. ``aten::convolution``.
+        index: the operation's place in the forward, from 0.
+        name: the operator, e.g. ``aten::convolution``.
         module: qualified name of the module that called it; "(model)" in the model's own forward,
-            "" outside of modules.
-        nbytes: bytes of what it makes.
-        choice: "keep" in memory to its last use; "recompute" when backward asks; "release": nobody
-            asks for it in backward, or only a replay does.
-        replays: how often it is run again.
-        seconds: of one run.
+            "" outside modules.
+        nbytes: bytes of its results.
+        choice: "keep": its results stay in memory until their last use; "recompute": they are
+            recomputed when backward asks; "release": backward does not ask for them, or only a
+            replay does.
+        replays: how often it runs again.
+        seconds: time of one run.
     """
 
     index: int
@@ -72,7 +73,15 @@ class OperationDecision:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDecision:
-    """The same, summed over the operations of a module, those of its children left out."""
+    """What a plan does with the results of one module's operations, without its children's.
+
+    Attributes:
+        module: as for `OperationDecision`.
+        kept_bytes: bytes of the results that are kept.
+        recomputed_bytes: bytes of the results that are recomputed.
+        replayed_operations: operations that run again, each run counted.
+        seconds: time of these replays.
+    """
 
     module: str
     kept_bytes: int
@@ -83,15 +92,15 @@ class ModuleDecision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep and what to recompute in one step. Made by `plan`; run by `lowtide.budget`.
+    """What to keep and what to recompute in one step. Made by `plan`, run by `lowtide.budget`.
 
     Attributes:
-        step: the step that it is for, as it was gone through.
+        step: the step that it is for, as the dry run saw it.
         retention: the decisions, one for each value of ``step.graph``.
         limit: the limit in bytes; None: nothing is recomputed.
-        bound: seconds that every plan replays at least that leaves the same margin below the
-            limit free as was asked of this one; None: not proved.
-        status: "plain" where nothing has to be recomputed, else "fits".
+        bound: the least replay time, in seconds, of any plan that leaves the same margin below the
+            limit free; None: not proved.
+        status: "plain" if nothing has to be recomputed, else "fits".
         solve_seconds: how long the search took.
     """
 
@@ -110,45 +119,46 @@ class Plan:
 
     @property
     def graph(self) -> Graph:
-        """The step as this plan goes through it; without a limit, as it is without lowtide."""
+        """The step as it runs under this plan; without a limit, as it runs without lowtide."""
         return self.step.graph.plain if self.limit is None else self.step.graph
 
     @property
     def peak(self) -> int:
-        """Predicted peak of the step in bytes."""
+        """Predicted peak of the step under this plan, in bytes."""
         return self._simulation.peak
 
     @cached_property
     def plain_peak(self) -> int:
-        """Predicted peak with nothing recomputed."""
+        """Predicted peak with nothing recomputed, in bytes."""
         return plain_peak(self.step.graph)
 
     @cached_property
     def minimum_peak(self) -> int:
-        """The lowest peak that the planner reaches, as the smallest limit that can be asked for.
+        """The smallest limit that the planner can keep, in bytes.
 
-        0.2 % above the prediction, which is exact to some bytes only; never above the plain peak.
-        Searched for when first asked for.
+        0.2 % above the lowest peak that it reaches, because a prediction may be some bytes off;
+        never above the plain peak. The search runs when this is first read.
         """
         return _smallest_limit(min(minimum(self.step.graph).peak, self.peak), self.plain_peak)
 
     @property
     def overhead(self) -> float:
-        """Replayed time as a share of the plain step's."""
+        """Time spent on replays, as a share of the plain step's time: 0.1 is 10 % more."""
         return self._share(self._simulation.seconds)
 
     @property
     def lower_bound(self) -> float | None:
-        """No plan has a smaller overhead; None where that was not proved.
+        """The least overhead of any plan; None if no bound was proved.
 
-        That is for plans that leave the same margin below the limit free (2 % after a dry run on
-        fake tensors, 0.5 % after a recorded step, less where that cannot be reached).
+        It holds for plans that leave the same margin below the limit free (2 % after a dry run on
+        fake tensors, 0.5 % after a recorded step, less if no plan leaves that much).
         """
         return None if self.bound is None else self._share(self.bound)
 
     @property
     def gap(self) -> float | None:
-        """How much of the overhead may be avoidable: 0.01 is one point of the step's time."""
+        """How much of the overhead may be avoidable: 0.01 is 1 % of the plain step's time; None if
+        no bound was proved."""
         bound = self.lower_bound
         return None if bound is None else max(0.0, self.overhead - bound)
 
@@ -157,7 +167,7 @@ class Plan:
 
     @property
     def source(self) -> str:
-        """ "fake": from fake tensors, nothing was run; "recorded": from one real step."""
+        """Where the plan comes from: "fake" tensors, with nothing run, or one "recorded" step."""
         return self.step.source
 
     # ------------------------------------------------------------------ what it decides
@@ -185,7 +195,8 @@ class Plan:
 
     @cached_property
     def modules(self) -> tuple[ModuleDecision, ...]:
-        """One line for each module that ran an operation, in the order of the forward."""
+        """The decisions summed by module, for each module that ran an operation, in the order of
+        the forward."""
         rows: dict[str, list[float]] = {}
         for op in self.operations:
             row = rows.setdefault(op.module, [0, 0, 0, 0.0])
@@ -199,7 +210,7 @@ class Plan:
         )
 
     def prepared(self) -> Prepared:
-        """For a budget: what follows the plan operation by operation."""
+        """For a budget: the object that follows the plan operation by operation."""
         return Prepared.of(
             self.retention, self.step.graph, self.peak, self.step.seen, self.source == "recorded"
         )
@@ -207,8 +218,14 @@ class Plan:
     # ------------------------------------------------------------------ files and text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON; `lowtide.load_plan` reads it. A file that is there is
-        replaced. `OSError`: it cannot be written."""
+        """Write the plan to a file, as JSON, which `lowtide.load_plan` reads.
+
+        Args:
+            path: the file to write. An existing file is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         text = json.dumps(
             planfile.document(
                 self.step,
@@ -250,7 +267,7 @@ class Plan:
                 f"{format_bytes(row.recomputed_bytes + row.kept_bytes)}"
             )
         if len(redone) > _ROWS:
-            lines.append(f"  and {len(redone) - _ROWS} modules more")
+            lines.append(f"  and {len(redone) - _ROWS} more modules")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -267,7 +284,7 @@ class Plan:
 
 
 def _smallest_limit(least: int, plain: int) -> int:
-    """The smallest limit that can be asked for: what keeps everything leaves nothing free."""
+    """The smallest limit to ask for: at the plain peak no margin is needed."""
     return min(limit_for(least), plain)
 
 
@@ -282,29 +299,33 @@ def plan(
     on: str | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What a memory limit would cost a training step: a dry run.
+    """Plan a training step under a memory limit, without running it.
 
-    Nothing is executed and no tensor is allocated: ``fn(*args, **kwargs)`` is called with fake
-    tensors in place of parameters, buffers and arguments, and so is its backward. A step that does
-    not fit on any machine can be planned. Bytes come from sizes, times from a model of the device;
-    a budget that runs the plan replaces them by what it measures.
+    Nothing is executed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
+    fake tensors instead of parameters, buffers and arguments, so even a step that fits on no
+    machine can be planned. Bytes come from sizes, times from a model of the device; a budget that
+    runs the plan replaces them by what it measures.
+
+    If the forward reads the contents of a tensor that depends on parameters or random numbers, one
+    real step is recorded instead, with a `DryRunWarning`. Gradients, buffers and random state are
+    restored after it, and ``plan.source`` is "recorded".
 
     Args:
         fn: the forward and the loss: a module, or any callable that reaches its modules through
             arguments, closures, globals that it names, bound methods or ``functools.partial``.
-            Backward starts from the sum of what it returns, in any nesting, that requires grad.
+            Backward starts from the sum of everything that it returns, in any nesting, that
+            requires grad.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
         limit: as for `lowtide.budget`: bytes, text or a fraction of the plain peak. None: nothing
-            is recomputed, to learn the plain peak.
-        on: the device whose times to model, "H100" for instance, where it is not the one that
-            the model stands on.
-
-    Where the forward asks for what is in a tensor that depends on parameters or random numbers,
-    one real step is recorded instead, with a `DryRunWarning`; gradients, buffers and random state
-    are put back, and ``plan.source`` is "recorded".
+            is recomputed, which tells the plain peak.
+        on: the device whose times to model, for instance "H100". Default: the one that the model
+            is on.
 
     Raises:
-        BudgetError: no plan keeps the limit; the error names the smallest that can be kept.
-        UsageError: a limit that cannot be read; called inside a budget or with grad disabled.
+        BudgetError: no plan keeps the limit. The error names the smallest limit that can be kept.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
+            region, or with grad disabled.
 
     Examples:
         >>> import torch
@@ -324,7 +345,7 @@ def plan(
 
 
 def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = None) -> Plan:
-    """Plan a step that was gone through already; `margin` is a share of the limit."""
+    """Plan a step that a dry run saw already; `margin` is a share of the limit."""
     graph = step.graph
     plain = Plan(step, keep_all(graph), None, 0.0, "plain", 0.0)
     if limit is None:
@@ -340,7 +361,7 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
     solution = search(margin=int(share * limit))
     for less in (int(margins.PREDICTED_HAIR * limit), 0):
         if solution.status == "infeasible":
-            # Nothing leaves the margin free: the cheapest that leaves less, not the least of all.
+            # No plan leaves the margin free: take the cheapest that leaves less, not the smallest.
             closer = search(margin=less)
             solution = closer if closer.peak <= limit - less else solution
     if solution.peak > limit:
@@ -372,8 +393,11 @@ def from_solution(step: Dry, limit: int, solution: Solution) -> Plan:
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan that `Plan.save` wrote. Nothing is executed; costs are simulated anew.
 
+    Args:
+        path: the file to read.
+
     Raises:
-        UsageError: the file is damaged, is something else, or was written by another version.
+        UsageError: the file is damaged, is not a plan, or was written by another version.
         OSError: there is no such file, or it cannot be read.
     """
     try:

@@ -1,9 +1,10 @@
 """Policies: which operations to keep and which to recompute, decided one by one.
 
-Problem: users know that matrix products are dear and activations cheap, and want to say so once.
-Invariant: a policy is a frozen, comparable, picklable value, called with an `OperationInfo` and
-answering "keep?"; it never sees a tensor. Policies combine with `|` (either keeps) and `&` (both
-keep). Imports errors. Rejected: torch's dispatch-mode contexts, which re-run Python to work.
+Problem: users know that matrix products are expensive and activations cheap, and want to say so
+once. Invariant: a policy is a frozen, comparable, picklable value that is called with an
+`OperationInfo` and answers "keep?"; it never sees a tensor. Policies combine with `|` (either
+keeps) and `&` (both keep). Imports errors. Rejected: torch's dispatch-mode contexts, which need to
+run Python again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class OperationInfo:
         name: the operator, e.g. ``"aten::mm"``.
         overload: the operator overload itself, e.g. ``torch.ops.aten.mm.default``.
         nbytes: bytes of the output's storage.
-        tensor_name: what `lowtide.name` called the output, or None.
+        tensor_name: the name that `lowtide.name` gave the output, or None.
     """
 
     name: str
@@ -69,7 +70,7 @@ class OperationInfo:
 
 
 class Policy(abc.ABC):
-    """Answers, for each operation, whether its output is kept for backward."""
+    """Decides, for each operation, whether its output is kept for backward."""
 
     @abc.abstractmethod
     def __call__(self, operation: OperationInfo) -> bool:
@@ -83,14 +84,14 @@ class Policy(abc.ABC):
 
 
 def check_policy(policy: object, caller: str) -> None:
-    """Refuse what cannot be asked, before the first operation asks it.
+    """Refuse what is no policy before the first operation asks it.
 
     Raises:
-        UsageError: a class in place of a policy of it, or something that cannot be called.
+        UsageError: it is a class instead of an instance, or cannot be called.
     """
     if isinstance(policy, type):
         raise UsageError(
-            f"{caller}: policy is the class {policy.__name__}. Call it: "
+            f"{caller}: policy is the class {policy.__name__}, not an instance. Write "
             f"{policy.__name__}(), with its arguments if it takes any."
         )
     if policy is not None and not callable(policy):
@@ -102,7 +103,7 @@ def check_policy(policy: object, caller: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeepNothing(Policy):
-    """Recompute everything inside the region: what `checkpoint` does by default."""
+    """Recompute everything inside the region. This is the default of `checkpoint`."""
 
     def __call__(self, operation: OperationInfo) -> bool:
         return False
@@ -110,7 +111,7 @@ class KeepNothing(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepEverything(Policy):
-    """Recompute nothing: the region is as if it were not there."""
+    """Recompute nothing, as if there were no region."""
 
     def __call__(self, operation: OperationInfo) -> bool:
         return True
@@ -128,11 +129,12 @@ class KeepProducts(Policy):
 class KeepOperators(Policy):
     """Keep the outputs of the named operators.
 
-    Names are as torch writes them: ``"aten::mm"``, ``"aten.mm"``, ``"mm"``, or with an overload,
-    ``"aten.mm.default"``; an operator itself (``torch.ops.aten.mm.default``) does as well.
+    Args:
+        *names: operators, as torch writes them: ``"aten::mm"``, ``"aten.mm"``, ``"mm"``, with an
+            overload ``"aten.mm.default"``, or the operator itself, ``torch.ops.aten.mm.default``.
 
     Raises:
-        UsageError: something else.
+        UsageError: an argument is neither text nor an operator.
     """
 
     names: frozenset[str]
@@ -146,7 +148,14 @@ class KeepOperators(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeOperators(Policy):
-    """Keep everything but the outputs of the named operators; names as for `KeepOperators`."""
+    """Keep everything except the outputs of the named operators.
+
+    Args:
+        *names: operators, as for `KeepOperators`.
+
+    Raises:
+        UsageError: an argument is neither text nor an operator.
+    """
 
     names: frozenset[str]
 
@@ -159,7 +168,14 @@ class RecomputeOperators(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class KeepNamed(Policy):
-    """Keep tensors that the forward named with `lowtide.name(tensor, "...")`."""
+    """Keep the tensors that the forward named with `lowtide.name(tensor, "...")`.
+
+    Args:
+        *names: the names.
+
+    Raises:
+        UsageError: a name is not text.
+    """
 
     names: frozenset[str]
 
@@ -167,7 +183,7 @@ class KeepNamed(Policy):
         for name in names:
             if not isinstance(name, str):
                 raise UsageError(
-                    f'KeepNamed takes names, one an argument: KeepNamed("a", "b"); got {name!r}.'
+                    f'KeepNamed takes one name per argument: KeepNamed("a", "b"); got {name!r}.'
                 )
         object.__setattr__(self, "names", frozenset(names))
 
@@ -208,8 +224,8 @@ def _check_both(first: object, second: object, caller: str) -> None:
         check_policy(policy, caller)
         if policy is None:
             raise UsageError(
-                f"{caller}: None is no policy. Leave it out, or say KeepNothing(), which is what "
-                "None stands for."
+                f"{caller}: None cannot be combined. Leave it out, or write KeepNothing(), which "
+                "is what policy=None means."
             )
 
 
@@ -220,7 +236,7 @@ def _all_qualified(names: tuple[Any, ...], caller: str) -> frozenset[str]:
             name = str(name)
         if not isinstance(name, str):
             raise UsageError(
-                f'{caller} takes operators, one an argument: {caller}("mm", "aten::addmm"); got '
+                f'{caller} takes one operator per argument: {caller}("mm", "aten::addmm"); got '
                 f"{name!r}."
             )
         found.append(_qualified(name))

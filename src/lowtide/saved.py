@@ -1,10 +1,10 @@
-"""`lowtide.saved_tensors`: what autograd holds between forward and backward, and who asked for it.
+"""`lowtide.saved_tensors`: what autograd holds between forward and backward, and what made it.
 
-Problem: "why is my memory not going down?" Invariant: each storage is billed once, however many
-operations saved a view of it; rows add up to the total, which is asserted; what is held by others
-anyway (parameters, inputs) is told apart from what lives for backward alone. Imports dryrun and
-witness. Rejected: walking ``grad_fn._saved_*``, which counts a storage once for each of its views
-and knows neither module nor line.
+Problem: "why is my memory not going down?" Invariant: each storage is counted once, however many
+operations saved a view of it; rows add up to the total, which is asserted; what is in memory anyway
+(parameters, inputs) is told apart from what lives for backward alone. Imports dryrun and witness.
+Rejected: walking ``grad_fn._saved_*``, which counts a storage once for each of its views and knows
+neither module nor line.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lowtide.texttable import count_of, table
 
 _WHY = {
     "activation": "an activation: it lives for backward alone",
-    "parameter": "a parameter: it is there anyway",
-    "buffer": "a buffer: it is there anyway",
+    "parameter": "a parameter: it is in memory anyway",
+    "buffer": "a buffer: it is in memory anyway",
     "input": "an input: your program holds it anyway",
-    "unseen": "made where the tape cannot see (a compiled or custom kernel, a collective, a write "
-    "that the dispatcher was not told of): it can only be kept",
+    "unseen": "made where the recorder cannot see it (a compiled or custom kernel, a collective, "
+    "a write that bypassed the dispatcher): it can only be kept",
 }
 _ROWS = 24
 KEYS = ("module", "operator", "line", "kind", "dtype", "name")
-"""What saved tensors can be summed by."""
+"""What saved tensors can be summed by, see `SavedTensors.by`."""
 _PLURALS = (
     ("parameter", "parameters"),
     ("buffer", "buffers"),
@@ -45,14 +45,18 @@ class SavedRow:
     """One storage that autograd holds.
 
     Attributes:
-        nbytes: of the storage.
-        kind: "activation", "parameter", "buffer", "input" or "unseen".
+        nbytes: bytes of the storage.
+        kind: "activation", "parameter", "buffer", "input" or "unseen" (made where the recorder
+            cannot see it).
         module: qualified name of the module that made it; "(model)" in the model's own forward,
-            "" outside of modules.
-        operator: that made it, ``aten::convolution``; "" for what was made before the step.
-        line: of the program, ``path:number``: the innermost one that is not torch's.
-        shape, dtype: of the tensor that was saved of it.
-        name: of the parameter, buffer or input.
+            "" outside modules.
+        operator: the operator that made it, e.g. ``aten::convolution``; "" if it was made before
+            the step.
+        line: the line of your program that made it, ``path:number``: the innermost one outside
+            torch.
+        shape: shape of the tensor that was saved.
+        dtype: dtype of that tensor.
+        name: name of the parameter, buffer or input; "" for any other kind.
     """
 
     nbytes: int
@@ -66,13 +70,19 @@ class SavedRow:
 
     @property
     def why(self) -> str:
-        """Why it is held, as a sentence."""
+        """Why it is held, in words."""
         return _WHY[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """Rows that have `keys` in common, and their sum."""
+    """Rows that have their keys in common, and their sum.
+
+    Attributes:
+        keys: the common values, in the order given to `SavedTensors.by`.
+        nbytes: bytes of all these rows.
+        count: number of storages.
+    """
 
     keys: tuple[str, ...]
     nbytes: int
@@ -81,11 +91,11 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """What autograd held when the forward of a step was over. Prints as a table.
+    """What autograd held at the end of a step's forward. Prints as a table.
 
     Attributes:
         rows: each storage once, largest first.
-        standing: bytes that were there before the step, by kind ("parameter", "buffer",
+        standing: bytes that were in memory before the step, by kind ("parameter", "buffer",
             "gradient", "input"), whether autograd saved them or not.
         source: "fake": nothing was run; "recorded": from one real step.
     """
@@ -104,15 +114,18 @@ class SavedTensors:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that live for backward alone: all that recomputation could free, and what is made
-        where the tape cannot see, which can only be kept."""
+        """Bytes that live for backward alone: all that recomputation could free, and what was made
+        where the recorder cannot see it, which can only be kept."""
         return sum(row.nbytes for row in self.rows if row.kind in ("activation", "unseen"))
 
     def by(self, *keys: str) -> tuple[SavedGroup, ...]:
-        """Sums by any of "module", "operator", "line", "kind", "dtype" and "name", largest first.
+        """Sum the rows that have these keys in common, largest sum first.
+
+        Args:
+            *keys: any of "module", "operator", "line", "kind", "dtype" and "name".
 
         Raises:
-            UsageError: another key.
+            UsageError: a key is none of these.
         """
         check_keys(keys)
         sums: dict[tuple[str, ...], list[int]] = {}
@@ -124,7 +137,7 @@ class SavedTensors:
         return tuple(sorted(groups, key=lambda group: -group.nbytes))
 
     def to_dict(self) -> dict[str, Any]:
-        """As what JSON knows."""
+        """Return the total and all rows as JSON types."""
         return {
             "source": self.source,
             "total": self.total,
@@ -155,9 +168,9 @@ class SavedTensors:
 
 
 def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedTensors:
-    """What autograd holds after the forward of a step: by module, operator and line.
+    """List what autograd holds after the forward of a step, by module, operator and line.
 
-    A dry run, as `lowtide.plan`: nothing is executed. Where that is not possible, one real step is
+    A dry run, like `lowtide.plan`: nothing is executed. If that is not possible, one real step is
     recorded, with a `DryRunWarning`.
 
     Args:
@@ -166,7 +179,8 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
         kwargs: its keyword arguments.
 
     Raises:
-        UsageError: called inside a budget or with grad disabled.
+        UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad
+            disabled.
 
     Examples:
         >>> import torch
@@ -197,12 +211,12 @@ def check_keys(keys: Iterable[str]) -> None:
 
 
 def from_ledger(ledger: Ledger, source: str) -> SavedTensors:
-    """The same, of a step that was gone through already."""
+    """What autograd holds in a step that a dry run saw already."""
     rows, billed = [], set()
     for saved in ledger.saved:
         if saved.block >= 0:
             if saved.block in billed:
-                continue  # another version of what is in the same storage
+                continue  # another value of the same storage
             billed.add(saved.block)
         site = saved.site
         rows.append(
@@ -230,15 +244,15 @@ def format_saved_tensors(
     by: str | Iterable[str] = ("module", "operator", "line"),
     rows: int | None = _ROWS,
 ) -> str:
-    """A table of what autograd holds, largest first. Its rows add up to the total printed.
+    """Format what autograd holds as a table, largest first. Its rows add up to the printed total.
 
     Args:
         saved: from `saved_tensors`.
         by: what to sum by: one or more of the keys of `SavedTensors.by`.
-        rows: how many to print; the others become one row. None: all.
+        rows: how many rows to print; one more row sums up the others. None: all.
 
     Raises:
-        UsageError: another key, or a negative number of rows.
+        UsageError: an unknown key, or a negative number of rows.
     """
     keys = (by,) if isinstance(by, str) else tuple(by)
     if rows is not None and rows < 0:
@@ -254,7 +268,7 @@ def format_saved_tensors(
     if rest:
         more = sum(group.nbytes for group in rest)
         count = sum(group.count for group in rest)
-        label = [f"({count_of(len(rest), 'row')} more)", *[""] * (len(keys) - 1)]
+        label = [f"({count_of(len(rest), 'row')} not shown)", *[""] * (len(keys) - 1)]
         lines.append(_cells(more, held.total, count, label))
     assert sum(g.nbytes for g in shown) + sum(g.nbytes for g in rest) == held.total
     titles = ("bytes", "size", "share", "storages", *keys)
@@ -279,16 +293,16 @@ def _others(saved: SavedTensors) -> list[str]:
     text = []
     if parts:
         text.append(
-            f"Autograd also refers to {', '.join(parts)}: they are there anyway and cost nothing "
-            "more."
+            f"Autograd also refers to {', '.join(parts)}: they are in memory anyway and cost "
+            "nothing more."
         )
     standing = standing_text(saved.standing)
-    text.append(f"There before the step, whatever is recomputed: {standing}.")
+    text.append(f"In memory before the step, whatever is recomputed: {standing}.")
     return text
 
 
 def standing_text(standing: dict[str, int]) -> str:
-    """What was there before a step: ``"parameters 48.1 MiB, inputs 4.0 KiB"``."""
+    """What was in memory before a step: ``"parameters 48.1 MiB, inputs 4.0 KiB"``."""
     parts = (f"{name} {format_bytes(standing[kind])}" for kind, name in _PLURALS
              if standing.get(kind))  # fmt: skip
     return ", ".join(parts) or "nothing"
@@ -307,5 +321,5 @@ def _cells(nbytes: int, total: int, count: int, labels: list[str]) -> list[str]:
 
 
 def print_saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Print `saved_tensors` of a step."""
+    """List what autograd holds and print the table; the arguments are those of `saved_tensors`."""
     print(format_saved_tensors(saved_tensors(fn, *args, **kwargs)))  # noqa: T201

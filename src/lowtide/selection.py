@@ -1,10 +1,10 @@
-"""From what a user writes to the modules meant.
+"""From a selection that a user writes to the modules it means.
 
 Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one",
-and one that matches nothing must not pass for one that does: the memory would silently stay.
-Invariant: every entry of a selection matches at least one module that is called, or a `UsageError`
-names what came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where
-`layers.*` also takes every module inside every layer.
+and if a selection that matches nothing were accepted, it would silently save no memory. Invariant:
+every entry of a selection matches at least one module that is called, or a `UsageError` names what
+came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where `layers.*` also
+matches every module inside every layer.
 """
 
 from __future__ import annotations
@@ -41,18 +41,28 @@ class Every:
         for field, value, least in (("n", self.n, 1), ("start", self.start, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(
-                    f"every(n={self.n!r}, start={self.start!r}): `{field}` is a whole number, "
+                    f"every(n={self.n!r}, start={self.start!r}): `{field}` must be an int, "
                     f"{least} or more; every(2, 'layers.*') takes layers 0, 2, 4 and so on"
                 )
 
 
 def every(n: int, which: Which, start: int = 0) -> Every:
-    """Every `n`-th of the modules that `which` selects: `every(2, "layers.*")`."""
+    """Select every `n`-th of the modules that `which` selects: `every(2, "layers.*")`.
+
+    Args:
+        n: 1 or more.
+        which: as for `checkpoint_modules`. Its modules are counted in the order of
+            `model.named_modules()`.
+        start: the number of the first module to take, from 0.
+
+    Raises:
+        UsageError: ``n`` or ``start`` is not an int in range.
+    """
     return Every(n, which, start)
 
 
 def select(model: nn.Module, which: Which) -> Named:
-    """The modules of `model` that `which` names, each once, in the model's order."""
+    """The modules of `model` that `which` selects, each once, in the model's order."""
     everything = list(model.named_modules(remove_duplicate=False))
     chosen: dict[int, tuple[str, nn.Module]] = {}
     for name, module in _matches(which, everything):
@@ -67,10 +77,10 @@ def is_container(module: nn.Module) -> bool:
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether a qualified name fits a pattern.
+    """Whether a qualified name matches a pattern.
 
-    `*`, `?` and `[...]` stay inside one part of the name, `**` spans any number of parts, none
-    included. A first part that is just `*` spans one or more: "*.mlp" is any mlp, however deep.
+    `*`, `?` and `[...]` match inside one part of the name, `**` any number of parts, including
+    none. A first part that is just `*` matches one or more: "*.mlp" is any mlp, however deep.
     """
     patterns = pattern.split(".")
     if patterns[0] == "*" and len(patterns) > 1:
@@ -126,7 +136,7 @@ def _every_nth(which: Every, everything: Named) -> Named:
     taken = list(among.values())[which.start :: which.n]
     if not taken:
         raise UsageError(
-            f"every({which.n}, {_shown(which.which)}, start={which.start}) takes nothing: there "
+            f"every({which.n}, {_shown(which.which)}, start={which.start}) selects nothing: there "
             f"are {len(among)} such modules, numbered from 0"
         )
     return taken
@@ -144,18 +154,18 @@ def _nothing_matched(which: Any, everything: Named) -> str:
         return head + _near_types(which, everything)
     if isinstance(which, nn.Module):
         return (
-            f"the {type(which).__name__} given is not a module of this {owner}, but of another "
-            f"model or of a copy: take one of its {count}"
+            f"the given {type(which).__name__} is not a module of this {owner}, but of another "
+            f"model or of a copy: give one of its {count}"
         )
     return (
-        f"the predicate {_shown(which)} returned a false value for every one of the {count} of "
-        f"this {owner} and for the model itself; it is called as predicate(name, module)"
+        f"the predicate {_shown(which)} returned a false value for each of the {count} of this "
+        f"{owner} and for the model itself; it is called as predicate(name, module)"
     )
 
 
 def _near_names(pattern: str, named: Named) -> str:
     if not named:
-        return " It has no modules inside: there is nothing to name."
+        return " It has no modules inside that could be named."
     if not pattern:
         return " For the model itself use lowtide.ActivationCheckpointWrapper(model)."
     candidates = dict.fromkeys(_starred(name) for name, _ in named)
@@ -169,8 +179,8 @@ def _near_names(pattern: str, named: Named) -> str:
         text += f" {deeper!r} would match {inside}."
     if not text:
         top = dict.fromkeys(name.split(".")[0] for name, _ in named)
-        text = f" Its top names are: {', '.join(list(top)[:10])}."
-    return f"{text} `*` stays inside one part of a name; `**` stands for any number of parts."
+        text = f" Its top-level names are: {', '.join(list(top)[:10])}."
+    return f"{text} `*` matches inside one part of a name, `**` any number of parts."
 
 
 def _near_types(which: type[Any], everything: Named) -> str:
@@ -178,8 +188,8 @@ def _near_types(which: type[Any], everything: Named) -> str:
     for other in counts:
         if other.__name__ == which.__name__:
             return (
-                f" {counts[other]} are {other.__module__}.{other.__qualname__}, another class than "
-                f"{which.__module__}.{which.__qualname__}."
+                f" {counts[other]} are {other.__module__}.{other.__qualname__}, which is another "
+                f"class than {which.__module__}.{which.__qualname__}."
             )
     names = Counter(type(module).__name__ for _, module in everything)
     near = difflib.get_close_matches(which.__name__, names, n=5, cutoff=0.5)
@@ -193,7 +203,7 @@ def _only_containers(which: Any, found: Named) -> str:
     name = found[0][0]
     return (
         f"{_shown(which)} matches only containers, which hold modules but are never called: "
-        f"{shown}. Name what they hold: {(name + '.*') if name else '*'!r}"
+        f"{shown}. Select the modules in them: {(name + '.*') if name else '*'!r}"
     )
 
 
@@ -205,5 +215,5 @@ def _shown(which: Any) -> str:
     if isinstance(which, str):
         return repr(which)
     if isinstance(which, nn.Module):
-        return f"the {type(which).__name__} given"
+        return f"the given {type(which).__name__}"
     return str(getattr(which, "__qualname__", repr(which)))

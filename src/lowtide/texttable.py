@@ -1,6 +1,6 @@
-"""Tables of plain text.
+"""Plain-text tables.
 
-Problem: every report is a table, on a terminal with or without colours. Invariant: data in, lines
+Problem: every report is a table, on terminals with and without colours. Invariant: data in, lines
 out; nothing here knows what a row means. Imports nothing. Rejected: a dependency for it.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 def table(
     titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0, total: bool = False
 ) -> list[str]:
-    """Lines of a table whose first `right` columns are flush right.
+    """Lines of a table whose first `right` columns are right-aligned.
 
-    With `total` the last row stands under a rule.
+    With `total` there is a rule above the last row.
     """
     widths = [
         max(len(title), *(len(row[place]) for row in rows)) if rows else len(title)

@@ -1,9 +1,9 @@
 """A step as a trace: for Perfetto, `chrome://tracing` and torch's memory viewer.
 
-Problem: people know their way about in those viewers. Invariant: the counters of a trace are the
-moments of a timeline, to the byte; its clock is a position in the step, since moments of the plain
-and the planned step share one. Imports explain, snapshot, trials. Rejected: modelled times on the
-axis, on which the two could not be laid over each other.
+Problem: people know these viewers. Invariant: the counters of a trace are the moments of a
+timeline, to the byte; its clock is a position in the step, so that the plain and the planned step
+can be compared moment by moment. Imports explain, snapshot, trials. Rejected: modelled times on the
+axis, by which the two steps would not line up.
 """
 
 from __future__ import annotations
@@ -30,10 +30,17 @@ _TICK = 1000  # microseconds of the viewer's clock for one moment
 
 
 def trace_events(told: Explanation) -> dict[str, Any]:
-    """What Perfetto and Chrome open, as what JSON knows.
+    """Convert an explanation to trace events that Perfetto and Chrome open, as JSON types.
 
-    One process for the plain step and one for the planned one, if there is a plan: a counter of
-    live bytes by kind, and a slice for every moment with its operator, module and line.
+    There is one process for the plain step and, if there is a plan, one for the planned step. Each
+    has a counter of live bytes by kind, and a slice for every moment with its operator, module and
+    line. The clock is a position in the step, not time.
+
+    Args:
+        told: from `lowtide.explain`.
+
+    Returns:
+        A dictionary to write with `json.dump`.
     """
     events: list[dict[str, Any]] = []
     lines = [("plain", told.plain)]
@@ -58,7 +65,7 @@ def trace_events(told: Explanation) -> dict[str, Any]:
 
 
 def _places(lines: Any) -> dict[tuple[str, int], int]:
-    """Where each moment stands: a replay just before the event that it is for."""
+    """The position of each moment; a replay comes just before the event that it is for."""
     order = {"forward": 0, "replay": 1, "backward": 1}
     found = {(m.phase, m.place) for line in lines for m in line.moments}
     ranked = sorted(found, key=lambda key: (order[key[0]], key[1], key[0] == "backward"))
@@ -110,20 +117,22 @@ def memory_snapshot(
 ) -> None:
     """Write a step as a memory snapshot, for https://pytorch.org/memory_viz.
 
-    A step on CUDA is run once, and its allocator asked; that has not been tried on a device yet.
-    Any other is gone through on fake tensors, and its blocks are those of its timeline: see
-    `lowtide.export.snapshot`.
+    A step on CUDA is run once, and the snapshot comes from its allocator; that has not been tried
+    on a device yet. Any other step is only run on fake tensors, and the snapshot has the blocks of
+    its timeline (see `lowtide.export.snapshot`).
 
     Args:
-        path: the file to write; not overwritten if it is there.
+        path: the file to write. It must not exist yet.
         fn: the step, as for `lowtide.plan`.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        limit: the step under a plan for this limit, as for `lowtide.plan`; None: the plain step.
-        run: false: run nothing on CUDA either.
+        limit: show the step under a plan for this limit, as for `lowtide.plan`; None: the plain
+            step.
+        run: False: do not run a step on CUDA either.
 
     Raises:
-        UsageError: the file exists or cannot be written; a step or limit that cannot be read.
+        UsageError: the file exists or cannot be written; ``fn`` cannot be called; the limit cannot
+            be read; or called inside a budget or region, or with grad disabled.
         BudgetError: the limit cannot be kept.
     """
     if os.path.exists(path):
@@ -139,7 +148,7 @@ def write_snapshot(
     plan: Plan,
     step: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None,
 ) -> None:
-    """The same, of a step that was gone through already; overwrites. `step`: what may be run."""
+    """Write the snapshot of a studied step; overwrites. `step`: what may be run."""
     try:
         if step is not None and _on_cuda(Found(*step)):
             with profiling.cuda_history():

@@ -1,10 +1,10 @@
 """Hugging Face transformers: a budget or regions for its models, in one line.
 
 Problem: the library's own checkpointing runs each layer twice, switches the cache off, and needs a
-hook on the embeddings where their weights are frozen; and its Trainer leaves no place for a
-``with``. Invariant: the model stays the object it was, `remove()` gives the plain one back, and a
-model with checkpointing of its own switched on is refused. Imports transformers, and lowtide's
-public parts. Rejected: a subclass of Trainer, of which a script can have only one.
+hook on frozen embeddings; and its Trainer has no place for a ``with``. Invariant: the model stays
+the object it was, `remove()` makes it plain again, and a model whose own checkpointing is on is
+refused. Imports transformers, and lowtide's public parts. Rejected: a subclass of Trainer, of which
+a script can have only one.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["Enabled", "MemoryBudget", "enable", "set_checkpointing_function"]
 
 
 class Enabled:
-    """What `enable` or `set_checkpointing_function` switched on; `remove()` switches it off.
+    """What `enable` or `set_checkpointing_function` switched on; `remove()` switches it off again.
 
-    Also a context manager that removes on the way out.
+    Also a context manager that calls `remove()` at the end.
 
     Attributes:
-        budget: the budget around the model's forward, if there is one; its ``report()`` tells
-            what the last step took.
-        names: the qualified names of the modules that are regions, if there are any.
+        budget: the budget around the model's forward, whose ``report()`` tells what the last step
+            took; None without a limit.
+        names: the qualified names of the modules that are regions; empty with a limit.
     """
 
     def __init__(self, what: FittedBudget | Handle | _OwnFunction) -> None:
@@ -55,7 +55,7 @@ class Enabled:
         self.names = () if isinstance(what, FittedBudget) else what.names
 
     def remove(self) -> None:
-        """Give the model its plain forward back; a second call does nothing."""
+        """Restore the model's plain forward. A second call does nothing."""
         what, self._what = self._what, None
         if isinstance(what, FittedBudget):
             what.detach()
@@ -88,29 +88,33 @@ def enable(
         enable(model, limit="6 GiB")
         Trainer(model=model, ...).train()
 
-    With a ``limit`` lowtide chooses what to recompute, as in `lowtide.fit`. Without one, each
-    layer is a region, and ``policy`` says what is kept inside it: the library's own checkpointing,
-    but each layer runs once, the cache works, and frozen embeddings need no hook.
+    With a ``limit``, lowtide chooses what to recompute, as in `lowtide.fit`. Without one, each
+    layer is a region, and ``policy`` says what is kept inside it. That is like the library's own
+    checkpointing, but each layer runs once, the cache works, and frozen embeddings need no hook.
 
     Args:
         model: a model of transformers, or a peft model around one, before or after it is wrapped.
         limit: as for `lowtide.fit`.
-        device: the same.
-        group: the same.
         policy: as for `lowtide.checkpoint`. Default: nothing is kept.
         every_n_layers: make every n-th layer a region, beginning with the first.
+        device: as for `lowtide.budget`; only with a limit.
+        group: as for `lowtide.budget`; only with a limit.
+
+    Returns:
+        A handle, whose ``remove()`` switches it off again.
 
     Raises:
-        UsageError: both a limit and a policy; a model with no layers that transformers can
-            checkpoint; one that is checkpointed or compiled already.
+        UsageError: a limit together with a policy or ``every_n_layers``; a limit that cannot be
+            read; without a limit, a model with no layers that transformers can checkpoint; or a
+            model that is checkpointed or compiled already.
         BudgetError: in a step, if the limit cannot be met.
     """
     check_model(model, "lowtide.transformers.enable")
     if limit is not None:
         if policy is not None or every_n_layers != 1:
             raise UsageError(
-                "enable takes either limit=, by which lowtide chooses what to keep, or policy= and "
-                "every_n_layers=, by which you do."
+                "enable takes either limit=, with which lowtide chooses what to keep, or policy= "
+                "and every_n_layers=, with which you choose."
             )
         return Enabled(fit(model, limit, device=device, group=group))
     _check_layers(model, "enable")
@@ -122,13 +126,14 @@ def _check_layers(model: nn.Module, caller: str) -> None:
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
         raise UsageError(
             f"{caller}: this {type(model).__name__} has no layers that transformers can "
-            "checkpoint (no GradientCheckpointingLayer). Give a limit= instead, which needs none, "
-            "or choose modules by lowtide.checkpoint_modules(model, ...)."
+            "checkpoint (no GradientCheckpointingLayer). Call lowtide.transformers.enable with a "
+            "limit=, which needs none, or choose modules with lowtide.checkpoint_modules(model, "
+            "...)."
         )
 
 
 class _OwnFunction:
-    """A model whose own checkpointing runs lowtide's function."""
+    """A model whose own checkpointing calls lowtide's function."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -145,21 +150,25 @@ class _OwnFunction:
 def set_checkpointing_function(
     model: nn.Module, *, policy: Policy | None = None, every_n_layers: int = 1
 ) -> Enabled:
-    """Switch the library's own checkpointing on, with `lowtide.checkpoint` in place of torch's.
+    """Switch on the library's own checkpointing, with `lowtide.checkpoint` in place of torch's.
 
-    For code that asks ``model.is_activation_checkpointing`` or switches by
-    ``model.activation_checkpointing_disable()``, which works as ever. The layers then behave as
-    under the library's own: they pass no cache on in training and say so once. Where nothing asks,
-    `enable` is the better choice. Leave ``TrainingArguments(activation_checkpointing=True)`` out,
-    which would put torch's function back.
+    For code that reads ``model.is_activation_checkpointing`` or calls
+    ``model.activation_checkpointing_disable()``, which both work as before. The layers then behave
+    as under the library's own checkpointing: in training they pass no cache on, and say so once. If
+    no code needs this, `enable` is the better choice. Do not set
+    ``TrainingArguments(activation_checkpointing=True)``, which would put torch's function back.
 
     Args:
         model: a model of transformers, or a peft model around one.
         policy: as for `lowtide.checkpoint`. Default: nothing is kept.
         every_n_layers: checkpoint every n-th layer, beginning with the first.
 
+    Returns:
+        A handle, whose ``remove()`` switches it off again.
+
     Raises:
-        UsageError: not such a model, or one that is checkpointed already.
+        UsageError: the model is not one of these, has no layers that transformers can checkpoint,
+            or is checkpointed already; or this version of transformers has no ``every_n_layers``.
     """
     check_model(model, "lowtide.transformers.set_checkpointing_function")
     get_base = getattr(model, "get_base_model", None)
@@ -167,21 +176,21 @@ def set_checkpointing_function(
     if not isinstance(base, PreTrainedModel):
         raise UsageError(
             f"set_checkpointing_function takes a model of transformers or peft, not a "
-            f"{type(model).__name__}; for any module use lowtide.checkpoint_modules."
+            f"{type(model).__name__}; for other modules use lowtide.checkpoint_modules."
         )
     check_policy(policy, "set_checkpointing_function")
     refuse_active_checkpointing(model, "set_checkpointing_function")
     _check_layers(model, "set_checkpointing_function")
     function = functools.partial(checkpoint, policy=policy)
-    # The one private name of transformers: its public `activation_checkpointing_enable` takes no
-    # function, and puts a hook on the embeddings that torch's reentrant mode needed.
+    # The only private name of transformers used here: its public `activation_checkpointing_enable`
+    # takes no function, and puts a hook on the embeddings that torch's reentrant mode needed.
     own = base._set_gradient_checkpointing
     options: dict[str, Any] = {}
     if every_n_layers != 1:
         if "every_n_layers" not in inspect.signature(own).parameters:
             raise UsageError(
-                "this version of transformers has no every_n_layers of its own; "
-                "lowtide.transformers.enable(model, every_n_layers=...) needs none."
+                "this version of transformers has no every_n_layers; use "
+                "lowtide.transformers.enable(model, every_n_layers=...), which does not need it."
             )
         options["every_n_layers"] = every_n_layers
     own(enable=True, gradient_checkpointing_func=function, **options)
@@ -189,18 +198,28 @@ def set_checkpointing_function(
 
 
 class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """`enable(model, limit=...)` as a callback, for the time of each training::
+    """Keep every training step of a Trainer inside a memory limit::
 
         Trainer(model=model, args=args, callbacks=[MemoryBudget("6 GiB")], ...).train()
 
+    A callback that calls `lowtide.fit` when a training begins and detaches the budget when it ends.
     Adds ``lowtide/limit``, ``lowtide/planned_peak``, ``lowtide/measured_peak`` and
-    ``lowtide/highest_peak``, in bytes, to what Trainer logs, those that are known: see
-    `lowtide.BudgetReport`.
+    ``lowtide/highest_peak``, in bytes, to what Trainer logs, as far as they are known;
+    `lowtide.BudgetReport` explains them.
 
     Args:
         limit: as for `lowtide.fit`.
-        device: the same.
-        group: the same.
+        device: as for `lowtide.fit`.
+        group: as for `lowtide.fit`.
+
+    Attributes:
+        budget: the budget of the last training, whose ``report()`` tells what its last step took;
+            None before the first training.
+
+    Raises:
+        UsageError: the limit cannot be read; or, when training begins, the model cannot be fitted
+            (see `lowtide.fit`).
+        BudgetError: in a step, if the limit cannot be met.
     """
 
     def __init__(
@@ -210,7 +229,7 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
-        parse_limit(limit)  # a mistake shows here, not when training begins
+        parse_limit(limit)  # report a mistake here, not when training begins
         self.limit = limit
         self.device = device
         self.group = group
@@ -219,7 +238,7 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        self._detach()  # a training that failed has not said that it ended
+        self._detach()  # a training that failed never called on_train_end
         self.budget = fit(model, self.limit, device=self.device, group=self.group)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

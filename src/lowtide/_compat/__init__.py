@@ -1,16 +1,16 @@
 """Every use of a torch-private name, in one place.
 
-What the engine needs stands here by name: layers of the dispatcher (`dispatch`), what tensors
-consist of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), autocast inside of
-kernels (`casting`), the accelerator (`devices`), modules (`modules`). What only a few need is
-imported from where it is: tensors without memory (`fakes`), global state that operators read
-(`switches`), allocations (`profiling`), compiled code (`partitioner`).
+What the engine needs is exported here: layers of the dispatcher (`dispatch`), what tensors consist
+of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), autocast inside kernels
+(`casting`), the accelerator (`devices`), modules (`modules`). What few files need is imported from
+its own file: tensors without memory (`fakes`), global state that operators read (`switches`),
+allocations (`profiling`), compiled code (`partitioner`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
-other file in the package touches one; each stands here with its reason and what would make it go.
-A name that is bound anew while the program runs is not passed on from here, where it would stay
-what it was. Imports torch only. Rejected: `getattr` guards scattered where the names are used,
-which hide how much of torch the library leans on.
+other file in the package uses one; each is here with its reason, and with what would make it
+unnecessary. A name that is rebound while the program runs is not exported here, where it would keep
+its first value. Imports torch only. Rejected: `getattr` guards scattered where the names are used,
+which hide how much of torch the library depends on.
 """
 
 from __future__ import annotations

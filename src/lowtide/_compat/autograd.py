@@ -1,9 +1,9 @@
 """Autograd's graph: its nodes, its leaves, and what it saves.
 
 Problem: a plan needs to know where gradients come from and go to, and which call of the forward a
-running backward belongs to; torch tells by names and numbers that it does not document. Invariant:
-as in `lowtide._compat`, of which this is a part; a graph is read, never changed. Imports torch.
-Rejected: hooks on every tensor, which change what users see and when their memory goes.
+running backward belongs to; torch tells that by names and numbers that it does not document.
+Invariant: as in `lowtide._compat`, of which this is a part; a graph is read, never changed. Imports
+torch. Rejected: hooks on every tensor, which change what users see and when memory is freed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ set_grad_mode = torch._C._set_grad_enabled
 def push_saved_tensor_hooks(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
     """`torch.autograd.graph.saved_tensors_hooks` without its context object.
 
-    A region opens and closes on every call of a small block; goes if the public class gets cheap.
+    A region opens and closes on every call of a small block. Unnecessary if the public class gets
+    cheap.
     """
     torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -37,10 +38,10 @@ _disable_hooks = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def refuses_hooks(error: RuntimeError) -> bool:
-    """Whether it is torch's word that somebody has disabled saved-tensor hooks, or cannot.
+    """Whether torch raised this because saved-tensor hooks are disabled, or cannot be disabled.
 
-    Its text is theirs: what tells is what is on, or who has raised it. Goes when that is an
-    exception of a class of its own.
+    The text is the user's own, so what tells is the message in force, or the function that raised
+    it. Unnecessary when torch raises an exception of a class of its own.
     """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() == str(error):
         return True
@@ -51,34 +52,34 @@ def refuses_hooks(error: RuntimeError) -> bool:
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is running on this thread ends. Raises outside one."""
+    """Run `callback` when the backward that runs on this thread ends. Raises outside a backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
-    """Whether a backward runs on this thread; torch's own checkpoint asks in the same way."""
+    """Whether a backward runs on this thread. torch's own checkpoint asks in the same way."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def backward_retains_graph() -> bool:
-    """Whether the backward that runs on this thread keeps what was saved, as `retain_graph` asks.
+    """Whether the backward that runs on this thread keeps the graph, as `retain_graph` asks.
 
-    torch's own checkpoint asks in the same way; goes when a node can be asked in public.
+    torch's own checkpoint asks in the same way. Unnecessary when nodes tell it in public.
     """
     return bool(_bindings._get_current_graph_task_keep_graph())
 
 
 def newest_node() -> int:
-    """The number that autograd gave the node it made last on this thread.
+    """The number that autograd gave the last node that it made on this thread.
 
-    `Node._sequence_nr` is the same number from the other side; neither has a public name. They go
-    when torch says of a running backward which call of the forward it belongs to.
+    `Node._sequence_nr` is the same number, read from the node; neither has a public name. Both are
+    unnecessary when torch says which call of the forward a running backward belongs to.
     """
     return int(_bindings._get_sequence_nr()) - 1
 
 
 def node_in_backward() -> int | None:
-    """The number of the node whose backward runs on this thread now, None outside of one."""
+    """The number of the node whose backward runs on this thread now; None outside a backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
 
@@ -86,8 +87,8 @@ def node_in_backward() -> int | None:
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The leaf that collects a gradient for `tensor`: itself, or the parameter it is a view of.
 
-    `Tensor._base` has no public name. A view is not asked whether it is a leaf: if its base was
-    written, torch makes its `grad_fn` anew for the answer, which fails below autograd.
+    `Tensor._base` has no public name. `is_leaf` is not read from a view: if the base was written,
+    torch makes the view's `grad_fn` anew to answer, which fails below autograd.
     """
     base = tensor._base
     if base is None:
@@ -96,7 +97,7 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view, which then refers to what it was made of.
+    """Whether autograd treats a tensor as a view, which then refers to its base.
 
     `Tensor._is_view` has no public name.
     """
@@ -104,9 +105,9 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def wanted_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the gradient that the backward of a call which reads `tensor` makes: its own, or
-    those of what it is a view of where they are more (a slice's gradient is made whole). 0 where it
-    makes none, or none that has bytes of its own, as for sparse tensors."""
+    """Bytes of the gradient that the backward of a call that reads `tensor` makes: as many as
+    `tensor` has, or its base if that has more (a slice's gradient is as large as its base). 0 if it
+    makes none, or none with dense memory, as for sparse tensors."""
     if not tensor.requires_grad:
         return 0
     base = tensor._base
@@ -151,17 +152,17 @@ _SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
 def gradient_of_part(tensor: torch.Tensor) -> str:
     """How autograd makes the gradient of a value of which `tensor` is a part.
 
-    "joined": all at once, of the gradients of the pieces that a `split` gave, and zeros for those
-    that have none; "stacked": the same of an `unbind`, whose zeros take nothing; "padded": for this
+    "joined": all at once, from the gradients of the pieces of a `split`, and zeros for pieces that
+    have none; "stacked": the same for an `unbind`, whose zeros take no memory; "padded": for this
     part alone, from zeros; "own": not at all, as autograd does not know that it is a part.
 
-    The names of autograd's nodes are torch's own matter; an unknown one is taken for "padded".
+    The names of autograd's nodes are private to torch; an unknown one counts as "padded".
     """
     if tensor._base is None:
         return "own"
     try:
         node = tensor.grad_fn if torch.is_grad_enabled() else None
-    except RuntimeError:  # its base was written, and torch cannot make it anew below autograd
+    except RuntimeError:  # its base was written, and torch cannot remake `grad_fn` below autograd
         return "padded"
     while node is not None and not _SPLITS.fullmatch(node.name()):
         node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
@@ -176,31 +177,31 @@ _PASSING = re.compile(
 
 
 class Way(NamedTuple):
-    """How a leaf gets the gradient of a view of it."""
+    """How the gradient of a view reaches its leaf."""
 
     node: int
-    """The number of the node that makes a gradient as large as the leaf, or of the last one, where
-    none does. Nodes run in the order of their numbers, which may be long after the backward of what
-    reads the view."""
+    """The number of the node that makes a gradient as large as the leaf; if none does, of the last
+    node on the way. Nodes run in the order of their numbers, which may be long after the backward
+    of what reads the view."""
     part: tuple[int, int]
-    """Which result of which node the view is."""
+    """The node that made the view, and which of its results the view is."""
     makes: bool
-    """Whether one does; else the view is of all of the leaf."""
+    """Whether a node makes such a gradient; if not, the view covers all of the leaf."""
     by: int | None
-    """The number of the node that passes it on, a view of what was made; None where the leaf is
-    given that itself."""
+    """The number of the node that passes that gradient on, as a view of it; None if the leaf gets
+    it directly."""
     between: int
     """Elements of the largest gradient on the way that is neither the view's nor the leaf's."""
     joins: bool
-    """Whether what makes it joins the gradients of the pieces of a `split`, with zeros for those
-    that have none."""
+    """Whether the node joins the gradients of the pieces of a `split`, with zeros for pieces that
+    have none."""
 
 
 def way_to_leaf(tensor: torch.Tensor) -> Way | None:
-    """That of a view of a leaf; None where it cannot be told.
+    """How the gradient of a view of a leaf reaches it; None if that cannot be told.
 
-    The names of autograd's nodes and what they have saved are torch's own matter: with others a
-    gradient is taken to be made whole, of nothing in between.
+    The names of autograd's nodes and what they save are private to torch: of an unknown node it is
+    assumed that it makes the gradient whole, with nothing in between.
     """
     try:
         node = tensor.grad_fn if torch.is_grad_enabled() else None
@@ -210,7 +211,7 @@ def way_to_leaf(tensor: torch.Tensor) -> Way | None:
         return None
     part = int(node._sequence_nr()), tensor.output_nr
     makers, by = [], None
-    while node is not None and node.next_functions:  # the leaf's own has none
+    while node is not None and node.next_functions:  # the leaf's own node has none
         last = node
         if not _PASSING.fullmatch(node.name()):
             makers.append(node)

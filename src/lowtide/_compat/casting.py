@@ -1,12 +1,12 @@
-"""What autocast does inside of an operation: casts of the operators that its own kernel calls.
+"""What autocast does inside an operation: it casts the operators that the kernel calls.
 
-Problem: an operation is recorded below autocast, with arguments that are cast already. A kernel
-that calls other operators (`_safe_softmax`, `_trilinear`, `logsumexp`) has them cast as well,
-unless autocast had the operation itself in its lists: then it is off until that returns. A replay
-has to cast the same. Invariant: as in `lowtide._compat`, of which this is a part; autocast is left
-as it was found, and caches no cast of a replay. Imports torch. Rejected: a list of such kernels,
-which each kind of device, each with other lists, makes longer; `torch.autocast` around a replay,
-which leaves the keys above the dispatcher's guards on behind it.
+Problem: an operation is recorded below autocast, with arguments that are cast already. If its
+kernel calls other operators (`_safe_softmax`, `_trilinear`, `logsumexp`), autocast casts those as
+well, unless the operation itself is in autocast's lists: then autocast is off until it returns. A
+replay has to cast alike. Invariant: as in `lowtide._compat`, of which this is a part; autocast is
+left as it was found, and caches no cast of a replay. Imports torch. Rejected: a list of such
+kernels, which differs for each kind of device; `torch.autocast` around a replay, which leaves keys
+above the dispatcher's guards switched on.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import _C
 
 Casting = tuple[tuple[str, torch.dtype], ...]
 
-# Public functions say whether autocast was switched on, but not whether it is off inside of one of
-# its own operators. Goes when they do.
+# Public functions say whether autocast was switched on, but not whether it is off inside one of its
+# own operators. Unnecessary when they do.
 _excluded = _C._dispatch_tls_is_dispatch_key_excluded
 _exclude = _C._dispatch_tls_set_dispatch_key_excluded
-_any_enabled = _C._is_any_autocast_enabled  # asked at each operation: the public ways name a device
+_any_enabled = _C._is_any_autocast_enabled  # read at each operation; public functions need a device
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _keys() -> tuple[tuple[str, _C.DispatchKey], ...]:
 
 
 def casting_now() -> Casting | None:
-    """The kinds of device for which operators that are called from here are cast, and to what."""
+    """The kinds of device for which operators called from here are cast, with the dtype of each."""
     found = None
     if not _any_enabled():
         return None
@@ -50,7 +50,7 @@ def casting_now() -> Casting | None:
 
 
 class cast_as:
-    """Cast as it was when an operation was recorded; entered below autocast."""
+    """Cast as when an operation was recorded; entered below autocast."""
 
     __slots__ = ("_before", "_cached", "_casting")
 

@@ -1,14 +1,13 @@
-"""The accelerator, where the process uses one: its streams, its generators, its allocator's
-counters.
+"""The accelerator that the process uses, if any: its streams, generators and allocator's counters.
 
 Problem: an operation is replayed on the stream it ran on and with the device's own random state, a
-budget counts what the device's allocator does, and no question may initialise a device that nobody
-uses. Invariant: as in `lowtide._compat`, of which this is a part; nothing here says "cuda": a
+budget counts what the device's allocator does, and no query may initialise a device that nothing
+uses. Invariant: as in `lowtide._compat`, of which this is a part; nothing here depends on "cuda": a
 process has at most one kind of accelerator, and `torch.accelerator` knows which (CUDA, ROCm, XPU,
-MPS, or one that a package brought). `accelerator_seen` is read as an attribute of this module,
-here, in `switches` and in the compiled recorder, and under no other name: a copy of it would stay
-what it was. Imports torch. Rejected: `torch.cuda.is_available`, which says that a device is there
-and not that it is used; one module a vendor, of which we could test none.
+MPS, or one from another package). `accelerator_seen` is read only as an attribute of this module,
+here, in `switches` and in the compiled recorder: a copy would keep its first value. Imports torch.
+Rejected: `torch.cuda.is_available`, which says that a device exists and not that it is used; one
+module per vendor, of which we could test none.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _WITHOUT = ("cpu", "meta")  # devices that have neither streams nor an allocator
 
 
 def accelerator_in_use() -> bool:
-    """Whether this process has touched its accelerator; asking must not initialise it."""
+    """Whether this process has used its accelerator; asking must not initialise it."""
     global accelerator_seen
     accelerator_seen = accelerator_seen or _initialized()
     return accelerator_seen
@@ -38,18 +37,18 @@ def _initialized() -> bool:
     asked = getattr(torch.get_device_module(device), "is_initialized", None)
     if asked is not None:
         return bool(asked())
-    return counts_bytes(device) and torch.accelerator.memory_allocated() > 0  # MPS does not say
+    return counts_bytes(device) and torch.accelerator.memory_allocated() > 0  # MPS does not tell
 
 
 def current_device() -> torch.device:
-    """The device of the accelerator that this thread is at; it must be in use."""
+    """The accelerator device that is current on this thread; it must be in use."""
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is one of the process's accelerator."""
+    """Whether a device is of the process's accelerator."""
     if device.type in _WITHOUT:  # asked at each operation, and torch makes a device to answer
         return False
     kind = torch.accelerator.current_accelerator()
@@ -57,12 +56,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def available() -> bool:
-    """Whether the process's accelerator is there; asking does not initialise it."""
+    """Whether there is an accelerator; asking does not initialise it."""
     return torch.accelerator.is_available()
 
 
 def counts_bytes(device: torch.device) -> bool:
-    """Whether torch can say what a device's allocator has given out: MPS could not before 2.14."""
+    """Whether torch counts what a device's allocator has given out; on MPS it does since 2.14."""
     if not is_accelerator(device):
         return False
     try:
@@ -79,17 +78,17 @@ class Given(NamedTuple):
     peak: int = 0
     """Since the last reset."""
     altogether: int = 0
-    """Whatever was given back since: it grows with each allocation."""
+    """The sum of all allocations, freed ones included."""
     failures: int = 0
-    """How often it was out of memory."""
+    """How often the allocator was out of memory."""
 
 
 def allocated(device: torch.device) -> Given:
     """What a device's allocator has given out.
 
-    `torch.accelerator.memory_stats` makes a sorted dictionary of all hundred statistics for each
-    question, and a watched step asks at every operation. Can go when torch has a public way to ask
-    for one.
+    `torch.accelerator.memory_stats` makes a sorted dictionary of all hundred statistics on each
+    call, and a watched step asks at every operation. Unnecessary when torch has a public way to
+    read one of them.
     """
     if not _C._accelerator_isAllocatorInitialized():
         return Given()
@@ -102,12 +101,12 @@ def allocated(device: torch.device) -> Given:
 
 
 def reset_peak(device: torch.device) -> None:
-    """The peak of `allocated` begins anew."""
+    """Start the peak of `allocated` anew."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, as its driver says; None where it does not."""
+    """Bytes that are free on a device, according to its driver; None if it does not tell."""
     try:
         return int(torch.accelerator.get_memory_info(device)[0])
     except (AttributeError, RuntimeError, NotImplementedError):  # torch 2.10 has no such function
@@ -117,13 +116,13 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait for a device, the current one by default: only where something is timed."""
+    """Wait for a device, the current one by default. Only timing needs this."""
     torch.accelerator.synchronize(device)
 
 
 def device_of(args: Any) -> torch.device | None:
-    """The device that an operation on these arguments runs on: that of the first tensor which is
-    on none of the CPU's, or the one that is named to it. None: the CPU."""
+    """The device that an operation on these arguments runs on: that of the first tensor that is not
+    on the CPU, else the device among its arguments. None: the CPU."""
     named = None
     for argument in args:
         device = None
@@ -139,21 +138,21 @@ def device_of(args: Any) -> torch.device | None:
 
 
 def stream_of(args: Any) -> torch.Stream | None:
-    """The stream that an operation on these arguments is about to run on; None on the CPU."""
+    """The stream that an operation on these arguments will run on; None on the CPU."""
     device = device_of(args)
     return None if device is None or not is_accelerator(device) else current_stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that this thread gives a device's work to."""
+    """The current stream of a device on this thread."""
     return torch.accelerator.current_stream(device)
 
 
-_told: dict[str, bool] = {}  # kinds of device whose allocators can be told of streams
+_told: dict[str, bool] = {}  # kinds of device: whether their allocators can be told of streams
 
 
 def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Tell the allocator that a tensor is read on a stream. MPS, which has one, has no way to."""
+    """Tell the allocator that a tensor is read on a stream. MPS has one stream and no such call."""
     kind = tensor.device.type
     if not _told.get(kind, True):
         return
@@ -165,7 +164,7 @@ def record_stream(tensor: torch.Tensor, stream: torch.Stream) -> None:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Run on a recorded stream and at its device, ordered after and before the current one."""
+    """Run on a recorded stream and its device, ordered after and before the current stream."""
     current = current_stream(stream.device)
     if current == stream:
         with torch.accelerator.device_index(stream.device_index):
@@ -178,14 +177,14 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """The generator that operators on a device draw from unless they are given one; None: it has
-    none, as "meta", or as a device that is not there and is only faked.
+    """The generator that operators on a device draw from unless they are given one. None: there is
+    none, as on "meta" or on a device that does not exist and is only faked.
 
-    torch asks each kind of device in another way; for MPS the way is private, until it has
-    `default_generators` as the others have.
+    It is found in another way for each kind of device. For MPS the way is private, until MPS has
+    `default_generators` like the others.
 
     Raises:
-        LookupError: nobody says what operators on such a device draw from.
+        LookupError: it is not known what operators on such a device draw from.
     """
     if device.type == "cpu":
         return torch.default_generator

@@ -1,10 +1,10 @@
 """Which layers of torch's dispatcher an operation passes through.
 
-Problem: the engine records and replays below autograd and autocast, and hides from the modes on the
-stack what is its own. Invariant: as in `lowtide._compat`, of which this is a part; what is entered
-is left as it was found, and the layers that `use_recorder_key` adds are known to this module alone.
-Imports torch. Rejected: a wrapper subclass in place of a mode, which users would see as the type of
-their tensors.
+Problem: the engine records and replays below autograd and autocast, and hides its own operations
+from the modes on the stack. Invariant: as in `lowtide._compat`, of which this is a part; all state
+is left as it was found, and only this module knows the layers that `use_recorder_key` adds. Imports
+torch. Rejected: a wrapper subclass in place of a mode, which users would see as the type of their
+tensors.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Name, arguments and mutability of an overload; goes when `OpOverload` has them in public."""
+"""Name, arguments and mutability of an overload. Unnecessary when `OpOverload` has public ones."""
 
 
 def is_operator(thing: object) -> bool:
-    """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one; goes when torch
-    names their classes in public."""
+    """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one. Unnecessary when
+    torch names their classes in public."""
     return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
-# Below-autograd execution. torch offers no public way to run an operator under every mode,
-# autocast and autograd; goes when `torch.library` has a "redispatch below" call. A backward may run
-# inside of `vmap`, or of autograd's own (`is_grads_batched`): what it asks for was no part of the
-# batch, nor were the draws that make it.
+# Execution below autograd. torch has no public way to run an operator below all modes, autocast and
+# autograd. Unnecessary when `torch.library` has a "redispatch below" call. A backward may run inside
+# `vmap`, torch.func's or autograd's own (`is_grads_batched`); a replay that it asks for is no part of
+# the batch, and neither are the random numbers that the replay draws.
 _AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 for _name in torch._C.DispatchKey.__members__:
     if _name.startswith(("Autocast", "FuncTorch")) or _name in ("Python", "PythonDispatcher"):
@@ -39,7 +39,7 @@ _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C._dispatch_key_parse("Vmap
 
 
 class below_autograd:
-    """Run operators under autograd, autocast, transforms, modes and torch-function overrides."""
+    """Run operators below autograd, autocast, transforms, modes and torch-function overrides."""
 
     __slots__ = ("_guards",)
 
@@ -58,14 +58,14 @@ class below_autograd:
 
 
 def skips_autograd() -> bool:
-    """Whether operators that are called now on this thread go past autograd."""
+    """Whether operators that are called now on this thread bypass autograd."""
     return bool(
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
     )
 
 
 def modes_of_users() -> bool:
-    """Whether a dispatch mode is on that is not torch's own: it may change what operators do."""
+    """Whether a dispatch mode of the user's own is on: it may change what operators do."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     ours = ("torch", "lowtide")
     return any(type(mode).__module__.partition(".")[0] not in ours for mode in modes)
@@ -75,7 +75,7 @@ class Mode(TorchDispatchMode):
     """A dispatch mode without the guard against Dynamo that torch puts around each call.
 
     `never_compiled` keeps Dynamo out of our code at no cost; the guard costs more than recording
-    an operation, and imports Dynamo. Goes if the guard gets cheap.
+    an operation, and imports Dynamo. Unnecessary if the guard gets cheap.
     """
 
     supports_higher_order_operators = True
@@ -85,7 +85,7 @@ class Mode(TorchDispatchMode):
         return False
 
 
-# What resolves tensors whose content is not just what is in their storage. Both stand above modes.
+# The keys that resolve lazy conjugation and negation, which both are above the modes.
 _CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -94,9 +94,9 @@ _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operator on real tensors from the handler of a mode.
 
-    torch leaves out all keys above modes while a handler runs. A kernel that conjugates lazily what
-    it has made (`linalg_pinv`, `linalg_polar`) then reads it as if it had not, and its result is
-    wrong, not merely rounded otherwise: pytorch/pytorch#198118. Goes when that is closed.
+    torch excludes all keys above modes while a handler runs. A kernel that lazily conjugates a
+    tensor of its own (`linalg_pinv`, `linalg_polar`) then reads it unconjugated, and its result is
+    wrong, not just rounded differently: pytorch/pytorch#198118. Unnecessary when that is closed.
     """
     if not (_excluded(_CONJUGATE) and _excluded(_NEGATIVE)):
         return func(*args, **kwargs)
@@ -109,8 +109,7 @@ def called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _exclude(_NEGATIVE, True)
 
 
-# The key of the compiled recorder: nothing but `compiled/recorder.h` uses it, see there. Python has
-# no name for it.
+# The key of the compiled recorder has no name in Python; only `compiled/recorder.h` uses it.
 
 
 _before_modes = False
@@ -119,24 +118,24 @@ _before_modes = False
 def compiled_before_modes() -> bool:
     """Whether the compiled recorder sees an operator before the modes on the stack do.
 
-    So it is in torch up to 2.10, where its key stands above theirs; goes with that version.
+    True up to torch 2.10, where its key is above theirs; unnecessary without that version.
     """
     return _before_modes
 
 
 def use_recorder_key(key: int) -> None:
-    """From now on what runs `below_autograd` is not seen by the compiled recorder."""
+    """Hide from the compiled recorder, from now on, what runs `below_autograd`."""
     global _AUTOCAST_AND_ABOVE, _before_modes
     _before_modes = key > int(torch._C.DispatchKey.Python.value)
     _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
 
 
-# An alias made without telling the modes on the stack; goes with a public equivalent.
+# For an alias that the modes on the stack do not see; unnecessary with a public equivalent.
 disable_dispatch = torch._C._DisableTorchDispatch
 
 
 class under_modes:
-    """Lets the modes on the stack see what runs, also inside `disable_dispatch`."""
+    """Let the modes on the stack see what runs, also inside `disable_dispatch`."""
 
     def __enter__(self) -> None:
         self._guard = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.Python, False)
@@ -156,7 +155,7 @@ disable_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
 
 
 class _Announced(dict[str, Any]):
-    """torch's own table of higher-order operators, which tells of each that is added."""
+    """torch's own table of higher-order operators, which announces each one that is added."""
 
     then: Callable[[Any], None]
 
@@ -166,9 +165,9 @@ class _Announced(dict[str, Any]):
 
 
 def each_higher_order_operator(then: Callable[[Any], None]) -> None:
-    """Call `then` with every operator that exists in Python only, those to come included.
+    """Call `then` with every operator that exists in Python only, including future ones.
 
-    torch offers neither a list nor an event.
+    torch has neither a list of them nor an event.
     """
     table = _Announced(torch._ops._higher_order_ops)
     table.then = then

@@ -1,9 +1,9 @@
 """Staying out of the way of torch.compile, and noticing it.
 
-Problem: Dynamo would trace the recorder, or give up on a function for good that was called while
-one is open. Invariant: as in `lowtide._compat`, of which this is a part; nothing here imports
-Dynamo, which takes seconds, and where nobody has, nothing is changed. Imports torch. Rejected:
-`torch.compiler.disable` and its like, which import it.
+Problem: Dynamo would trace the recorder, or give up for good on a function that was called while a
+recorder is open. Invariant: as in `lowtide._compat`, of which this is a part; nothing here imports
+Dynamo, which takes seconds, and nothing is changed until something else has. Imports torch.
+Rejected: `torch.compiler.disable` and its like, which import it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 class _EagerWhileRecording:
     """Dynamo's stance: eager on a thread that records, the user's own on every other.
 
-    Left to itself, Dynamo finds our mode on the stack, skips the function *for good*, and raises
-    if it was compiled with ``fullgraph=True``; inside the mode's own frames, where the mode is off
-    the stack, it would compile the recorder. `torch.compiler.set_stance` would do, but for the
-    whole process. Goes when the tape can stand around compiled code.
+    Otherwise Dynamo would find our mode on the stack, skip the function *for good*, and raise if it
+    was compiled with ``fullgraph=True``; inside the mode's own frames, where the mode is off the
+    stack, it would compile the recorder. `torch.compiler.set_stance` acts on the whole process.
+    Unnecessary when compiled code can be recorded.
     """
 
     def __init__(self, users: Any, recording: Callable[[], bool], lost: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class _EagerWhileRecording:
 
     @property
     def skip_guard_eval_unsafe(self) -> bool:
-        # Read once a call of a compiled function, and not for a function that is exempt.
+        # Read once per call of a compiled function, and not for a function that is exempt.
         if self.recording() and self.users.stance != "force_eager":
             self.lost()
         return bool(self.users.skip_guard_eval_unsafe)
@@ -51,7 +51,7 @@ _DYNAMO = "torch._dynamo.eval_frame"
 
 
 class _OnImportOfDynamo(importlib.abc.MetaPathFinder):
-    """Calls back once Dynamo has been imported, which a recording must not do by itself."""
+    """Calls back once Dynamo has been imported, which a recording must not do itself."""
 
     installed = False
 
@@ -81,10 +81,10 @@ class _OnImportOfDynamo(importlib.abc.MetaPathFinder):
 
 
 def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]) -> None:
-    """From now on compiled functions run eagerly on a thread where `recording()` is true.
+    """From now on, run compiled functions eagerly on a thread where `recording()` is true.
 
-    Each such call says so to `lost`. While nobody has used torch.compile it only sees to it that
-    whoever is the first to do so, be it inside a recording, finds things as they should be.
+    Each such call calls `lost`. If Dynamo is not imported yet, this takes effect as soon as it is,
+    even inside a recording.
     """
     dynamo: Any = sys.modules.get(_DYNAMO)
     if dynamo is None:
@@ -101,14 +101,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def constant_while_compiling(function: _F) -> _F:
     """While Dynamo traces, `function` is called once, with constants, and its result is one.
 
-    As `torch.compiler.assume_constant_result`, which imports Dynamo.
+    Like `torch.compiler.assume_constant_result`, which imports Dynamo.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def never_compiled(function: Callable[..., Any]) -> None:
-    """Keep Dynamo out of `function` and all that it calls, without importing Dynamo."""
+    """Keep Dynamo out of `function` and everything that it calls, without importing Dynamo."""
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
@@ -117,8 +117,8 @@ def never_compiled(function: Callable[..., Any]) -> None:
 def is_compiled_module(module: object) -> bool:
     """Whether `module` is what `torch.compile(module)` returned, or was compiled in place.
 
-    By name: importing torch._dynamo takes seconds, and where it is not imported there is none.
-    Goes when torch tells.
+    Recognised by name: importing torch._dynamo takes seconds, and unless it is imported there is no
+    such module. Unnecessary when torch tells.
     """
     return module.__dict__.get("_compiled_call_impl") is not None or any(
         c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"

@@ -1,9 +1,9 @@
 """Fake tensors: shapes without memory.
 
-Problem: a step that does not fit is planned on shapes, and fake tensors are public to users of
-torch.compile only as an idea. Invariant: as in `lowtide._compat`, of which this is the part that a
-dry run uses. All of it goes when torch documents a way to run a program on shapes. Imports torch.
-Rejected: shape functions of our own, which would know a part of torch's operators.
+Problem: a step that does not fit is planned on shapes, and torch documents fake tensors only as an
+idea behind torch.compile. Invariant: as in `lowtide._compat`, of which this is the part that a dry
+run uses. All of it is unnecessary when torch documents a way to run a program on shapes. Imports
+torch. Rejected: shape functions of our own, which would cover only some of torch's operators.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ from typing import Any
 
 import torch
 
-# Public to users of torch.compile only as an idea; all of this goes when torch documents a way to
-# run a program on shapes.
-
 
 def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
-    """A mode under which operators compute shapes only; that of a fake tensor given, if any."""
+    """A mode under which operators compute shapes only: that of a given fake tensor, if any."""
     dynamo_aside()
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -35,7 +32,7 @@ def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
 
 @contextlib.contextmanager
 def unlogged() -> Iterator[None]:
-    """torch logs a page for each operator that fails on shapes, also where that is caught."""
+    """Suppress the page that torch logs for each operator that fails on shapes, even if caught."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -51,7 +48,7 @@ def is_fake(tensor: object) -> bool:
 
 
 def faked(mode: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A stand-in of the same geometry; one on the meta device is taken to be on `device`."""
+    """A fake tensor of the same geometry; a tensor on the meta device is treated as on `device`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(tensor, FakeTensor):
@@ -74,10 +71,10 @@ def fake_type() -> type:
 
 
 def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor]:
-    """Makes a fake tensor out of one on the meta device and the device that is meant.
+    """A function that makes a fake tensor from one on the meta device and the device that is meant.
 
-    The first of a device is made by torch; what stands in its `__dict__` is put into the others,
-    without the thirty checks and assignments with which torch makes each. Goes when
+    torch makes the first of each device. The others get the contents of its `__dict__`, without the
+    thirty checks and assignments with which torch makes each one. Unnecessary when
     `FakeTensor.__new__` costs no more than that.
     """
     cls: Any = fake_type()
@@ -108,14 +105,14 @@ def fake_maker(mode: Any) -> Callable[[torch.Tensor, torch.device], torch.Tensor
 
 
 def on_shapes(mode: Any) -> Any:
-    """While this is open, operators take fake tensors for tensors on the meta device."""
+    """While this is open, operators treat fake tensors as tensors on the meta device."""
     from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
     return in_kernel_invocation_manager(mode)
 
 
 def asks_for_device(func: Any) -> bool:
-    """Whether an "operator" is the question where a fake tensor is meant to be."""
+    """Whether an "operator" only asks on which device a fake tensor is meant to be."""
     return func is _ASKS_FOR_DEVICE
 
 
@@ -123,7 +120,7 @@ _ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
 
 def depends_on_data() -> tuple[type[Exception], ...]:
-    """What a fake tensor raises when it is asked for what is in it."""
+    """What a fake tensor raises when its contents are read."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
@@ -133,7 +130,7 @@ def depends_on_data() -> tuple[type[Exception], ...]:
 def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
     """While this is open, `tolist()` of a fake tensor on this thread is `elements(tensor)`.
 
-    Its own asks for one element after the other, in operators that a real tensor does not run.
+    The usual one reads one element after the other, with operators that a real tensor does not run.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -152,12 +149,12 @@ def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
 
 @functools.cache
 def dynamo_aside() -> None:
-    """Import what torch itself does inside of the first operator that it runs on the meta device by
-    a decomposition: Dynamo.
+    """Import Dynamo, which torch itself does inside the first operator that it decomposes on the
+    meta device.
 
-    Something in there keeps the frame that imported it, until Python collects garbage, and with it
-    all frames above: those of the user's forward, and every activation that has a name in one. A
-    thread has no frames above. Goes when torch imports it in none, or lets go of it.
+    Something in Dynamo keeps the frame that imported it until Python collects garbage, and with it
+    all its callers: the user's forward, and every activation that has a name there. A new thread
+    has no callers. Unnecessary when torch does not import Dynamo there, or releases the frame.
     """
     thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
     thread.start()

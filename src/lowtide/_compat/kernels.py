@@ -1,8 +1,8 @@
 """Which kernels torch may take on this CPU.
 
 Problem: what an operator allocates depends on the library that runs it. Invariant: as in
-`lowtide._compat`, of which this is a part; what torch cannot say is taken for no. Imports torch.
-Rejected: reading the CPU's flags for types, of which torch asks for several, other ones in other
+`lowtide._compat`, of which this is a part; what torch cannot tell counts as no. Imports torch.
+Rejected: reading the CPU's flags for dtypes, of which torch checks several, and others in other
 versions.
 """
 
@@ -22,24 +22,24 @@ def onednn_is_on() -> bool:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has convolutions for this type."""
+    """Whether oneDNN has convolutions for this dtype."""
     return dtype in _types() and onednn_is_on()
 
 
-# What `ONEDNN_MAX_CPU_ISA` may ask for below AVX-512, and whether it leaves AVX2.
+# The values of `ONEDNN_MAX_CPU_ISA` below AVX-512, and whether they allow AVX2.
 _LESS = {"SSE41": False, "AVX": False, "AVX2": True, "AVX2_VNNI": True, "AVX2_VNNI_2": True}
 # The parts of AVX-512 that oneDNN's kernels need, all of them.
 _WIDE_PARTS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
-_SECOND_CACHE = 2 << 20  # bytes, the most that cores with AVX2 alone have
+_SECOND_CACHE = 2 << 20  # bytes, the most that cores with AVX2 but not AVX-512 have
 
 
 @functools.cache
 def onednn_instructions() -> str:
     """The widest instructions that oneDNN's kernels use: "AVX512", "AVX2", or "" for any others.
 
-    `torch.backends.cpu.get_cpu_capability()` speaks of torch's own kernels: `ATEN_CPU_CAPABILITY`
-    restricts those, and oneDNN's are restricted by a variable of their own. It is asked where torch
-    does not list what the CPU has.
+    `torch.backends.cpu.get_cpu_capability()` is about torch's own kernels: `ATEN_CPU_CAPABILITY`
+    restricts those, and another variable oneDNN's. It is read only if torch does not list what the
+    CPU has.
     """
     asked = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     known = _capabilities()
@@ -55,13 +55,13 @@ def onednn_instructions() -> str:
 
 
 def second_cache() -> int:
-    """Bytes of a core's second cache, which sizes what oneDNN unfolds at a time."""
+    """Bytes of a core's second-level cache, which decides how much oneDNN unfolds at a time."""
     return int(_capabilities().get("l2_cache_size") or _SECOND_CACHE)
 
 
 @functools.cache
 def _capabilities() -> Mapping[str, Any]:
-    """What the CPU has, by torch's names; torch 2.10 says less, and only by private ones."""
+    """What the CPU has, by torch's names; torch 2.10 tells less, and only by private functions."""
     asked = getattr(torch.cpu, "get_capabilities", None)
     if asked is not None:
         known: Mapping[str, Any] = asked()

@@ -1,10 +1,10 @@
 """The memory of code that Inductor has generated, line by line.
 
-Problem: which buffers generated code takes, and when it gives them back, is decided late in
-Inductor's lowering and written down in its wrapper's lines only, which have private names. They go
+Problem: which buffers generated code allocates, and when it frees them, is decided late in
+Inductor's lowering, and known only from its wrapper's lines, which have private names. Unnecessary
 when Inductor reports what its code allocates. Invariant: as in `lowtide._compat`, of which this is
-the part that only `lowtide.inductor` uses; what is not understood is said to be, never guessed.
-Imports torch. Rejected: to read the generated text, which says the same less clearly.
+the part that only `lowtide.inductor` uses; what is not understood is reported as such, never
+guessed. Imports torch. Rejected: reading the generated text, which says the same less clearly.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Line:
     """One line of generated code that concerns memory.
 
     Attributes:
-        kind: "take" a buffer; "same": another name for one; "several": a call that returns new
-            tensors, which `piece` lines give names to; "run": a call outside of generated kernels;
-            "free" a name.
-        name: of the buffer.
+        kind: "take": allocate a buffer; "same": another name for one; "several": a call that
+            returns new tensors, which "piece" lines name; "run": a call outside generated kernels;
+            "free": drop a name.
+        name: name of the buffer.
         of: the buffer that this is another name or a piece of.
-        nbytes: of a buffer or a piece.
+        nbytes: bytes of a buffer or a piece.
         nodes: FX nodes that a call was made from.
     """
 
@@ -52,7 +52,7 @@ class Lowered:
 
 
 class _Watch(threading.local):
-    """The list that graphs lowered on this thread are written to, if any."""
+    """The list to which graphs lowered on this thread are appended, if any."""
 
     found: list[Lowered] | None = None
 
@@ -62,11 +62,10 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def watching_lowering() -> Iterator[list[Lowered]]:
-    """Lists the graphs that Inductor lowers meanwhile on this thread, a backward with its forward.
+    """List the graphs that Inductor lowers meanwhile on this thread, a backward with its forward.
 
-    Left to itself, AOTAutograd has a backward compiled when it first runs. Graphs that Inductor has
-    kept from before would not be lowered, so it is not asked for them; the machine code of their
-    kernels it still is.
+    By default AOTAutograd compiles a backward when it first runs. Graphs in Inductor's cache would
+    not be lowered, so that cache is off; the cache of compiled kernels is still used.
     """
     from torch._functorch import config
     from torch._inductor import config as inductor_config
@@ -85,7 +84,7 @@ def watching_lowering() -> Iterator[list[Lowered]]:
 
 @functools.cache
 def _read_after_passes() -> None:
-    """From now on lines are read once all buffers are planned, on threads that want to know."""
+    """From now on, read the lines once all buffers are planned, on threads that watch."""
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
     original = PythonWrapperCodegen.run_wrapper_ir_passes
@@ -107,7 +106,7 @@ def _read(wrapper: Any) -> Lowered:
 
 
 def _enter(line: Any, lines: list[Line]) -> bool:
-    """Add what a line does to memory; whether it is understood."""
+    """Add what a line does to memory; return whether it is understood."""
     from torch._inductor import ir
     from torch._inductor.codegen import wrapper as code
 
@@ -169,7 +168,7 @@ def _nbytes(buffer: Any) -> int:
 
 
 def _nodes(buffer: Any) -> tuple[str, ...]:
-    """The FX node that a call stands for, before those that were joined to it."""
+    """The FX nodes of a call: first its own, then those that were fused into it."""
     own = buffer.get_origin_node()
     names = [own.name] if isinstance(own, torch.fx.Node) else []
     return tuple(dict.fromkeys([*names, *sorted(node.name for node in buffer.origins)]))

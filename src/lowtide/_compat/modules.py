@@ -1,8 +1,8 @@
 """What a module consists of, and what torch has made of it: a script, a checkpointed region.
 
-Problem: modules arrive scripted or checkpointed already, and torch cannot be asked whether they
-are. Invariant: as in `lowtide._compat`, of which this is a part; what need only be recognised is
-told by name and not imported. Imports torch. Rejected: trying, and reading the error.
+Problem: a module may already be scripted or checkpointed, and torch cannot be asked whether it is.
+Invariant: as in `lowtide._compat`, of which this is a part; what only has to be recognised is
+recognised by name, not imported. Imports torch. Rejected: trying, and reading the error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def is_script(module: object) -> bool:
 
 
 def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dictionaries themselves: they can be changed without the module's `__setattr__`."""
+    """The dictionaries themselves, which can be changed without the module's `__setattr__`."""
     return module._parameters, module._buffers
 
 
@@ -27,8 +27,8 @@ def forward_pre_hooks(module: torch.nn.Module) -> tuple[Callable[..., Any], ...]
     return tuple(module._forward_pre_hooks.values())
 
 
-# Where torch's wrapper and its composable function for checkpointing are at home: told by name, as
-# importing them loads torch.distributed. Go when torch can be asked whether a module has them.
+# Where torch defines its checkpoint wrapper and its composable checkpoint: recognised by name, as
+# importing them loads torch.distributed. Unnecessary when torch tells whether a module has them.
 CHECKPOINT_WRAPPER_HOME = "torch.distributed.algorithms._checkpoint"
 COMPOSABLE_CHECKPOINT_HOME = "torch.distributed._composable.checkpoint_activation"
 
@@ -36,7 +36,7 @@ COMPOSABLE_CHECKPOINT_HOME = "torch.distributed._composable.checkpoint_activatio
 def selective_policy(context: object) -> Callable[..., Any] | None:
     """The policy function inside a context of `create_selective_checkpoint_contexts`.
 
-    torch gives no accessor; goes when the caching mode has a public `policy_fn`.
+    torch has no accessor for it. Unnecessary when the caching mode has a public `policy_fn`.
     """
     from torch.utils.checkpoint import _CachingTorchDispatchMode
 

@@ -2,10 +2,10 @@
 
 Problem: torch.compile splits a joint graph of forward and backward in two. To choose what one
 saves for the other, Inductor has the public hook `custom_partitioner_fn`; the steps around that
-choice have private names only, as of torch 2.13. Invariant: as in `lowtide._compat`, of which this
-is the part that only `lowtide.inductor` uses. They go when the partitioner takes a function that
-names the saved values. Imports torch. Rejected: a partitioner of our own, which would miss what
-torch adds to its.
+choice have only private names, as of torch 2.13. Unnecessary when the partitioner accepts a
+function that names the saved values. Invariant: as in `lowtide._compat`, of which this is the part
+that only `lowtide.inductor` uses. Imports torch. Rejected: a partitioner of our own, which would
+miss what torch adds to its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide._compat.fakes import fake_mode
 
 
 class JointGraph:
-    """A joint graph made ready as torch's own partitioner does, with what torch knows about it."""
+    """A joint graph, prepared as by torch's own partitioner, with what torch knows about it."""
 
     def __init__(self, module: Any, outputs: int, static: list[int] | None) -> None:
         from torch._functorch import config, partitioners
@@ -52,7 +52,7 @@ class JointGraph:
         return set(self.info.tangents_closure)
 
     def results(self) -> tuple[list[Any], list[Any]]:
-        """What the forward and what the backward returns: nodes or constants."""
+        """What the forward and the backward return: nodes or constants."""
         from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 
         forward, backward, _, _ = _extract_fwd_bwd_outputs(
@@ -61,7 +61,7 @@ class JointGraph:
         return forward, backward
 
     def overwritten(self) -> set[Any]:
-        """Inputs that the forward, or what runs right after it, writes new values into."""
+        """Inputs that are written by the forward or by what runs right after it."""
         output = next(iter(self.module.graph.find_nodes(op="output")))
         placeholders = self.module.graph.find_nodes(op="placeholder")
         by_desc = {n.meta.get("desc"): n for n in placeholders}
@@ -75,7 +75,7 @@ class JointGraph:
         return found
 
     def prefers_channels_last(self) -> bool:
-        """Whether Inductor gives 2D convolutions all their tensors in that layout."""
+        """Whether Inductor puts all tensors of 2D convolutions into that layout."""
         from torch._inductor.graph import GraphLowering
 
         return bool(GraphLowering.decide_layout_opt(self.module, is_inference=False))
@@ -83,8 +83,8 @@ class JointGraph:
     def converted_inputs(self) -> set[Any]:
         """Inputs that Inductor copies to channels last for convolutions, at the start of a forward.
 
-        The copies are what its backward is given. Inductor does so with all of four dimensions that
-        a convolution is computed from (`GraphLowering.find_nodes_prefer_channels_last`).
+        Its backward gets the copies. Inductor copies every 4D input that a convolution is computed
+        from (`GraphLowering.find_nodes_prefer_channels_last`).
         """
         if not self.prefers_channels_last():
             return set()
@@ -122,7 +122,7 @@ class JointGraph:
             return list(choose_saved_values_set(self.module.graph, self.info, budget))
 
     def split(self, saved: list[Any]) -> tuple[Any, Any]:
-        """The two modules, where the forward hands these tensors to the backward.
+        """Split into two modules, where the forward hands these tensors to the backward.
 
         Nodes tagged by `recomputed_draw` draw the same numbers in both.
         """
@@ -171,7 +171,7 @@ class JointGraph:
 
 @contextlib.contextmanager
 def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
-    """Each minimum cut of one graph is found once: those of one budget are those of the next."""
+    """Find each minimum cut of one graph once: other budgets ask for the same cuts."""
     from torch._functorch import partitioners
 
     original = partitioners.solve_min_cut
@@ -193,19 +193,19 @@ def _remembered_cuts(mine: Any, known: dict[Any, Any]) -> Iterator[None]:
 
 
 def recomputed_draw(node: Any) -> None:
-    """Have a random operator draw in the backward what it drew in the forward."""
+    """Tag a random operator to draw in the backward what it drew in the forward."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def untagged(node: Any) -> None:
-    """Take the tag of a checkpoint inside compiled code off a node."""
+    """Remove from a node the tag of a checkpoint inside compiled code."""
     node.meta.pop("recompute", None)
 
 
 def must_be_saved(node: Any) -> bool:
-    """Whether a policy inside compiled code, or torch itself, says that a node is saved."""
+    """Whether a policy inside compiled code, or torch itself, requires that a node is saved."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
@@ -218,14 +218,14 @@ def is_overload(target: object) -> bool:
 
 @functools.cache
 def fusible_operators() -> frozenset[Any]:
-    """Operators that Inductor generates code for, and so joins with their neighbours."""
+    """Operators that Inductor generates code for, and can therefore fuse."""
     from torch._functorch.partitioners import get_default_op_list
 
     return frozenset(get_default_op_list().fusible_ops)
 
 
 def size_hint(size: Any) -> int:
-    """A size as an integer, without a guard on it: of a symbol, what it was while compiling."""
+    """A size as an integer, without a guard; for a symbol, its value at compilation."""
     if isinstance(size, int):
         return size
     from torch.fx.experimental.symbolic_shapes import optimization_hint
@@ -237,7 +237,7 @@ _fake_mode_of_hints = functools.cache(lambda: fake_mode())
 
 
 def with_hinted_sizes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory of the sizes that `tensor`, which may be symbolic, stands for."""
+    """A tensor without memory, with the sizes of `tensor` at compilation if they are symbolic."""
     if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
         return tensor
     sizes, strides = map(size_hint, tensor.shape), map(size_hint, tensor.stride())
@@ -256,17 +256,17 @@ def as_hook(choose: Callable[..., tuple[Any, Any]]) -> Any:
             return choose(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> Any:
-            return "lowtide"  # of Inductor's cache, whose keys hold the split graphs
+            return "lowtide"  # for Inductor's cache, whose keys contain the split graphs
 
         def __reduce__(self) -> Any:
-            return str, ("lowtide",)  # into those keys, never out of them
+            return str, ("lowtide",)  # only pickled into those keys, never unpickled
 
     return Partitioner()
 
 
 @contextlib.contextmanager
 def uncached_partitions() -> Iterator[None]:
-    """While this is open, AOTAutograd does not look for split graphs of an earlier compilation."""
+    """While this is open, AOTAutograd does not use split graphs from an earlier compilation."""
     from torch._functorch import config
 
     with config.patch(enable_autograd_cache=False):
@@ -279,7 +279,7 @@ def compile_with_inductor(graph: Any, examples: Any, options: dict[str, Any], mo
 
 
 def compile_with_aot_eager(graph: Any, examples: Any, choose: Callable[..., Any]) -> Any:
-    """The backend `aot_eager`, with another partitioner."""
+    """What the backend `aot_eager` does with a graph, but with another partitioner."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -292,7 +292,7 @@ def compile_with_aot_eager(graph: Any, examples: Any, choose: Callable[..., Any]
 
 
 def tracing_context() -> Any:
-    """What Dynamo knows while it compiles a graph, to compile it a second time."""
+    """What Dynamo knows while it compiles a graph, needed to compile it a second time."""
     from torch._guards import TracingContext
 
     return TracingContext.try_get()
@@ -300,7 +300,7 @@ def tracing_context() -> Any:
 
 @contextlib.contextmanager
 def tracing_again(context: Any) -> Iterator[None]:
-    """As if Dynamo were compiling that graph now."""
+    """Act as if Dynamo were compiling that graph now."""
     from torch._guards import tracing
 
     with tracing(context), torch.random.fork_rng(devices=[]):
@@ -308,6 +308,6 @@ def tracing_again(context: Any) -> Iterator[None]:
 
 
 def broken_off(graph: Any) -> bool:
-    """Whether Dynamo ended this graph at a break, so that more of the function follows."""
+    """Whether Dynamo ended this graph at a graph break, so that more of the function follows."""
     reason = getattr(graph, "compile_subgraph_reason", None)
     return bool(getattr(reason, "graph_break", False))

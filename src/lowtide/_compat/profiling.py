@@ -1,8 +1,8 @@
 """torch's profiler, for memory events only, and the CUDA allocator's own record.
 
-Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end gathers
+Problem: exact bytes on the CPU come from the profiler's C++ side, whose Python front end collects
 far more than allocations. Invariant: as in `lowtide._compat`, of which this is the part that
-`lowtide.memory.events` and `lowtide.tracing` use. Imports torch. Rejected: `torch.profiler`, a
+`lowtide.memory.events` and `lowtide.tracing` use. Imports torch. Rejected: `torch.profiler`, at a
 hundred times the cost.
 """
 
@@ -20,10 +20,10 @@ from torch.autograd import profiler as _profiler
 
 from lowtide._compat.autograd import in_backward
 
-# torch has no public "memory events only" profile; all of this goes when it gets one, or a peak
-# counter for the CPU.
+# torch has no public "memory events only" profile. All of this is unnecessary when it gets one, or
+# a peak counter for the CPU.
 _ACTIVITIES = {_kinds.ProfilerActivity.CPU}
-# No operator runs in this scope, so that no operator is recorded.
+# No operator runs in this scope, so no operator is recorded.
 _SILENT_SCOPE = {_kinds.RecordScope.LITE_INTERPRETER}
 _ALLOCATION = _kinds._ExtraFields_Allocation
 
@@ -32,8 +32,8 @@ class _Untouched:
     """A false value put into torch's "a profiler is on" flag while memory events are recorded.
 
     The recorder behind the flag exists once per process, and stopping it after somebody else has
-    started it crashes. Everybody who starts or stops a profiler overwrites the flag, so finding
-    this very object in it afterwards proves that nobody did.
+    started it crashes. Whoever starts or stops a profiler overwrites the flag, so if it still holds
+    this very object, nobody did.
     """
 
     def __init__(self) -> None:
@@ -51,21 +51,21 @@ profiler_token = _OfThread()
 
 
 def _scheduled() -> bool:
-    # A profiler with a schedule is armed a step before the flag shows it; it is found by its
-    # step counter, which exists from its construction to the end of its `with`.
+    # A profiler with a schedule starts a step before the flag shows it; its step counter, which
+    # exists from its construction to the end of its `with`, gives it away.
     return torch.profiler.profiler.PROFILER_STEP_NAME in _profiler.KinetoStepTracker._step_dict
 
 
 def profiler_of_another() -> bool:
-    """Whether a profiler of the user's is on or scheduled on any thread, or on this one."""
+    """Whether a profiler of the user's is on or scheduled, on this thread or any other."""
     unknown = _bindings._profiler_enabled() and profiler_token.token is None
     return _scheduled() or unknown or bool(_profiler._is_profiler_enabled)
 
 
 def profiler_is_a_copy() -> bool:
-    """Whether what is on here is what a backward has of the profiler that was started outside.
+    """Whether the profiler on this thread is a backward's copy of one that was started outside it.
 
-    Stopped in there, it would be on again after the backward, with no recorder behind it.
+    Stopped inside, it would be on again after the backward, with no recorder behind it.
     """
     token = profiler_token.token
     return token is not None and token.outside and in_backward()
@@ -94,16 +94,16 @@ def start_memory_profiler() -> None:
 
 
 def profiler_untouched(token: object) -> bool:
-    """Whether the recorder still runs as this thread started it, which gave it that token."""
+    """Whether the recorder still runs as the thread with this token started it."""
     flag: object = _profiler._is_profiler_enabled
     mine = flag is token and bool(_bindings._profiler_enabled())
     return mine and not _scheduled()
 
 
 def stop_memory_profiler() -> list[Any]:
-    """The allocations since the start: objects with `alloc_size` (signed), `ptr` and `device`.
+    """Stop, and return the allocations: objects with `alloc_size` (signed), `ptr` and `device`.
 
-    The token is left to the caller: a thread that ends has none any more.
+    The token is left to the caller, because a thread that ends no longer has one.
     """
     _profiler._is_profiler_enabled = False
     events = _bindings._disable_profiler().experimental_event_tree()
@@ -113,12 +113,12 @@ def stop_memory_profiler() -> list[Any]:
 
 # --- what the CUDA allocator did ----------------------------------------------------------------
 
-# What memory_viz opens; torch documents these names and keeps the underscore. They go with it.
+# What memory_viz opens; torch documents these names, but with an underscore.
 
 
 @contextlib.contextmanager
 def cuda_history() -> Iterator[None]:
-    """While this is open, the CUDA allocator remembers every block and the stack that asked."""
+    """While this is open, the CUDA allocator records every block and its stack trace."""
     record: Any = torch.cuda.memory._record_memory_history
     record(max_entries=1_000_000)
     try:

@@ -1,8 +1,8 @@
-"""State that operators read without being given it.
+"""Global state that operators read without getting it as an argument.
 
 Problem: a replay has to run under the global switches of the original (rule 5), and torch has no
 call that returns them all. Invariant: as in `lowtide._compat`, of which this is a part. Imports
-devices. Rejected: saving those switches alone that a program changed, which nothing tells us.
+devices. Rejected: saving only the switches that a program changed, which nothing tells us.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide._compat import devices
 
 _C = torch._C
 
-# Where torch keeps a precision for float32 kernels: (backend, operation).
+# The (backend, operation) pairs for which torch has a precision of float32 kernels.
 _PRECISIONS = (
     ("generic", "all"),
     ("cuda", "matmul"),
@@ -45,12 +45,12 @@ def ambient() -> tuple[Any, ...]:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes denormal numbers for zero; torch sets that, and cannot say it."""
+    """Whether this thread treats denormal numbers as zero; torch can set that but not tell."""
     return _SMALLEST_NORMAL * 0.5 == 0.0
 
 
 def _or_none(get: Callable[[], Any]) -> Any:
-    """An older switch: torch raises where a newer one was set to what the older cannot say."""
+    """Read an older switch; torch raises if a newer one has a value that it cannot express."""
     try:
         return get()
     except RuntimeError:
@@ -68,7 +68,7 @@ def _cuda_switches() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
-    """Run with the switches of `state`; leaves them as they were."""
+    """Run with the switches of `state`, then restore them."""
     now = ambient()
     _set_ambient(state, now)
     try:

@@ -1,9 +1,10 @@
 """What a tensor consists of: a storage, a version counter, and in some subclasses other tensors.
 
-Problem: the tape tells contents apart by storage and version; torch shows the number of a counter
-but not which counter it is, and a storage by its address only. Invariant: as in `lowtide._compat`,
-of which this is a part; a counter that is moved to tell it from another is put back. Imports
-dispatch. Rejected: identity by `data_ptr`, which all storages without memory have in common.
+Problem: the tape tells values apart by storage and version; torch shows the number of a version
+counter but not which counter it is, and a storage only by its address. Invariant: as in
+`lowtide._compat`, of which this is a part; a counter that is moved to identify it is put back.
+Imports dispatch. Rejected: identity by `data_ptr`, which is the same for all storages without
+memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from lowtide._compat.dispatch import disable_dispatch
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Address of the StorageImpl: what two aliases have in common.
 
-`UntypedStorage._cdata` is the only identity torch gives a storage; it can go when there is another.
-Not a function of Python's: the recorder asks for it several times an operation.
+`UntypedStorage._cdata` is the only identity that torch gives a storage. Not a Python function: the
+recorder reads it several times per operation.
 """
 
 
@@ -36,7 +37,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor, None where it has none."""
+    """The storage of a tensor; None if it has none."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -44,28 +45,28 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_holders(storage: torch.UntypedStorage) -> int:
-    """How many owners a storage has, its Python wrapper included; 0 where torch cannot tell."""
+    """How many owners a storage has, its Python wrapper included; 0 if torch cannot tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(storage_id(storage))) if count is not None else 0
 
 
-# The autograd version counter. `Tensor._version` is documented but has no public name; raises
-# RuntimeError for inference tensors. The bare getter: it is read for every argument.
+# The autograd version counter. `Tensor._version` is documented but has no public name; it raises
+# RuntimeError for inference tensors. The bare getter, because it is read for every argument.
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` that shares the version counter, also when called below autograd.
 
-    Inside a dispatch mode the key that makes views share their counter is switched off, and an
-    alias made there would never show that its storage was written.
+    Inside a dispatch mode the key that makes views share their counter is switched off: an alias
+    made there would never show that its storage was written.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one version counter: moved through one, read through the other."""
+    """Whether two tensors share a version counter: moved through one, read through the other."""
     if one.is_inference() or other.is_inference():
         return False
     before, mine = other._version, one._version
@@ -121,7 +122,7 @@ def has_own_dispatch(cls: type) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper subclass is made of, as `torch.compile` asks for them."""
+    """The tensors that a wrapper subclass consists of, found as `torch.compile` finds them."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -130,17 +131,17 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_wrapper(cls: type) -> bool:
-    """Whether tensors of this class can be taken apart, and put together again.
+    """Whether tensors of this class can be taken apart and put together again.
 
-    The protocol is that of `torch.compile`. It is documented, but torch's own test of it is not
-    public, and looks at a tensor.
+    The protocol is that of `torch.compile`. It is documented, but torch's own check is not public,
+    and needs a tensor.
     """
     both = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
     return both and has_own_dispatch(cls)
 
 
 def taken_apart(tensor: torch.Tensor) -> tuple[list[str], object]:
-    """Names of the attributes that a wrapper consists of, and what else there is to it."""
+    """Names of the attributes that are a wrapper's parts, and its context."""
     flatten: Callable[[], tuple[list[str], object]] = tensor.__tensor_flatten__  # type: ignore[attr-defined]
     return flatten()
 
@@ -148,13 +149,13 @@ def taken_apart(tensor: torch.Tensor) -> tuple[list[str], object]:
 def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias of a wrapper that has its version counter and nothing else, or None.
 
-    A write to a wrapper moves the counter of the whole only. The attributes are taken from the
-    alias itself, not set: a setter of the class may reach what the alias shares with the wrapper.
+    A write to a wrapper moves only the wrapper's counter. The attributes are removed from the alias
+    itself, not set: a setter of the class may reach what the alias shares with the wrapper.
     """
     alias = detached_alias(tensor)
     attributes = getattr(alias, "__dict__", {})
     if type(alias) is not type(tensor) or attributes is getattr(tensor, "__dict__", None):
-        return None  # itself, or something else
+        return None  # the wrapper itself, or something else
     attributes.clear()
     for cls in type(alias).__mro__:
         if issubclass(torch.Tensor, cls):
@@ -168,16 +169,17 @@ def hollow(tensor: torch.Tensor) -> torch.Tensor | None:
 def put_together(
     cls: type, parts: dict[str, object], context: object, size: object, stride: object
 ) -> torch.Tensor:
-    """The reverse."""
+    """Make a wrapper from its parts: the reverse of `taken_apart`."""
     made: torch.Tensor = cls.__tensor_unflatten__(parts, context, size, stride)  # type: ignore[attr-defined]
     return made
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a collective that may still run is to fill, once it has; None for any other tensor.
+    """Wait for the collective that fills a tensor and return the result; None for other tensors.
 
-    This can go when `AsyncCollectiveTensor` waits as it is taken apart: its part has the content
-    and the version of before the end of the collective. A DTensor's `redistribute` makes one.
+    A DTensor's `redistribute` makes such tensors. Unnecessary when `AsyncCollectiveTensor` waits
+    when it is taken apart; now its part may still have the content and version from before the end
+    of the collective.
     """
     functional = sys.modules.get("torch.distributed._functional_collectives")
     waits: type = getattr(functional, "AsyncCollectiveTensor", type(None))

@@ -1,9 +1,9 @@
-"""The command line: one file a verb.
+"""The command line: one file per verb.
 
 Problem: people want to look at a step before they change a line of it. Invariant: whatever goes
-wrong is one line on stderr that names the way out, and an exit status that is not zero; only
-`main` catches errors, only one kind, and nothing is overwritten unasked. Imports the verbs.
-Rejected: a framework for it, which would be the package's only dependency besides torch.
+wrong is one line on stderr that names the way out, and a non-zero exit status; only `main` catches
+errors, only one kind, and nothing is overwritten unasked. Imports the verbs. Rejected: a framework
+for it, which would be the package's only dependency besides torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _WIDTH = 500
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line; each verb adds its own."""
+    """The parser of the command line. Each verb adds its own arguments; its help is the first line
+    of its module's docstring."""
     made = argparse.ArgumentParser(
         prog="lowtide",
         description="See where the memory of a training step goes, and what a limit would cost.",
-        epilog="TARGET is file.py:function or package.module:function, which returns (model, "
-        "batch) or a step to call; or a model class by name, with --shape: "
+        epilog="TARGET is file.py:function or package.module:function, where the function returns "
+        "(model, batch) or a step to call; or a model class, with --shape: "
         "monai:UNet, transformers:LlamaForCausalLM.",
     )
     made.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
@@ -43,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit status: 0, 1 where lowtide refuses, 2 for a line
-    that cannot be read, 130 where it is interrupted."""
+    """Run a command line and return its exit status: 0, 1 if lowtide refuses, 130 if interrupted.
+    An invalid command line exits with 2."""
     arguments = parser().parse_args(argv)
     try:
         arguments.verb(arguments)
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: LowtideError) -> str:
-    """What is too long is cut in the middle: the way out stands at the end."""
+    """Cut a long text in the middle: the way out is at its end."""
     text = " ".join(str(error).split())
     if len(text) <= _WIDTH:
         return text

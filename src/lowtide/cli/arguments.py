@@ -1,8 +1,8 @@
-"""The arguments that verbs share, and what they turn into. Imports target, limits, study.
+"""The arguments that verbs share, and what becomes of them.
 
-Problem: every verb takes a target, most a limit, and must read them alike. Invariant: a limit on
-the command line is what a limit is in Python, text included. Rejected: a parent parser, which hides
-from a verb's own file what it takes.
+Problem: every verb takes a target, most a limit, and all must read them alike. Invariant: a limit
+on the command line means what it means in Python, text included. Imports target, limits, study.
+Rejected: a parent parser, which hides from a verb's own file what it takes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.limits import parse_limit
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """What to look at."""
+    """Add the target, and the options of every verb."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -31,24 +31,25 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SIZES",
-        help="an input of a model named by its class: 2x3x64x64, or 4x128:int64; once for each",
+        help="an input of a model named by its class: 2x3x64x64, or 4x128:int64; repeat it for "
+        "each input",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument that the class or function is called with; once for each",
+        help="an argument for the class or function; repeat it for each argument",
     )
     parser.add_argument(
-        "--on", metavar="DEVICE", help="model the times of this device, H100 for instance"
+        "--on", metavar="DEVICE", help="model the times of this device, for instance H100"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
 
 
 def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """The memory limit."""
+    """Add the memory limit."""
     more = " (default: %(default)s)" if default else ""
     parser.add_argument(
         "--limit",
@@ -59,7 +60,7 @@ def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> No
 
 
 def limit_of(arguments: argparse.Namespace) -> int | float | None:
-    """The limit as bytes or as a share; None where none was given."""
+    """The limit as bytes or as a share; None if none was given."""
     text: str | None = arguments.limit
     if text is None:
         return None
@@ -97,11 +98,11 @@ def study_of(
     *,
     halve: bool = False,
 ) -> Study:
-    """Go through the target's step; where that needs a real one, stderr says so in one line."""
+    """Study the target's step; if that needs a real step, one line on stderr says so."""
     progress.stage("loading the target")
     if target is None:
         target = target_of(arguments)
-    progress.stage("going through the step")
+    progress.stage("analysing the step")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", DryRunWarning)

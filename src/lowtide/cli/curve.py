@@ -1,8 +1,8 @@
-"""``lowtide curve TARGET``: time against memory, with what people do today drawn on it.
+"""``lowtide curve TARGET``: time against memory, compared with what people do today.
 
-Problem: which limit is worth its price is seen when the prices stand side by side. Invariant: the
-table has every figure, so that the plot is never needed. Imports study, document, plot. Rejected:
-a picture file: ``lowtide report`` makes one.
+Problem: which limit is worth its price shows when prices are side by side. Invariant: the table has
+every figure, so that the plot is never needed. Imports study, document, plot. Rejected: a picture
+file: ``lowtide report`` makes one.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def format_curve(subject: Study) -> str:
 
 
 def _legend(options: int) -> list[str]:
-    lines = ["o  what lowtide finds: the least time for each limit (predicted)"]
+    lines = ["o  lowtide: the least time that it finds for each limit (predicted)"]
     if options:
         last = _LETTERS[options - 1]
         lines.append(
-            f"A to {last}  what is done today, simulated on the same step, as lowtide's regions run"
+            f"A to {last}  what people do today, simulated on the same step with lowtide's regions"
         )
     return lines

@@ -1,6 +1,6 @@
-"""``lowtide explain TARGET``: what stands at the peak, why, and what would help, in sentences.
+"""``lowtide explain TARGET``: what is in memory at the peak, why, and what would help.
 
-Problem: a table answers those who know what to look for. Invariant: the sentences are those of
+Problem: a table helps only those who know what to look for. Invariant: the sentences are those of
 `lowtide.explain`. Imports explain, document. Rejected: making this the default of another verb.
 """
 

@@ -1,8 +1,8 @@
-"""``lowtide plan TARGET --limit LIMIT``: what would be kept and recomputed, at which price.
+"""``lowtide plan TARGET --limit LIMIT``: what would be kept and recomputed, and the price.
 
 Problem: whether a job fits should be known before it starts. Invariant: the plan that is written is
-the one that is shown, and `lowtide.load_plan` reads it. Imports plans. Rejected: running it here:
-that is what ``lowtide run`` is for.
+the plan that is shown, and `lowtide.load_plan` reads it. Imports plans. Rejected: running it here,
+which ``lowtide run`` does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lowtide.texttable import count_of, table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_target(parser)
     common.add_limit(parser, "50%")
-    add_output(parser, "write the plan here, for lowtide.load_plan")
+    add_output(parser, "the plan to write, for lowtide.load_plan")
     add_rows(parser, "modules")
 
 
@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def format_plan(plan: Plan, rows: int | None = 24) -> str:
-    """A plan with one row for each module, most recomputed first; columns add up to the total."""
+    """A plan with one row per module, most recomputed first; columns add up to the total."""
     bound = "not proved" if plan.lower_bound is None else f"{plan.lower_bound:.1%}"
     head = [
         f"limit           {format_bytes(plan.limit)}",
@@ -86,7 +86,7 @@ def format_plan(plan: Plan, rows: int | None = 24) -> str:
         return [format_bytes(kept), format_bytes(redone), str(times), label]
 
     if rest:
-        cells.append(summed(f"({count_of(len(rest), 'module')} more)", rest))
+        cells.append(summed(f"({count_of(len(rest), 'module')} not shown)", rest))
     cells.append(summed("total", modules))
     titles = ("kept", "recomputed", "replays", "module")
     return "\n".join([*head, *table(titles, cells, right=3, total=True)])

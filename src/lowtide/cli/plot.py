@@ -1,8 +1,8 @@
 """Points in a terminal: memory to the right, time upwards.
 
-Problem: a curve is seen at once and a table is read. Invariant: plain characters of one width; a
-point that falls on another is written over by the later one, and the table beside has both. Imports
-limits. Rejected: braille dots, which many terminals draw in another width.
+Problem: a curve is seen at once, a table has to be read. Invariant: plain characters of one width;
+of points in one place the last one is drawn, and the table beside it has all. Imports limits.
+Rejected: braille dots, which many terminals draw in another width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 60, 14
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point: peak in bytes, overhead as a share, and the character that stands for it."""
+    """A point: peak in bytes, overhead as a share, and the character that is drawn."""
 
     peak: int
     overhead: float
@@ -25,7 +25,7 @@ class Mark:
 
 
 def plot(marks: Sequence[Mark], width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
-    """Lines of a plot with both axes from zero."""
+    """Lines of a plot whose axes both start at zero."""
     most = max((m.peak for m in marks), default=0) or 1
     slowest = max((m.overhead for m in marks), default=0.0) or 0.01
     grid = [[" "] * width for _ in range(height)]

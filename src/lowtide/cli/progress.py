@@ -1,9 +1,9 @@
 """A progress bar on stderr, for whatever takes longer than a second.
 
-Problem: a solver that is silent for a minute looks like one that hangs. Invariant: nothing is
-written where stderr is not a terminal, nothing within the first second, and the line is gone when
-the work is done. Imports nothing; `rich` where it is installed. Rejected: a bar that guesses how
-long a stage takes: it counts stages, and says which one runs and for how long.
+Problem: a solver that is silent for a minute looks as if it hung. Invariant: nothing is written if
+stderr is not a terminal, and nothing within the first second; the line is gone when the work is
+done. Imports nothing; `rich` if it is installed. Rejected: a bar that guesses how long a stage
+takes; this one counts stages, and says which one runs and for how long.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Progress:
         self._notes: list[str] = []
 
     def stage(self, what: str) -> None:
-        """The next piece of work begins."""
+        """Begin the next piece of work."""
         self._done += 1
         self._what = what
         self._stage_began = time.monotonic()
 
     def note(self, text: str) -> None:
-        """A line that stays; it is written when the bar has gone."""
+        """Add a line that stays; it is written when the bar is gone."""
         self._notes.append(text)
 
     def __enter__(self) -> Progress:

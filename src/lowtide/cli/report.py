@@ -1,7 +1,7 @@
 """``lowtide report TARGET -o report.html``: one page that says where memory goes and what to do.
 
-Problem: a person should know after a minute. Invariant: one file, no network, no other file; its
-figures are those of ``--json``. Imports explain, document, page, trials. Rejected: a server.
+Problem: a person should understand within a minute. Invariant: one file, no network, no other file;
+its figures are those of ``--json``. Imports explain, document, page, trials. Rejected: a server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-run",
         action="store_true",
-        help="run no real step: the page then has predictions only",
+        help="do not run a real step: the page then has predictions only",
     )
 
 
@@ -39,7 +39,7 @@ def main(arguments: argparse.Namespace) -> None:
         subject = common.study_of(arguments, progress, target, halve=True)
         progress.stage("planning")
         told = explain_study(subject, limit)
-        if told.refused is not None:  # draw the least that can be had, and say so
+        if told.refused is not None:  # show the smallest limit that can be kept, and say so
             told = _least(subject, told)
         progress.stage("planning for a dozen limits")
         curve = subject.curve
@@ -60,7 +60,7 @@ def _least(subject: Study, told: Explanation) -> Explanation:
 
 
 def _trials(subject: Study, told: Explanation, target: Target, progress: Progress) -> Tried:
-    """Real steps, where they fit with room to spare."""
+    """Real steps, if they fit with room to spare."""
     import torch
 
     from lowtide import _compat

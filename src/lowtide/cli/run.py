@@ -1,9 +1,8 @@
 """``lowtide run TARGET --limit LIMIT``: a few real steps, predicted against measured.
 
-Problem: a prediction is worth what its error is here. Invariant: what is printed as measured was
-counted, and a limit that did not hold is said and gives an exit status of 1; where a plan is
-refused, the plain step still shows how good the predictions were that it is refused on. Imports
-trials.
+Problem: how far a prediction is off shows only on the machine itself. Invariant: what is printed as
+measured was counted; an exceeded limit is reported and gives exit status 1; if a plan is refused,
+the plain step still shows how good the predictions behind the refusal were. Imports trials.
 Rejected: training: parameters are not updated, only forward and backward run.
 """
 
@@ -79,8 +78,7 @@ def main(arguments: argparse.Namespace) -> None:
         worst = max(trial.measured for trial in over)
         raise BudgetError(
             f"the limit of {format_bytes(allowed)} was exceeded: {format_bytes(worst)} were "
-            "measured. This is a fault of lowtide's: a larger limit is the way out, and a report "
-            "of it is welcome.",
+            "measured. This is a fault in lowtide: use a larger limit, and please report it.",
             limit=allowed,
             minimum=worst,
         )

@@ -1,7 +1,7 @@
 """``lowtide saved TARGET``: what autograd holds, by module, operation and source line.
 
 Problem: "why is my memory not going down?" Invariant: the rows add up to the total. Imports saved.
-Rejected: one row a storage by default: a transformer has thousands.
+Rejected: one row per storage by default: a transformer has thousands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``lowtide snapshot TARGET -o snapshot.pickle``: every block of memory, for torch's memory viewer.
 
-Problem: some people live in https://pytorch.org/memory_viz. Invariant: a step that is not on CUDA
-is not run, and its highest sum is the peak that the other verbs name. Imports tracing. Rejected: an
-ending that makes ``lowtide trace`` write another format.
+Problem: some people work with https://pytorch.org/memory_viz. Invariant: a step that is not on CUDA
+is not run, and its highest sum is the peak that the other verbs name. Imports tracing. Rejected: a
+file ending that makes ``lowtide trace`` write another format.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_limit(parser)
     add_output(parser, "the snapshot to write; open it in pytorch.org/memory_viz",
                "snapshot.pickle")  # fmt: skip
-    parser.add_argument("--no-run", action="store_true", help="run no step on CUDA either")
+    parser.add_argument("--no-run", action="store_true", help="do not run a step on CUDA either")
 
 
 def main(arguments: argparse.Namespace) -> None:

@@ -1,13 +1,13 @@
-"""From what stands on the command line to a step that can be called.
+"""From a target on the command line to a step that can be called.
 
-Problem: a step is Python, and a shell has only words. Invariant: a target either gives a step or an
-error of one line that says what was looked for, where, and how to write it. Imports errors,
-limits, _compat and torch. Rejected: a configuration file, which is one more language.
+Problem: a step is Python, and a shell has only words. Invariant: a target gives either a step or a
+one-line error that says what was looked for, where, and how to write it. Imports errors, limits,
+_compat and torch. Rejected: a configuration file, which is one more language.
 
 A target is ``file.py:function`` or ``package.module:function``. The function takes no arguments and
 returns ``(model, batch)``, ``(step, batch)`` or a step without arguments. A batch is a tensor, a
-tuple of arguments, or a dictionary of keyword arguments. A class of a model library works by name,
-with the shapes of its inputs.
+tuple of arguments, or a dictionary of keyword arguments. A model class can also be named, with the
+shapes of its inputs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 from lowtide.limits import format_bytes
 
-# Where the classes of a library are, for those who write its name alone.
+# Where a library's classes are, for a target that names the library alone.
 _HOMES = {
     "monai": "monai.networks.nets",
     "torchvision": "torchvision.models",
@@ -42,7 +42,7 @@ _WAY_OUT = (
     "Write file.py:function or package.module:function, where the function returns (model, batch) "
     "or a step to call"
 )
-_ARGUMENTS = "Say what it is called with, --set NAME=VALUE for each argument"
+_ARGUMENTS = "Give its arguments, with --set NAME=VALUE for each"
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Target:
     kwargs: dict[str, Any]
 
     def running(self, call: Callable[[], Any]) -> Any:
-        """What `call` gives, which runs the step; what the step raises becomes a `UsageError`."""
+        """The result of `call`, which runs the step; the step's errors become a `UsageError`."""
         return _of_users(f"the step of {self.name}", call)
 
 
 def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) -> Target:
-    """Find what a target names and turn it into a step.
+    """Find what a target names, and make a step of it.
 
     Raises:
         UsageError: it cannot be found, cannot be called, or does not return a step.
@@ -82,7 +82,7 @@ def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) ->
                 return _of_model(text, made, shapes)
             raise UsageError(
                 f"{text} returned {_kind(made)}: --shape needs a model. Leave --shape "
-                "out where the function makes its own batch."
+                "out if the function makes its own batch."
             )
     return _of_result(text, found, settings)
 
@@ -115,7 +115,7 @@ def _module(home: str, text: str) -> ModuleType:
                 f"where it can be imported. {_WAY_OUT}."
             ) from error
         raise UsageError(
-            f"importing {home} failed: it needs {missing!r}, not installed."
+            f"importing {home} failed: it needs {missing!r}, which is not installed."
         ) from error
     except Exception as error:
         raise UsageError(_failed(f"importing {home}", error)) from error
@@ -135,14 +135,14 @@ def _named(module: ModuleType, name: str, text: str) -> Any:
 
 
 def _of_users(what: str, call: Callable[[], Any], on_type_error: str = "Correct it") -> Any:
-    """What a piece of the user's program gives; raises `UsageError` for whatever goes wrong."""
+    """The result of a part of the user's program; whatever goes wrong becomes a `UsageError`."""
     try:
         return call()
     except LowtideError:
         raise
     except SystemExit as error:
         raise UsageError(
-            f"{what} left the program with status {error.code}: it does so when it is imported, or "
+            f"{what} ended the program with status {error.code}: it exits when it is imported, or "
             'parses the command line. Put that under if __name__ == "__main__".'
         ) from error
     except Exception as error:
@@ -199,9 +199,10 @@ def _with_batch(text: str, function: Callable[..., Any], batch: Any) -> Target:
 def _check_arguments(
     text: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Most often the batch of a data loader, (x, y), for a model that takes x alone."""
+    """Refuse a batch that the model cannot be called with: mostly a data loader's (x, y), for a
+    model that takes x alone."""
     if _compat.forward_pre_hooks(model) or type(model).__call__ is not nn.Module.__call__:
-        return  # what forward is called with is decided there
+        return  # these decide what forward is called with
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):
@@ -211,14 +212,14 @@ def _check_arguments(
     except TypeError as error:
         form = "**batch" if kwargs else "*batch"
         raise UsageError(
-            f"{text}: the model is called as model({form}), and the forward of "
-            f"{type(model).__name__} cannot be, for a batch of {len(args) or len(kwargs)}: "
+            f"{text}: the model is called as model({form}), but the forward of "
+            f"{type(model).__name__} does not accept this batch of {len(args) or len(kwargs)}: "
             f"{error}. Return (step, batch), where step({form}) computes your loss."
         ) from error
 
 
 def _loss(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A model's own loss where its output has one, else all that it returns."""
+    """The loss in a model's output if there is one, else all of the output."""
     result = model(*args, **kwargs)
     loss = getattr(result, "loss", None)
     return loss if isinstance(loss, torch.Tensor) else result
@@ -232,15 +233,15 @@ def _of_class(
 ) -> Target:
     if not shapes:
         raise UsageError(
-            f"{text} is a class: say what goes in, for instance --shape 2x3x224x224, and what it "
-            "is built with, --set in_channels=3."
+            f"{text} is a class: give the shape of its input, for instance --shape 2x3x224x224, "
+            "and the arguments to build it with, for instance --set in_channels=3."
         )
     named = _settings(settings)
     for shape in shapes:
-        _read_shape(shape)  # a model may take a while to build
+        _read_shape(shape)  # report a mistake before the model is built, which may take a while
     config = getattr(cls, "config_class", None)
 
-    def build() -> nn.Module:  # a model of transformers is made from its configuration
+    def build() -> nn.Module:  # a model of transformers is built from its configuration
         return cls(**named) if config is None else cls(config(**named))
 
     _check_room(text, build)
@@ -248,24 +249,26 @@ def _of_class(
 
 
 def _check_room(text: str, build: Callable[[], nn.Module]) -> None:
-    """Refuse a model that memory has no room for: an operating system ends the program unsaid."""
+    """Refuse a model that does not fit in memory: the system would kill the program silently."""
     try:
         with torch.device("meta"):
             nbytes = sum(parameter.nbytes for parameter in build().parameters())
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except Exception:  # not every model can be built without values; a wrong argument is said later
+    except Exception:  # some models cannot be built on meta; a wrong argument is reported later
         return
     if nbytes > memory:
         raise UsageError(
-            f"{text} has {format_bytes(nbytes)} of parameters as it is built, and this machine "
+            f"{text} as built has {format_bytes(nbytes)} of parameters, but this machine has only "
             f"{format_bytes(memory)} of memory. Make it smaller with --set NAME=VALUE, or build it "
-            'under torch.device("meta") in a function of yours, file.py:function.'
+            'under torch.device("meta") in a function of your own, file.py:function.'
         )
 
 
 def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
     if not shapes:
-        raise UsageError(f"{text} is a model and no batch. Return (model, batch), or add --shape.")
+        raise UsageError(
+            f"{text} is a model without a batch. Return (model, batch), or add --shape."
+        )
     model.train()
     words = getattr(getattr(model, "config", None), "vocab_size", None)
     batch = [_tensor(shape, words) for shape in shapes]
@@ -279,13 +282,13 @@ def _of_model(text: str, model: nn.Module, shapes: Sequence[str]) -> Target:
 
 
 def _gives_words(model: nn.Module) -> bool:
-    """Whether its labels are as its input, and not one for a whole sequence."""
+    """Whether its labels have the shape of its input, not one label per sequence."""
     head = getattr(model, "get_output_embeddings", None)
     return head is not None and head() is not None
 
 
 def _tensor(shape: str, words: int | None) -> torch.Tensor:
-    """An input of random values; token ids where a model has a vocabulary and 2 sizes."""
+    """A random input; token ids if the model has a vocabulary and the shape has 2 sizes."""
     size, dtype = _read_shape(shape)
     if dtype is None:
         dtype = torch.int64 if words is not None and len(size) == 2 else torch.float32
@@ -306,8 +309,8 @@ def _read_shape(shape: str) -> tuple[tuple[int, ...], torch.dtype | None]:
             raise AttributeError
     except (ValueError, AttributeError) as error:
         raise UsageError(
-            f"cannot read the shape {shape!r}: write sizes joined by x, and a dtype if it is not "
-            "float32: 2x3x224x224 or 4x128:int64."
+            f"cannot read the shape {shape!r}: write sizes joined by x, and the dtype if it is not "
+            "float32, as in 2x3x224x224 or 4x128:int64."
         ) from error
     return size, dtype
 

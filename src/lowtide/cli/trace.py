@@ -1,7 +1,7 @@
 """``lowtide trace TARGET -o trace.json``: live bytes over the step, for Perfetto and Chrome.
 
-Problem: some people live in their trace viewer. Invariant: the counters are the moments of the
-page, plain and planned. Imports tracing. Rejected: torch's own profiler format: it needs a run.
+Problem: some people work in their trace viewer. Invariant: the counters are the moments on the
+page, plain and planned. Imports tracing. Rejected: torch's own profiler format, which needs a run.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finding checkpointing that somebody else has switched on in a model.
 
 Problem: a module that already recomputes itself, through its library's flag or wrapper, runs its
-Python again in backward. Inside a lowtide region that is done twice, saves nothing more, and moves
-BatchNorm statistics twice after all. Invariant: nothing is imported to find out; classes are told
-by their name and home, flags by their value, so that a library that is not installed costs nothing.
+Python again in backward. Inside a lowtide region it would be recomputed twice, save nothing more,
+and move BatchNorm statistics twice after all. Invariant: nothing is imported to find out; classes
+are recognised by name and home, flags by value, so a library that is not installed costs nothing.
 Imports torch, `_compat` and `errors`. Rejected: switching the flags off ourselves, which would
 change a model behind its owner's back.
 """
@@ -47,16 +47,16 @@ _WRAPPERS = (
 
 
 def find_active_checkpointing(model: nn.Module) -> list[tuple[str, str]]:
-    """The modules of `model` that checkpoint themselves by other means than lowtide's.
+    """The modules of `model` that checkpoint themselves by other means than lowtide.
 
-    Each is given as its qualified name ("" for the model itself) and a line that says what is on
+    Each is a pair: its qualified name ("" for the model itself), and a line that says what is on
     and how to switch it off.
     """
     return [(name, what) for name, module in model.named_modules() for what in _found_on(module)]
 
 
 def refuse_active_checkpointing(model: nn.Module, caller: str) -> None:
-    """Raise `UsageError` if `model` is already checkpointed by its own means."""
+    """Raise `UsageError` if `model` is already checkpointed by other means."""
     found = find_active_checkpointing(model)
     if not found:
         return
@@ -66,7 +66,7 @@ def refuse_active_checkpointing(model: nn.Module, caller: str) -> None:
     lines = [f"  {what}: {_first(names)}" for what, names in by_what.items()]
     raise UsageError(
         f"{caller}: this {type(model).__name__} is already checkpointed by other means in "
-        f"{len(found)} of its modules. Two mechanisms on one module recompute twice and save "
+        f"{len(found)} of its modules. Two mechanisms on one module recompute it twice and save "
         "nothing more. Switch the other off first:\n" + "\n".join(lines)
     )
 
@@ -84,7 +84,7 @@ def _found_on(module: nn.Module) -> Iterator[str]:
             c.__name__ == name and f"{c.__module__}.".startswith(f"{home}.")
             for c in type(module).__mro__
         ):
-            yield f"{home.split('.')[0]}'s {name}; use the module inside it in its place"
+            yield f"{home.split('.')[0]}'s {name}; use the module inside it instead"
     yield from _flags_on(module)
     forward = module.__dict__.get("forward")
     function = forward.func if isinstance(forward, functools.partial) else forward
@@ -99,7 +99,7 @@ def _found_on(module: nn.Module) -> Iterator[str]:
 
 def _flags_on(module: nn.Module) -> Iterator[str]:
     for flag in _FLAGS:
-        # Straight from the dictionaries: `getattr` could run a property or a wrapper's delegation.
+        # Read from the dictionaries: `getattr` could run a property or a wrapper's delegation.
         value = module.__dict__.get(flag)
         if value is None:
             value = next((vars(c)[flag] for c in type(module).__mro__ if flag in vars(c)), None)
@@ -109,7 +109,7 @@ def _flags_on(module: nn.Module) -> Iterator[str]:
             if not _runs_lowtide(module.__dict__.get("_gradient_checkpointing_func")):
                 yield (
                     "gradient_checkpointing is True; call model.activation_checkpointing_disable() "
-                    "(gradient_checkpointing_disable() in older transformers), or, where Trainer "
+                    "(gradient_checkpointing_disable() in older transformers), or, if Trainer "
                     "switched it on, leave it out of TrainingArguments"
                 )
         else:
@@ -131,8 +131,8 @@ def _runs_lowtide(function: Any) -> bool:
 def taken_for_real() -> Iterator[None]:
     """While this is open, libraries that ask whether a tensor is fake are told that it is not.
 
-    transformers takes other ways through its masks for fake tensors than for real ones; a plan has
-    to be for the way that the step will take.
+    transformers computes its masks differently for fake tensors than for real ones, and a plan has
+    to be for what the real step does.
     """
     home = sys.modules.get("transformers.utils.import_utils")
     asked = getattr(home, "is_fake_tensor", None)

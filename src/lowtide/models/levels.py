@@ -3,12 +3,12 @@
 Problem: a checkpointing level such as "transformer layers" means nothing to a module tree, and a
 table of model classes is out of date with the next model. Invariant: a module's level follows from
 what it holds (how many weight matrices, which levels its parts have, which parts are repeated);
-names only break ties, and every choice carries its reason. Imports torch and `_compat`; runs no
-model.
-Rejected: levels by depth in the tree, which differ between two spellings of one network.
+names only break ties, every choice carries its reason, and no model is run. Imports torch and
+`_compat`. Rejected: levels by depth in the tree, which differ between two ways of writing one
+network.
 
-How a level is found, from the leaves up. A *unit* is a module that is called: lists and
-dictionaries of modules are looked through.
+Levels are found from the leaves up. A *unit* is a module that is called; lists and dictionaries of
+modules are not units, what they hold is.
 
 1. layer: one weight matrix at most, with the norm, activation and dropout around it.
 2. small block: two to eight weight matrices in layers (residual block, attention, MLP, dense
@@ -16,7 +16,7 @@ dictionaries of modules are looked through.
 3. several small blocks, or a small block and layers (transformer layer, decoder block).
 4. stage: a run of alike blocks, or several units of level 3.
 5. encoder or decoder: a run of stages; or a run of blocks that is the only one of its kind or is
-   called an encoder or decoder.
+   named an encoder or decoder.
 
 The model itself, or a part that holds all of it, is chosen only if it is a single layer: a region
 around the whole step recomputes everything and lowers no peak.
@@ -33,7 +33,7 @@ from torch import nn
 
 from lowtide import _compat
 
-# More weight matrices than this in one flat module is a run of layers (VGG's features), no block.
+# With more weight matrices than this, a flat module is a run of layers (VGG's features), no block.
 _MOST_IN_A_BLOCK = 8
 
 # Names as tie-breakers.
@@ -47,7 +47,7 @@ _NOT_A_WEIGHT = re.compile(r"pos|token|embed|bias|table|query|gamma|scale|mask",
 
 @dataclass(eq=False)
 class Unit:
-    """One called module: what it holds, and what was concluded."""
+    """One called module: what it holds, and the level concluded from that."""
 
     name: str
     module: nn.Module
@@ -56,7 +56,7 @@ class Unit:
     parts: list[Unit] = field(default_factory=list)
     weights: int = 0  # weight matrices in the whole subtree, each counted once
     has_parameters: bool = False
-    is_layer: bool = False  # taken as one layer whatever it holds
+    is_layer: bool = False  # counts as one layer, whatever it holds
     level: int = 0
     reason: str = ""
     repeated: bool = False  # one of several alike siblings with numbered names
@@ -64,7 +64,7 @@ class Unit:
 
 
 def find_units(model: nn.Module) -> Unit:
-    """The tree of units with the level of each; the root is the model."""
+    """The tree of units with their levels; the root is the model."""
     root = _build(model, "", "", set())
     if root.parts:
         _classify(root)
@@ -77,7 +77,7 @@ def find_units(model: nn.Module) -> Unit:
 
 
 def _all_of_it(root: Unit) -> Iterator[Unit]:
-    """The model, and what holds everything in it: the inside of a wrapper, or UNet's `model`."""
+    """The model, and any part that holds all of it: the inside of a wrapper, or UNet's `model`."""
     yield root
     holding = [part for part in root.parts if part.has_parameters]
     if len(holding) == 1 and holding[0].parts and holding[0].weights == root.weights:
@@ -95,7 +95,7 @@ def _build(module: nn.Module, name: str, local: str, seen: set[int]) -> Unit:
     unit.is_layer = _is_one_layer(module)
     for key, child in _called_children(module, ""):
         if id(child) in seen:
-            continue  # the same module by another name belongs where it stands first
+            continue  # a module with several names belongs where it comes first
         seen.add(id(child))
         part = _build(child, f"{name}.{key}" if name else key, key, seen)
         unit.parts.append(part)
@@ -129,7 +129,7 @@ _NEVER_CALLED = {"NonDynamicallyQuantizableLinear"}
 
 
 def _is_one_layer(module: nn.Module) -> bool:
-    """Modules that are a single layer to their users, although they hold several matrices."""
+    """Whether it is a single layer to its users, although it may hold several matrices."""
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)):
         return True
     # An adapter (LoRA and its kin) around the layer that it adapts.
@@ -204,7 +204,7 @@ def _flat(unit: Unit) -> bool:
 
 
 def _holds_a_whole(inner: list[Unit]) -> bool:
-    """Whether a part is what `_promote` will call a whole encoder or decoder."""
+    """Whether a part is what `_promote` will make a whole encoder or decoder."""
     runs = [part for part in inner if part.level == 4 and part.run and not part.repeated]
     kinds = {type(part.module) for part in runs}
     return len(kinds) == len(runs) > 0 or any(_called_whole(part) for part in runs)
@@ -223,7 +223,7 @@ def _classify_flat(unit: Unit) -> None:
 
 
 def _classify_mixed(unit: Unit, inner: list[Unit], highest: int) -> None:
-    """A unit that holds blocks but no run of alike ones."""
+    """A unit that holds blocks, but no run of alike blocks."""
     top = [part for part in inner if part.level == highest]
     kinds = _kind(top[0], plural=len(top) > 1)
     number = "one" if len(top) == 1 else str(len(top))
@@ -239,12 +239,12 @@ def _classify_mixed(unit: Unit, inner: list[Unit], highest: int) -> None:
     elif highest == 4:
         unit.level = 5 if len(top) > 1 else 4
     else:
-        unit.level = 0  # it holds a whole encoder and more: that is a model
+        unit.level = 0  # a whole encoder and more is a model
     unit.reason = text
 
 
 def _level_siblings(parts: list[Unit]) -> None:
-    """Alike siblings stand at one level: that of the largest of them."""
+    """Give alike siblings one level, the highest of theirs."""
     groups: dict[tuple[type, str], list[Unit]] = defaultdict(list)
     for part in parts:
         groups[_alike(part)].append(part)
@@ -257,7 +257,7 @@ def _level_siblings(parts: list[Unit]) -> None:
 
 
 def _alike(part: Unit) -> tuple[type, str]:
-    """What alike siblings share: the class, and the name but for its numbers."""
+    """What alike siblings share: the class, and the name apart from its numbers."""
     return type(part.module), re.sub(r"\d+", "#", part.local)
 
 
@@ -271,7 +271,8 @@ def _longest_run(unit: Unit, highest: int) -> list[Unit]:
 
 
 def _promote(root: Unit) -> None:
-    """A run of blocks that is a whole encoder: by its name, or with no stage of its kind by it."""
+    """Raise a run of blocks to level 5 if it is a whole encoder: by its name, or because no other
+    stage is of its kind."""
     stages = [unit for unit in walk(root) if unit.level == 4 and unit.run and not unit.repeated]
     kinds = Counter(type(unit.module) for unit in stages)
     inside = {id(inner) for unit in stages for part in unit.parts for inner in walk(part)}

@@ -1,11 +1,11 @@
-"""Putting a call around one module's forward, without a trace in what the module is.
+"""Putting a call around one module's forward, without changing what the module is.
 
 Problem: a region has to start where a module's forward starts. A wrapper module changes every name
-below it, a changed class changes `type(module)`, and a hook cannot stand around the call.
-Invariant (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module.
-What changes is a few entries of the instance's `__dict__`, and each of them drops itself from every
-copy. Imports torch only. Rejected: a strong reference to the module, a cycle that keeps a deleted
-model in memory until the garbage collector runs.
+below it, another class changes `type(module)`, and a hook cannot enclose the call. Invariant
+(rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module. Only a few
+entries of the instance's `__dict__` change, and each of them removes itself from every copy.
+Imports torch only. Rejected: a strong reference to the module, a cycle that keeps a deleted model
+in memory until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch import nn
 Call = Callable[..., Any]
 
 _ABSENT: Any = object()
-_OVERRIDE = "__lowtide_override__"  # on a function taken from an override: where it came from
+_OVERRIDE = "__lowtide_override__"  # on a function taken from an override: that override
 
 
 class InstanceEntry:
     """A callable that shadows the method `attribute` of one module.
 
-    Copies of the module are plain. `_PlainState` removes the entry from the usual state; a class
-    that copies its `__dict__` by other means meets `__reduce__` and `__deepcopy__`, which stand for
-    the copy's own bound method.
+    Copies of the module are plain. `_PlainState` removes the entry from the usual state. If a class
+    copies its `__dict__` by other means, `__reduce__` and `__deepcopy__` give the copy's own bound
+    method.
     """
 
     attribute = ""
@@ -48,7 +48,7 @@ class InstanceEntry:
         return module
 
     def plain(self) -> Call:
-        """What the module would call had lowtide never touched it."""
+        """What the module would call without lowtide."""
         if self.shadowed is not _ABSENT:
             return self.shadowed  # type: ignore[no-any-return]
         module = self.module()
@@ -58,7 +58,7 @@ class InstanceEntry:
         self.module().__dict__[self.attribute] = self
 
     def uninstall(self) -> None:
-        """Put back what was there, unless somebody has put something else over it since."""
+        """Put back what was there, unless somebody has replaced the entry since."""
         module = self._module()
         if module is None or module.__dict__.get(self.attribute) is not self:
             return
@@ -68,7 +68,7 @@ class InstanceEntry:
             module.__dict__[self.attribute] = self.shadowed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing of lowtide stands in the pickle: it loads where lowtide is not installed.
+        # Nothing of lowtide is in the pickle, so it loads where lowtide is not installed.
         return (getattr, (self.module(), self.attribute))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -77,8 +77,8 @@ class InstanceEntry:
         if copied is None:
             import copy
 
-            # Somebody copies the method alone: copy its module, as for a bound method. The memo
-            # entry ends the recursion if that module's own copy comes by here again.
+            # The method alone is copied: copy its module, as for a bound method. The memo entry
+            # ends the recursion if the copy of that module comes here again.
             memo[id(self)] = self.plain()
             copied = copy.deepcopy(module, memo)
         return getattr(copied, self.attribute)
@@ -127,7 +127,7 @@ def _without_entries(state: dict[str, Any]) -> dict[str, Any]:
 class _ForwardOverride(InstanceEntry):
     """The `forward` of a module with one or more layers around it, the last one outermost.
 
-    It is one object however many layers there are, so that they can be removed in any order.
+    One object for any number of layers, so that they can be removed in any order.
     """
 
     attribute = "forward"
@@ -162,7 +162,7 @@ class _ForwardOverride(InstanceEntry):
 
     @property
     def __func__(self) -> Call:
-        # Accelerate wraps this in autocast and binds it again: the layers must stay around it.
+        # Accelerate wraps this in autocast and binds it again; the layers must stay around it.
         override = self
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ class _ForwardOverride(InstanceEntry):
 
         plain = getattr(self.plain(), "__func__", None) or type(self.module()).forward
         functools.update_wrapper(forward, plain)
-        # Accelerate unwraps along `__wrapped__` to the end, which must be this and not the plain.
+        # Accelerate follows `__wrapped__` to the end, which must be this and not the plain forward.
         del forward.__dict__["__wrapped__"]
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         forward.__dict__[_OVERRIDE] = self
@@ -199,14 +199,14 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
                 "this `forward` belongs to a module that was deleted; keep the module itself "
                 "while its methods are in use"
             )
-        # Looked up at each call: a class swapped in later (FSDP2 does so) keeps its forward.
+        # Looked up at each call, so that a class swapped in later (by FSDP2) uses its own forward.
         return type(module).forward(module, *args, **kwargs)
 
     return forward
 
 
 class Restore:
-    """One layer around a forward; `remove()` takes exactly this layer off again."""
+    """One layer around a forward; `remove()` removes this layer and no other."""
 
     def __init__(
         self,
@@ -244,10 +244,10 @@ def override_forward(
 ) -> Restore:
     """Make every call of `module.forward` run `make_call(forward)` in its place.
 
-    `make_call` is called at once, and again whenever a layer below it comes or goes; the `forward`
-    it is given is the module's own, or the next layer. `kind` tells layers apart, see
-    `has_override`. `for_replica` takes its place on the replicas that `nn.DataParallel` makes.
-    Neither `make_call` nor what it returns should hold the module strongly.
+    `make_call` is called at once, and again whenever a layer is added or removed; it is given the
+    module's own `forward` or the layer below. `kind` tells layers apart, see `has_override`.
+    `for_replica` replaces it on the replicas that `nn.DataParallel` makes. Neither `make_call` nor
+    what it returns should hold a strong reference to the module.
     """
     override = find_override(module)
     if override is None:
@@ -266,7 +266,7 @@ def override_forward(
 
 
 def add_entry(entry: InstanceEntry) -> None:
-    """Install one more entry, to go when the last layer around the module's forward goes."""
+    """Install one more entry, removed together with the last layer around the module's forward."""
     override = find_override(entry.module())
     if override is None:
         raise RuntimeError("add_entry needs a module with an override")
@@ -275,9 +275,9 @@ def add_entry(entry: InstanceEntry) -> None:
 
 
 def find_override(module: nn.Module) -> _ForwardOverride | None:
-    """The override on `module`, also where somebody has wrapped its forward since."""
+    """The override on `module`, also if somebody has wrapped its forward since."""
     forward = module.__dict__.get("forward")
-    for _ in range(32):  # a wrapper that names itself as what it wraps must not hang us
+    for _ in range(32):  # a wrapper may name itself as what it wraps
         if isinstance(forward, _ForwardOverride):
             return forward
         forward = getattr(forward, _OVERRIDE, None) or getattr(forward, "__wrapped__", None)
@@ -287,6 +287,6 @@ def find_override(module: nn.Module) -> _ForwardOverride | None:
 
 
 def has_override(module: nn.Module, kind: str) -> bool:
-    """Whether a layer of that kind stands around `module.forward`."""
+    """Whether a layer of that kind is around `module.forward`."""
     override = find_override(module)
     return override is not None and any(layer.kind == kind for layer in override.layers)

@@ -1,8 +1,8 @@
 """The page: one HTML file, with everything in it.
 
-Problem: a picture that can be sent, opened years later and read without a network. Invariant: data
-in, text out; the page holds the document that it draws, and asks nothing of anybody else. Imports
-nothing of the package. Rejected: a plotting library: its script alone is a hundred times this page.
+Problem: the page must be easy to send, and to open years later without a network. Invariant: data
+in, text out; the page contains the document that it draws, and loads nothing. Imports nothing of
+the package. Rejected: a plotting library, whose script alone is a hundred times this page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How results look in a notebook: small pieces of HTML without script.
+"""How results look in a notebook: small pieces of HTML without scripts.
 
-Problem: a notebook shows what a result says of itself. Invariant: the same figures as the text, in
-a table that takes the notebook's own colours. Imports limits. Rejected: the whole page in a cell.
+Problem: a notebook displays results by their own HTML. Invariant: the same figures as the text, in
+a table that takes the notebook's colours. Imports limits. Rejected: the whole page in a cell.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def saved_html(saved: SavedTensors) -> str:
         more = sum(g.nbytes for g in rest)
         count = str(sum(g.count for g in rest))
         rows.append(
-            [f"{more:,}", format_bytes(more), count, f"({len(rest)} rows more)", "", "", ""]
+            [f"{more:,}", format_bytes(more), count, f"({len(rest)} more rows)", "", "", ""]
         )
     rows.append(
         [f"{saved.total:,}", format_bytes(saved.total), str(len(saved.rows)), "total", "", "", ""]
@@ -42,12 +42,12 @@ def saved_html(saved: SavedTensors) -> str:
 
 
 def text_html(text: str) -> str:
-    """Text that is laid out already."""
+    """Text with its own layout."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def explanation_html(told: Explanation) -> str:
-    """The sentences, and a bar for each kind at the peak."""
+    """The sentences, and a bar for each kind of bytes at the peak."""
     line = told.planned or told.plain
     bars = "".join(
         f'<div style="{_ROW}"><span style="min-width:9em">{html.escape(kind)}</span>'

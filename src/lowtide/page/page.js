@@ -5,7 +5,7 @@
   const byId = (id) => document.getElementById(id);
   const KINDS = ["gradient", "kept", "recomputed", "temporary"]; // from the ground up
   const NAMES = {
-    standing: "there before the step", gradient: "gradients", kept: "activations kept",
+    standing: "in memory before the step", gradient: "gradients", kept: "activations kept",
     recomputed: "activations recomputed", temporary: "temporaries and workspace",
     workspace: "temporaries and workspace",
   };
@@ -39,7 +39,7 @@
     made.append(...children);
     return made;
   }
-  // A figure on the page: what it is called in the document, and its value, to be checked.
+  // A figure on the page, with its name in the document and its value, so that tests can check it.
   function figure(name, value, text) {
     return node("span", { "data-figure": name, "data-value": String(value) }, text);
   }
@@ -51,9 +51,9 @@
   }
   const soft = (text) => text.replace(/([._/:])(?=[^._/:])/g, "$1\u200b"); // where a long name may break
   const round = (n) => bytes(n).replace(/\.0 /, " ");
-  // What made it, in which module, on which line: one cell, so that a phone has room for it.
+  // What made it, in which module, on which line: in one cell, so that it fits on a phone.
   function origin(operator, module, line, kind = null) {
-    const first = node("div", { class: "op" }, node("b", {}, soft(operator || "not told apart")));
+    const first = node("div", { class: "op" }, node("b", {}, soft(operator || "not broken down")));
     if (kind !== null) first.append(node("span", { class: "kind" }, swatch(kind), kind));
     return node("div", { class: "origin" }, first, node("div", {}, soft(module || "outside of modules")), node("code", {}, soft(line)));
   }
@@ -93,27 +93,27 @@
       figure("plain.peak", doc.plain.peak, bytes(doc.plain.peak)), " at the peak. ",
       best ? (half ? "Half of it is enough" : `${bytes(best.peak)} is enough`) + (best.overhead === null ? " with half the batch." : `, for ${percent(best.overhead)} more time.`)
         : "Nothing that was tried lowers it.",
-      doc.trial_refused === null ? "" : " Tried in a real step, the plan did not hold.");
+      doc.trial_refused === null ? "" : " In a real step, the plan did not hold.");
     const frozen = doc.parameters.tensors - doc.parameters.requires_grad;
     byId("subject").textContent = `${doc.name} · ${doc.operations} operations · ${doc.parameters.tensors} parameters${frozen ? `, ${frozen} of them frozen` : ""} · ` +
       (doc.source === "fake" ? `predicted without running, times of ${doc.device}` : `from one recorded step on ${doc.device}`);
-    const tiles = [["plain peak", figure("plain.peak", doc.plain.peak, bytes(doc.plain.peak)), "above what was there before"]];
+    const tiles = [["plain peak", figure("plain.peak", doc.plain.peak, bytes(doc.plain.peak)), "above what was in memory before"]];
     if (doc.plan && limit !== null) tiles.push(["limit", figure("plan.limit", limit, bytes(limit)), percent(limit / doc.plain.peak, 0) + " of the plain peak"]);
     if (doc.plan) {
       tiles.push(["planned peak", figure("plan.peak", doc.plan.peak, bytes(doc.plan.peak)), percent(doc.plan.peak / doc.plain.peak, 0) + " of the plain peak"]);
       tiles.push(["added time", figure("plan.overhead", doc.plan.overhead, percent(doc.plan.overhead)),
         doc.plan.lower_bound === null ? "least possible: not proved" : `least possible: ${percent(doc.plan.lower_bound)}`]);
     }
-    tiles.push(["there before", figure("standing", standing, bytes(standing)),
+    tiles.push(["before the step", figure("standing", standing, bytes(standing)),
       Object.entries(doc.standing).filter(([, n]) => n).map(([k, n]) => `${k}s ${bytes(n)}`).join(", ") || "nothing"]);
     byId("tiles").append(...tiles.map(([name, value, of]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), node("dd", { class: "of" }, of))));
     if (doc.refused) {
       byId("refused").hidden = false;
-      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest that is safe to ask for, ${bytes(limit)}.`;
+      byId("refused").textContent = `The limit of ${bytes(doc.refused.limit)} cannot be kept; this page shows the smallest limit that is safe to ask for, ${bytes(limit)}.`;
     }
     if (doc.trial_refused !== null) {
       byId("refused").hidden = false;
-      byId("refused").textContent = `The plan for ${bytes(limit)} was tried: the real step is not quite the one that was predicted, left the plan and was refused. What would do is said under “Predicted against measured”; a larger limit may hold.`;
+      byId("refused").textContent = `The plan for ${bytes(limit)} was tried: the real step differed from the predicted one, left the plan and was refused. “Predicted against measured” says what would suffice; a larger limit may hold.`;
     }
     byId("changes").append(...doc.changes.map((change, k) => {
       const share = change.peak / doc.plain.peak;
@@ -122,9 +122,9 @@
       return node("li", k === 0 ? { class: "first" } : {},
         node("div", {}, node("b", {}, change.what[0].toUpperCase() + change.what.slice(1)), node("code", {}, change.how)),
         node("div", { class: "price" }, node("strong", {}, figure(`changes.${k}.peak`, change.peak, bytes(change.peak))), ` · ${percent(share, 0)} of the peak`, meter,
-          change.overhead === null ? "less work a step" : figure(`changes.${k}.overhead`, change.overhead, `${percent(change.overhead)} more time`)));
+          change.overhead === null ? "less work per step" : figure(`changes.${k}.overhead`, change.overhead, `${percent(change.overhead)} more time`)));
     }));
-    if (!doc.changes.length) byId("changes").append(node("li", {}, "Nothing that was tried lowers the peak: what stands there is not activations."));
+    if (!doc.changes.length) byId("changes").append(node("li", {}, "Nothing that was tried lowers the peak: it does not consist of activations."));
   }
 
   // ------------------------------------------------------------------ the timeline
@@ -273,7 +273,7 @@
     const shown = line.holders.slice(0, 12), rest = line.holders.slice(12);
     const sum = (some) => some.reduce((a, h) => a + h.nbytes, 0);
     const rows = shown.map((h, k) => [figure(`${state.which}.holders.${k}.nbytes`, h.nbytes, bytes(h.nbytes)), percent(h.nbytes / line.peak, 0), origin(h.operator, h.module, h.line, h.kind), String(h.count)]);
-    if (rest.length) rows.push([bytes(sum(rest)), percent(sum(rest) / line.peak, 0), `${rest.length} rows more`, String(rest.reduce((a, h) => a + h.count, 0))]);
+    if (rest.length) rows.push([bytes(sum(rest)), percent(sum(rest) / line.peak, 0), `${rest.length} more rows`, String(rest.reduce((a, h) => a + h.count, 0))]);
     rows.push({ total: true, cells: [figure(`${state.which}.peak`, sum(line.holders), bytes(sum(line.holders))), "100 %", "the peak", String(line.items.length)] });
     fill(byId("holders"), ["size", "share", "made by", "storages"], rows, [0, 1, 3]);
   }
@@ -299,7 +299,7 @@
       svg.append(draw("text", { x: left - 8, y: y(at) + 4, "text-anchor": "end" }, percent(at, 0)));
     }
     for (const at of ticks(most)) svg.append(draw("text", { x: x(at), y: height - bottom + 18, "text-anchor": "middle" }, at === 0 ? "0" : round(at)));
-    svg.append(draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "peak, above what was there before"));
+    svg.append(draw("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, "peak, above what was in memory before"));
     svg.append(draw("text", { x: left, y: 12 }, "added time"));
     if (limit !== null) {
       svg.append(draw("line", { x1: x(limit), x2: x(limit), y1: top, y2: height - bottom, stroke: "var(--limit)", "stroke-width": 2 }));
@@ -312,7 +312,7 @@
     for (const p of points) svg.append(titled(draw("circle", { class: "point", cx: x(p.peak), cy: y(p.overhead), r: 5, fill: "var(--accent)" }), `${p.name}: ${bytes(p.peak)}, ${percent(p.overhead)}`));
     const taken = [];
     for (const o of options) {
-      // Letters that would lie on one another stand side by side: to the right while there is room.
+      // Letters that would overlap are put side by side: to the right while there is room.
       let px = x(o.peak), py = y(o.overhead), aside = 18;
       while (taken.some(([a, b]) => Math.abs(a - px) < 17 && Math.abs(b - py) < 17)) {
         if (px + aside > width - 9) { px = x(o.peak); aside = -18; }
@@ -374,21 +374,21 @@
     const sorted = [...groups.values()].sort((a, b) => b.nbytes - a.nbytes), shown = sorted.slice(0, SHOWN);
     const more = sorted.slice(SHOWN).reduce((a, g) => a + g.nbytes, 0);
     const rows = shown.map((g) => [bytes(g.nbytes), percent(g.nbytes / doc.saved.activation_bytes, 0), origin(g.row.operator, g.row.module, g.row.line), String(g.count)]);
-    if (more) rows.push([bytes(more), percent(more / doc.saved.activation_bytes, 0), `${sorted.length - SHOWN} rows more`, String(sorted.slice(SHOWN).reduce((a, g) => a + g.count, 0))]);
+    if (more) rows.push([bytes(more), percent(more / doc.saved.activation_bytes, 0), `${sorted.length - SHOWN} more rows`, String(sorted.slice(SHOWN).reduce((a, g) => a + g.count, 0))]);
     rows.push({ total: true, cells: [figure("saved.activation_bytes", sorted.reduce((a, g) => a + g.nbytes, 0), bytes(doc.saved.activation_bytes)), "100 %", "for backward alone", String(sorted.reduce((a, g) => a + g.count, 0))] });
     fill(byId("saved"), ["size", "share", "made by", "storages"], rows, [0, 1, 3]);
     const held = doc.saved.total - doc.saved.activation_bytes;
-    byId("saved-note").textContent = `Between forward and backward of the plain step, each storage once.${held ? ` Autograd also refers to ${bytes(held)} of parameters and inputs, which are there anyway.` : ""}`;
+    byId("saved-note").textContent = `Between forward and backward of the plain step, each storage once.${held ? ` Autograd also refers to ${bytes(held)} of parameters and inputs, which are in memory anyway.` : ""}`;
     fill(byId("trials"), ["step", "predicted", "measured", "error", "seconds"],
       doc.trials.map((t, k) => [t.label, figure(`trials.${k}.predicted`, t.predicted, bytes(t.predicted)), figure(`trials.${k}.measured`, t.measured, bytes(t.measured)),
         percent(t.measured ? t.predicted / t.measured - 1 : 0), t.seconds.toFixed(3)]), [1, 2, 3, 4]);
     byId("trials").hidden = !doc.trials.length;
     byId("no-trials").hidden = doc.trials.length > 0 || doc.trial_refused !== null;
     byId("trial-refused").hidden = doc.trial_refused === null;
-    if (doc.trial_refused !== null) byId("trial-refused").textContent = `The real step is not the one that was predicted, left its plan and was refused: ${doc.trial_refused}`;
+    if (doc.trial_refused !== null) byId("trial-refused").textContent = `The real step differed from the predicted one, left its plan and was refused: ${doc.trial_refused}`;
     if (!doc.outputs.length) byId("outputs").append(node("li", {}, doc.events ? "The step returned no tensor: it runs backward itself." : "The step returned no tensor."));
     byId("outputs").append(...doc.outputs.slice(0, 8).map((o, k) => node("li", {}, `Output ${k} (${o.dtype}, ${o.shape.length ? o.shape.join(" × ") : "a scalar"}) ${o.requires_grad ? "requires" : "does not require"} grad: ${o.reason}.`)));
-    byId("made").textContent = `Peaks are bytes above what was there before the step, counted storage by storage; the rows of a table add up to its total. Positions in the timeline are moments of the step, not seconds. Made by lowtide with torch ${doc.torch}.`;
+    byId("made").textContent = `Peaks are bytes above what was in memory before the step, counted storage by storage; the rows of a table add up to its total. Positions in the timeline are moments of the step, not seconds. Made by lowtide with torch ${doc.torch}.`;
   }
 
   function chosen() {
