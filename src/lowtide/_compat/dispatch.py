@@ -27,9 +27,9 @@ def is_operator(thing: object) -> bool:
 
 
 # Execution below autograd. torch has no public way to run an operator below all modes, autocast and
-# autograd. Unnecessary when `torch.library` has a "redispatch below" call. A backward may run inside
-# a `vmap`, torch.func's or autograd's own (`is_grads_batched`): a replay that it asks for is not
-# part of the batch, and neither are the random numbers that the replay draws.
+# autograd. Unnecessary when `torch.library` has a "redispatch below" call. A backward may run in a
+# `vmap`, torch.func's or autograd's own (`is_grads_batched`): a replay that it asks for is not part
+# of the batch, and neither are the random numbers that the replay draws.
 _AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 for _name in torch._C.DispatchKey.__members__:
     if _name.startswith(("Autocast", "FuncTorch")) or _name in ("Python", "PythonDispatcher"):
