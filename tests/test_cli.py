@@ -354,7 +354,7 @@ ERRORS = [
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
     (["saved", "program.py:nothing"], r"returned an int. Return \(model, batch\), \(step,"),
     (["saved", "program.py:alone"], r"is a model without a batch. Return \(model, batch"),
-    (["saved", "program.py:number"], r"is a int, not a function. Write file.py:function"),
+    (["saved", "program.py:number"], r"is an int, not a function. Write file.py:function"),
     (["saved", "torch.nn:Linear"], r"is a class: give the shape of its input, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:Never", "--shape", "2xx"], r"cannot read the shape '2xx': write sizes"),
@@ -446,7 +446,7 @@ def test_that_a_real_step_was_needed_is_one_line(
 ) -> None:
     assert main(["saved", f"{program}:asks"]) == 0
     said = capsys.readouterr().err
-    assert said.startswith("lowtide: the step cannot be gone through on fake tensors (")
+    assert said.startswith("lowtide: the step cannot run on fake tensors (")
     assert said.endswith("put back.\n")
     assert said.count("\n") == 1
 

@@ -356,7 +356,7 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     assert f"{half.overhead:.1%} more time" in str(told)
     smaller = next(change for change in told.changes if change.what == "half the batch")
     assert smaller.peak == lowtide.plan(step, batch[:256]).peak
-    assert smaller.how == "256 in place of 512"
+    assert smaller.how == "256 instead of 512"
     assert len(told.biggest) == 5
     assert told.plan is not None
     assert told.planned is not None
@@ -493,7 +493,7 @@ def test_a_tensor_of_a_kernel_that_the_tape_cannot_see_is_said_to_be_kept_for_th
     told = lowtide.explain(
         lambda x: model(opaque(model(x)).sin()).square().mean(), torch.randn(512, 32), limit=0.8
     )
-    unseen = [kept for kept in told.kept if "the tape cannot see" in kept.why]
+    unseen = [kept for kept in told.kept if "the recorder cannot see" in kept.why]
     assert [(kept.operator, kept.nbytes) for kept in unseen] == [
         ("lowtide_see::opaque", 512 * 32 * 4)
     ]

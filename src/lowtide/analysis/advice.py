@@ -114,9 +114,9 @@ def reasons(subject: Study, plan: Plan) -> tuple[Kept, ...]:
         if saved.kind == "unseen":
             by = saved.site.operator or "an operation"
             why = (
-                f"its producer ({by}) is a kernel that the tape cannot see or may not run again: "
-                "a compiled or custom one, a collective, or a write that the dispatcher was not "
-                "told of"
+                f"its producer ({by}) is a kernel that the recorder cannot see or may not run "
+                "again: a compiled or custom one, a collective, or a write that the dispatcher was "
+                "not told of"
             )
             site = saved.site
             found.append(Kept(saved.nbytes, by, site.module, site.line, saved.shape, why))
@@ -190,7 +190,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
             )
     if subject.halved is not None:
         h = subject.halved
-        found.append(Change("half the batch", f"{h.half} in place of {h.size}", h.peak, None))
+        found.append(Change("half the batch", f"{h.half} instead of {h.size}", h.peak, None))
     for option in subject.options:
         if option.peak < plain and option.name in ("per block", "per block, products kept"):
             name = "blocks checkpointed by hand"

@@ -75,7 +75,7 @@ def load(text: str, shapes: Sequence[str] = (), settings: Sequence[str] = ()) ->
         return _of_model(text, found, shapes)
     if settings or shapes:
         if not callable(found):
-            raise UsageError(f"{text} is a {type(found).__name__}, not a class or function.")
+            raise UsageError(f"{text} is {_kind(found)}, not a class or function.")
         if shapes:
             made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
             if isinstance(made, nn.Module):
@@ -162,7 +162,7 @@ def _failed(what: str, error: Exception, way_out: str = "Correct it") -> str:
 
 def _of_result(text: str, found: Any, settings: Sequence[str]) -> Target:
     if not callable(found):
-        raise UsageError(f"{text} is a {type(found).__name__}, not a function. {_WAY_OUT}.")
+        raise UsageError(f"{text} is {_kind(found)}, not a function. {_WAY_OUT}.")
     made = _of_users(text, lambda: found(**_settings(settings)), _ARGUMENTS)
     if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
         return _with_batch(text, made[0], made[1])

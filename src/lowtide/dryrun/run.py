@@ -279,13 +279,11 @@ def dry_run(
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         if any(t.device.type == "meta" or fakes.is_fake(t) for t in found.state()):
             raise UsageError(
-                f"the step cannot be gone through on fake tensors ({reason}), and the model has "
+                f"the step cannot run on fake tensors ({reason}), and the model has "
                 "no memory of its own to run it with. Build the model on a real device."
             ) from error
         if not real:
-            raise UsageError(
-                f"the step cannot be gone through on fake tensors ({reason})."
-            ) from error
+            raise UsageError(f"the step cannot run on fake tensors ({reason}).") from error
     # If the error is the user's own, the real step raises it again.
     step, moved = _real(found, device, function, args, kwargs, witness)
     stays = ""
@@ -295,7 +293,7 @@ def dry_run(
             "leave optimizer.step() out of it."
         )
     warnings.warn(
-        f"the step cannot be gone through on fake tensors ({reason}): one real forward and "
+        f"the step cannot run on fake tensors ({reason}): one real forward and "
         "backward was run and recorded in its place. Gradients, buffers and random state were put "
         f"back.{stays}",
         DryRunWarning,
