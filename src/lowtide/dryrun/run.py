@@ -39,7 +39,6 @@ from lowtide.running.prepared import Signature, signature_of
 from lowtide.step import Recording, current_recorder, recordable
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Handle, Operation, Region, Value
-from lowtide.texttable import count_of
 
 
 @dataclass(frozen=True)
@@ -289,8 +288,8 @@ def dry_run(
     stays = ""
     if moved:
         stays = (
-            f" The step also wrote to {count_of(moved, 'parameter')}, and that was not undone: "
-            "leave optimizer.step() out of it."
+            f" The step also changed parameters ({moved} of them), and that was not undone: leave "
+            "optimizer.step() out of it."
         )
     warnings.warn(
         f"the step cannot run on fake tensors ({reason}): one real forward and "
