@@ -258,7 +258,7 @@ def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
             optimizer.step()
         return layer(x).sum()
 
-    with pytest.warns(DryRunWarning, match=r"changed parameters \(2 of them\), and that was not undone"):
+    with pytest.warns(DryRunWarning, match=r"parameters \(2 of them\), and that was not"):
         dry_run(step, (torch.ones(2, 4),), {})
 
 
