@@ -249,6 +249,7 @@ def test_questions_about_data_are_answered() -> None:
 
 def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
     layer = nn.Linear(4, 4)
+    layer.tied = layer.weight  # one parameter, however many names it has
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 
     def step(x: Tensor) -> Tensor:

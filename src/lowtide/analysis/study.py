@@ -162,10 +162,10 @@ def _halved(
         if isinstance(item, torch.Tensor):
             leaf = item.detach()[:half] if item.dim() else item.detach()
             return leaf.requires_grad_(item.requires_grad)
-        if hasattr(item, "_fields"):  # a named tuple
-            return type(item)(*map(cut, item))
-        if isinstance(item, list | tuple):
+        if type(item) in (list, tuple):
             return type(item)(map(cut, item))
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return type(item)(*map(cut, item))
         if isinstance(item, dict):
             return {key: cut(part) for key, part in item.items()}
         return item

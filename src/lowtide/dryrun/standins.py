@@ -238,12 +238,13 @@ class RealState:
 
     def __enter__(self) -> RealState:
         self._python.take()
-        self._versions = [
-            (parameter, _compat.version_of(parameter))
+        parameters = {
+            id(parameter): parameter
             for module in self._found.modules()
             for parameter in _compat.parameters_and_buffers(module)[0].values()
             if parameter is not None and not parameter.is_inference()
-        ]
+        }
+        self._versions = [(p, _compat.version_of(p)) for p in parameters.values()]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
         self._gradient_bits = [g.clone() for _, g in self._gradients if g is not None]
