@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lowtide.compiled import build
 from lowtide.errors import UsageError
 from lowtide.planner.flow import CutWith
 from lowtide.planner.polish import Polish
+from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
@@ -130,6 +131,15 @@ def cutting() -> CutWith | None:
     """The compiled core's minimum cut, for the planner's proofs; None on Python's engine."""
     found = _core_to_plan_with()
     return found.minimum_cut if found is not None else None
+
+
+def _simulating() -> Callable[[Lists], Compiled] | None:
+    """The compiled core's simulator, whose results are those of the planner's own."""
+    found = _core_to_plan_with()
+    return found.Simulator if found is not None else None
+
+
+Simulator.compiled = staticmethod(_simulating)
 
 
 def _core_to_plan_with() -> Any:

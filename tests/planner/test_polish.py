@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine
+from lowtide.errors import UsageError
 from lowtide.planner import (
     HOLD,
     NEVER,
@@ -34,9 +36,10 @@ from lowtide.planner import (
     simulate,
     solve,
 )
-from lowtide.planner.polish import Polish, choices_of, tables
+from lowtide.planner.polish import Polish, choices_of
 from lowtide.planner.reference import choices
 from lowtide.planner.repair import Problem
+from lowtide.planner.simulate import Lists
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
@@ -74,9 +77,12 @@ def limit_at(share: float, graph: Graph) -> int:
 
 def compare(core: Any, graph: Graph, retain: list[int], cap: float = float("inf")) -> None:
     sim = Simulator(graph)
-    here = sim.run(retain, seconds_limit=cap)
-    there = core.simulate(tables(sim), retain, cap)
-    assert there == (here.peak, here.seconds, here.replayed_ops, here.complete)
+    here = sim.run(retain, seconds_limit=cap, trace=True)  # the first run is always in Python
+    figures = astuple(replace(here, trace=None))
+    there = core.Simulator(sim.lists())
+    for _ in range(2):  # nothing is left of a run, cut short or not
+        assert there.run(retain, cap, True) == (*figures[:-1], astuple(here.trace))
+    assert there.run(retain, cap, False) == figures
 
 
 def any_plan(graph: Graph, random: Any) -> list[int]:
@@ -112,14 +118,40 @@ def test_both_simulators_say_the_same_of_networks(core: Any, name: str) -> None:
 def test_a_plan_that_cannot_be_replayed_and_lists_of_no_graph(core: Any) -> None:
     values = (ValueNode(1, -1), ValueNode(10, 0))
     ops = (OpNode("draw", 1.0, (0,), (1,), replayable=False),)
-    lists = tables(Simulator(Graph(values, ops, (Event(1, releases=(1,)),))))
-    assert core.simulate(lists, [HOLD, HOLD], 1.0) == (10, 0.0, 0, True)
-    with pytest.raises(RuntimeError, match="cannot be replayed"):
-        core.simulate(lists, [HOLD, 0], 1.0)
+    sim = Simulator(Graph(values, ops, (Event(1, releases=(1,)),)))
+    lists = sim.lists()
+    there = core.Simulator(lists)
+    held = there.run([HOLD, HOLD], 1.0, False)
+    assert held == (10, ("backward", 0), 0.0, 0, 10, True, None)
+    assert there.run([HOLD, 0], 1.0, True) is None
+    assert there.run([HOLD, HOLD], 1.0, False) == held
+    for _ in range(3):
+        with pytest.raises(UsageError, match=r"operation 0 \(draw\), which cannot be replayed"):
+            sim.run([HOLD, 0])
+    for wrong in ([HOLD], [HOLD, "0"], 7):
+        with pytest.raises((RuntimeError, TypeError)):
+            there.run(wrong, 1.0, False)
     with pytest.raises(RuntimeError, match="not a graph's"):
-        core.simulate(lists, [HOLD], 1.0)
-    with pytest.raises(RuntimeError, match="not a graph's"):
-        core.simulate((*lists[:3], [7, 7], *lists[4:]), [HOLD, HOLD], 1.0)
+        core.Simulator((*lists[:3], [7, 7], *lists[4:]))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, *TIGHT])
+def test_the_compiled_simulator_changes_no_plan(
+    core: Any, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    graph = dry_graph()
+    found, asked = solve(graph, limit_at(share, graph)), []
+
+    def spied(lists: Lists) -> Any:
+        asked.append(lists)
+        return core.Simulator(lists)
+
+    monkeypatch.setattr(Simulator, "compiled", staticmethod(lambda: spied))
+    assert solve(graph, limit_at(share, graph)).plan == found.plan
+    assert len(asked) == 1
+    monkeypatch.setattr(Simulator, "compiled", staticmethod(lambda: None))
+    alone = solve(graph, limit_at(share, graph))
+    assert (alone.plan, alone.evaluations) == (found.plan, found.evaluations)
 
 
 # ------------------------------------------------------------------------------ annealing
@@ -156,7 +188,7 @@ def test_it_keeps_to_the_decisions_that_are_open(
     start = list(without.plan.retain)
     if without.status == "fits":
         changed = annealing(
-            tables(problem.sim), choices_of(problem), start, limit, 10**5, 0.0, 10.0
+            problem.sim.lists(), choices_of(problem), start, limit, 10**5, 0.0, 10.0
         )
         result = simulate(graph, changed)
         assert result.peak <= limit
@@ -204,7 +236,7 @@ def test_other_threads_go_on_and_the_clock_ends_it(annealing: Polish) -> None:
     beside = threading.Thread(target=tick)
     beside.start()
     annealing(
-        tables(problem.sim), choices_of(problem), retain, limit_at(0.5, graph), 1 << 60, 0.0, 0.5
+        problem.sim.lists(), choices_of(problem), retain, limit_at(0.5, graph), 1 << 60, 0.0, 0.5
     )
     during = len(ticks)
     over.set()

@@ -274,7 +274,6 @@ PyMethodDef functions[] = {
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
-    {"simulate", planner::simulate, METH_VARARGS, nullptr},
     {"anneal", planner::anneal, METH_VARARGS, nullptr},
     {"minimum_cut", planner::minimum_cut, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -331,10 +330,12 @@ void add_types(PyObject* module) {
   table_type = type_of(table_spec);
   weak_list_type = type_of(weak_list_spec);
   watched_type = type_of(watched_spec);
+  planner::simulated_type = type_of(planner::simulated_spec);
   std::pair<const char*, PyTypeObject*> named[] = {
       {"State", state_type}, {"Script", script_type}, {"Operation", operation_type},
       {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
-      {"Forget", forget_type}, {"Table", table_type}, {"WeakList", weak_list_type}};
+      {"Forget", forget_type}, {"Table", table_type}, {"WeakList", weak_list_type},
+      {"Simulator", planner::simulated_type}};
   for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));
 }
 

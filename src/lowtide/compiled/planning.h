@@ -1,20 +1,22 @@
 // The simulator, the annealing and the minimum cut as Python functions of the extension.
 //
 // Problem: the planner has its graph in Python lists. Invariant: arguments are checked before they are
-// used as indices, and copied, so that annealing and cuts run without the GIL. Rejected: keeping a copied
-// graph between calls; copying takes a negligible part of a search.
+// used as indices, and copied, so that annealing and cuts run without the GIL. Rejected: a graph that is
+// read where Python has it, which would have to be checked at each access.
 #pragma once
 
 #include "anneal.h"
 #include "flow.h"
 #include "objects.h"
 
+#include <memory>
+
 #include <torch/csrc/Exceptions.h>
 
 namespace lowtide::planner {
 
 constexpr size_t LISTS = 14;
-constexpr int64_t PYTHON_NEVER = int64_t(1) << 60;
+constexpr int64_t PYTHON_NEVER = int64_t(1) << 60, PYTHON_ABSENT = int64_t(1) << 61;
 
 inline Lists lists_of(py::handle rows) {
   Lists made;
@@ -57,7 +59,7 @@ inline void check_graph(const Graph& graph) {
   }
 }
 
-// From the tuple that `tables` of `planner/polish.py` makes.
+// From what `Simulator.lists` of `planner/simulate.py` gives.
 inline Graph graph_of(py::tuple lists) {
   check(lists.size() == LISTS);
   Graph graph;
@@ -81,31 +83,111 @@ inline Graph graph_of(py::tuple lists) {
   return graph;
 }
 
-inline Plan plan_of(py::handle retain, const Graph& graph) {
-  Plan plan;
-  for (int64_t choice : retain.cast<std::vector<int64_t>>()) {
-    plan.push_back(static_cast<int32_t>(std::clamp<int64_t>(choice, HOLD, NEVER)));
+inline Plan plan_of(PyObject* retain, const Graph& graph) {
+  Owned list(checked(PySequence_Fast(retain, "lowtide: a plan is a list of numbers")));
+  auto count = PySequence_Fast_GET_SIZE(list.get());
+  check(count == static_cast<Py_ssize_t>(graph.nbytes.size()));
+  Plan plan(count);
+  for (Py_ssize_t value = 0; value < count; ++value) {
+    int64_t choice = integer(PySequence_Fast_GET_ITEM(list.get(), value));
+    plan[value] = static_cast<int32_t>(std::clamp<int64_t>(choice, HOLD, NEVER));
   }
-  check(plan.size() == graph.nbytes.size());
   return plan;
 }
 
-// simulate(graph, retain, seconds_limit): peak, seconds, replayed operations, whether it got to the end.
-inline PyObject* simulate(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  PyObject *lists, *retain;
-  double limit;
-  if (!PyArg_ParseTuple(args, "O!Od", &PyTuple_Type, &lists, &retain, &limit)) return nullptr;
-  Graph graph = graph_of(py::reinterpret_borrow<py::tuple>(lists));
-  Simulator simulator(graph);
-  bool complete = simulator.run(plan_of(retain, graph),
-                                [&](int64_t, double seconds) { return seconds > limit; });
-  if (!simulator.possible) throw std::runtime_error("lowtide: this plan cannot be replayed");
-  return py::make_tuple(simulator.peak, simulator.seconds, simulator.count, complete)
-      .release()
-      .ptr();
-  END_HANDLE_TH_ERRORS
+// ---------------------------------------------------------------------- the simulator
+
+// A graph that plans are tried on: `Compiled` of `simulate.py`.
+struct Simulated {
+  PyObject_HEAD
+  Graph* graph;  // owned, as the next
+  Simulator* simulator;
+};
+
+inline PyTypeObject* simulated_type;
+
+// Simulator(lists)
+inline PyObject* simulated_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* lists;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &lists)) return nullptr;
+  return leave_error([&] {
+    auto graph = std::make_unique<Graph>(graph_of(py::reinterpret_borrow<py::tuple>(lists)));
+    auto simulator = std::make_unique<Simulator>(*graph);
+    PyObject* made = checked(type->tp_alloc(type, 0));
+    as<Simulated>(made)->graph = graph.release();
+    as<Simulated>(made)->simulator = simulator.release();
+    return made;
+  });
 }
+
+inline void simulated_delete(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete as<Simulated>(self)->simulator;
+  delete as<Simulated>(self)->graph;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <class Numbers>
+py::list list_of(const Numbers& numbers) {
+  py::list made(numbers.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyList_SET_ITEM(made.ptr(), i, checked(PyLong_FromLongLong(numbers[i])));
+  }
+  return made;
+}
+
+// The fields of Python's `Trace`, in their order.
+inline py::tuple trace_of(const Simulator& simulator, const Trace& seen) {
+  py::list start = list_of(simulator.start());
+  static PyObject* absent = checked(PyLong_FromLongLong(PYTHON_ABSENT));
+  for (size_t value = 0; value < simulator.start().size(); ++value) {
+    if (simulator.start()[value] == Simulator::ABSENT) {
+      PyList_SetItem(start.ptr(), static_cast<Py_ssize_t>(value), Py_NewRef(absent));
+    }
+  }
+  py::list missed;
+  for (auto [value, event] : seen.dropped) missed.append(py::make_tuple(value, event));
+  return py::make_tuple(list_of(seen.forward_bytes), list_of(seen.backward), list_of(seen.replay), start,
+                        list_of(simulator.alive()), list_of(seen.replays), seen.operation, missed);
+}
+
+// run(retain, seconds_limit, trace): the fields of Python's `Simulation`, in their order; None: the plan
+// drops what cannot be replayed.
+inline PyObject* simulated_run(PyObject* self, PyObject* args) {
+  PyObject* retain;
+  double limit;
+  int traced;
+  if (!PyArg_ParseTuple(args, "Odp", &retain, &limit, &traced)) return nullptr;
+  return leave_error([&] {
+    const Graph& graph = *as<Simulated>(self)->graph;
+    Simulator& simulator = *as<Simulated>(self)->simulator;
+    Trace seen(graph);
+    auto enough = [&](int64_t, double seconds) { return seconds > limit; };
+    bool complete = simulator.run(plan_of(retain, graph), enough, seen);
+    if (!simulator.possible) return Py_NewRef(Py_None);
+    constexpr const char* phases[] = {"forward", "replay", "backward"};
+    py::object trace = traced ? py::object(trace_of(simulator, seen)) : py::none();
+    return py::make_tuple(simulator.peak, py::make_tuple(phases[seen.phase], seen.index),
+                          simulator.seconds, simulator.count, seen.held, complete, trace)
+        .release()
+        .ptr();
+  });
+}
+
+inline PyMethodDef simulated_methods[] = {
+    {"run", simulated_run, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+
+inline PyType_Slot simulated_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(simulated_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(simulated_delete)},
+    {Py_tp_methods, simulated_methods},
+    {0, nullptr}};
+
+inline PyType_Spec simulated_spec = {
+    "lowtide.compiled.Simulator", sizeof(Simulated), 0, Py_TPFLAGS_DEFAULT, simulated_slots};
+
+// ---------------------------------------------------------------------- searches
 
 // anneal(graph, choices, retain, limit, work, enough, seconds): the decisions of a plan.
 inline PyObject* anneal(PyObject*, PyObject* args) {

@@ -1,7 +1,7 @@
 // What a plan costs, as `planner/simulate.py` defines it: its peak and its replayed time.
 //
 // Problem: a search by random changes needs a hundred thousand simulations, which take minutes in
-// Python. Invariant: peak, seconds and count are equal to those of `Simulator.run`, down to the last
+// Python. Invariant: all that is said of a plan is equal to what `Simulator.run` says, down to the last
 // bit of the seconds, which are added in the same order. Knows nothing of Python or torch. Rejected:
 // simulating only what a change touches: lifetimes span the whole step, and most changes are rejected
 // long before its end.
@@ -41,6 +41,63 @@ struct Graph {
   int32_t events() const { return static_cast<int32_t>(event_value.size()); }
 };
 
+// What a simulation reports besides peak and time: nothing, for a search that asks for no more.
+struct Unseen {
+  void forward(int32_t, int64_t, int64_t) {}
+  void highest(int32_t, int64_t) {}
+  void replayed(int32_t) {}
+  void missed(int32_t, int32_t) {}
+  void replay_over(int32_t, int64_t, bool) {}
+  void event(int32_t, int64_t, int64_t, int64_t, bool) {}
+};
+
+// `Simulation` and `Trace` of `simulate.py`, but for the lifetimes, which the simulator has.
+struct Trace {
+  enum Phase { FORWARD, REPLAY, BACKWARD };
+
+  explicit Trace(const Graph& graph) : replay(graph.events()), replays(graph.operations()) {}
+
+  std::vector<int64_t> forward_bytes, backward, replay;
+  std::vector<int32_t> replays;
+  std::vector<std::pair<int32_t, int32_t>> dropped;  // (value, event): recomputed, and not retained
+  Phase phase = FORWARD;  // where the peak is
+  int32_t index = 0, operation = -1;
+  int64_t held = 0;
+
+  void forward(int32_t op, int64_t total, int64_t bytes) {
+    forward_bytes.push_back(total);
+    if (total <= highest_forward_) return;
+    highest_forward_ = total;
+    index = op;
+    held = bytes;
+  }
+  void highest(int32_t op, int64_t bytes) {
+    highest_operation_ = op;
+    highest_held_ = bytes;
+  }
+  void replayed(int32_t op) { ++replays[op]; }
+  void missed(int32_t value, int32_t event) { dropped.emplace_back(value, event); }
+  void replay_over(int32_t event, int64_t top, bool peak) {
+    replay[event] = top;
+    if (peak) at(REPLAY, event, highest_operation_, highest_held_);
+  }
+  void event(int32_t event, int64_t total, int64_t top, int64_t bytes, bool peak) {
+    if (peak) at(BACKWARD, event, -1, bytes);
+    backward.push_back(std::max(total, top));
+  }
+
+ private:
+  void at(Phase now, int32_t place, int32_t op, int64_t bytes) {
+    phase = now;
+    index = place;
+    operation = op;
+    held = bytes;
+  }
+
+  int64_t highest_forward_ = -1, highest_held_ = 0;
+  int32_t highest_operation_ = -1;
+};
+
 class Simulator {
  public:
   explicit Simulator(const Graph& graph)
@@ -56,26 +113,35 @@ class Simulator {
   double seconds = 0;
   bool possible = true;  // false: the plan drops a value that cannot be replayed
 
+  // After a run: for each value, the last event of its life, and the event that retained it, HOLD if it was
+  // held, or ABSENT.
+  const std::vector<int32_t>& alive() const { return alive_; }
+  const std::vector<int32_t>& start() const { return start_; }
+  static constexpr int32_t ABSENT = NEVER;
+
   // Simulate until `enough(peak, seconds)` is true for the part so far, of which both only grow; returns
   // whether it got to the end.
-  template <class Enough>
-  bool run(const Plan& plan, Enough enough) {
+  template <class Enough, class Seen = Unseen>
+  bool run(const Plan& plan, Enough enough, Seen&& seen = {}) {
     lifetimes(plan);
-    forward(plan);
+    forward(plan, seen);
     seconds = 0;
     count = 0;
     possible = true;
     if (enough(peak, seconds)) return false;
     for (int32_t event = 0; event < graph_.events(); ++event) {
       int32_t value = graph_.event_value[event];
-      int64_t extra = 0;
+      int64_t extra = 0, top = 0;
       if (start_[value] == ABSENT) {
         if (!closure(value)) return possible = false;
-        peak = std::max(peak, replay(plan, event, value));
+        top = replay(plan, event, value, seen);
+        seen.replay_over(event, top, top > peak);
+        peak = std::max(peak, top);
         extra = start_[value] == ABSENT ? graph_.nbytes[value] : 0;
         if (enough(peak, seconds)) return false;
       }
       int64_t total = graph_.event_peak[event] + bytes_ + extra;
+      seen.event(event, total, top, bytes_ + extra, total > peak);
       if (total > peak) {
         peak = total;
         if (enough(peak, seconds)) return false;
@@ -86,8 +152,6 @@ class Simulator {
   }
 
  private:
-  static constexpr int32_t ABSENT = NEVER;
-
   // Rule 2 of `simulate.py`: a value lives as long as any made from it by an operation that may be replayed.
   void lifetimes(const Plan& plan) {
     std::copy(graph_.release.begin(), graph_.release.end(), alive_.begin());
@@ -103,7 +167,8 @@ class Simulator {
     }
   }
 
-  void forward(const Plan& plan) {
+  template <class Seen>
+  void forward(const Plan& plan, Seen& seen) {
     std::fill(held_.begin(), held_.end(), 0);
     std::fill(expire_.begin(), expire_.end(), 0);
     for (int32_t value = 0; value < graph_.values(); ++value) {
@@ -118,7 +183,10 @@ class Simulator {
     bytes_ = 0;
     for (size_t op = 0; op < held_.size(); ++op) {
       bytes_ += held_[op];
-      if (op < graph_.forward_peak.size()) peak = std::max(peak, graph_.forward_peak[op] + bytes_);
+      if (op >= graph_.forward_peak.size()) continue;
+      int64_t total = graph_.forward_peak[op] + bytes_;
+      seen.forward(static_cast<int32_t>(op), total, bytes_);
+      peak = std::max(peak, total);
     }
   }
 
@@ -147,11 +215,17 @@ class Simulator {
   }
 
   // Rules 3 and 4; returns the peak within the replay.
-  int64_t replay(const Plan& plan, int32_t event, int32_t value) {
+  template <class Seen>
+  int64_t replay(const Plan& plan, int32_t event, int32_t value, Seen& seen) {
     int64_t top = -1, temporary = 0;
     double took = 0;
     for (int32_t op : order_) {
-      top = std::max(top, bytes_ + temporary + graph_.work[op]);
+      int64_t total = bytes_ + temporary + graph_.work[op];
+      if (total > top) {
+        top = total;
+        seen.highest(op, bytes_);
+      }
+      seen.replayed(op);
       took += graph_.cost[op];
       for (auto w = graph_.outputs.first(op); w != graph_.outputs.last(op); ++w) {
         if (start_[*w] != ABSENT) continue;
@@ -159,9 +233,10 @@ class Simulator {
           start_[*w] = event;
           bytes_ += graph_.nbytes[*w];
           expire_[alive_[*w]] += graph_.nbytes[*w];
-        } else if (*w == value || readers_[*w]) {
-          temporary += graph_.nbytes[*w];
+          continue;
         }
+        if (*w == value || readers_[*w]) temporary += graph_.nbytes[*w];
+        if (event < graph_.release[*w]) seen.missed(*w, event);
       }
       for (auto x = graph_.reads.first(op); x != graph_.reads.last(op); ++x) {
         if (!readers_[*x]) continue;

@@ -14,19 +14,18 @@ same time Python tries about two hundred changes, and fifty thousand are needed.
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from lowtide.planner.repair import Candidate, Problem, trace_of
 from lowtide.planner.retention import HOLD
 from lowtide.planner.search import Search
-from lowtide.planner.simulate import Simulator
+from lowtide.planner.simulate import Lists
 
 WORK = 160_000_000
 """List items that one search may walk through: about half a second."""
 FEWEST, MOST = 10, 3000
 """Changes per value that is decided on: fewer find nothing, more find nothing better."""
 
-Lists = tuple[list[Any], ...]
 Choice = tuple[int, int, bool, bool]
 """A value; the last event from which it may be retained (-1: none); whether it may be held; whether
 it may be dropped before its release (`NEVER`)."""
@@ -60,7 +59,7 @@ def polish(search: Search, with_: Polish) -> None:
     if not choices or work < FEWEST * len(choices) * size:
         return
     retain = with_(
-        tables(problem.sim),
+        problem.sim.lists(),
         choices,
         search.best.retain,
         search.limit,
@@ -84,26 +83,6 @@ def choices_of(problem: Problem) -> list[Choice]:
         if release >= 0 or graph.consumers[value]:
             found.append((value, latest, holds, graph.needed[value] < release))
     return found
-
-
-def tables(sim: Simulator) -> Lists:
-    """A simulator's lists, in the order in which `planning.h` reads them."""
-    return (
-        sim.nbytes,
-        sim.producer,
-        sim.free,
-        sim.release,
-        sim.stays,
-        sim.reads,
-        sim.outputs,
-        sim.work,
-        sim.cost,
-        sim.replayable,
-        sim.event_value,
-        sim.event_other,
-        sim.event_peak,
-        sim.forward_peak,
-    )
 
 
 def _tidy(problem: Problem, retain: list[int]) -> Candidate:
