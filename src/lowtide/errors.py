@@ -66,4 +66,5 @@ class CompiledWarning(UserWarning):
 
 
 class DryRunWarning(UserWarning):
-    """A real step was run, because the step cannot run on fake tensors."""
+    """A real step was run, because the step cannot run on fake tensors; or real steps that were
+    asked for have moved parameters."""
