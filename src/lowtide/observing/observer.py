@@ -153,6 +153,8 @@ class Observer:
         name, sizes, reads, whole = signature
         elsewhere = bool(tensors) and not self._counts(tensors[0])
         workspace = temporaries = 0
+        if elsewhere and self._where is not None:
+            self._where.computes_on(tensors[0].device)
         if not elsewhere:
             grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
             read = read_by(op.facts.func, args, kwargs)
