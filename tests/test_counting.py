@@ -69,18 +69,14 @@ def batched_products() -> Iterator[Call]:
 CALLS = [*in_place(), *into_a_result(), *batched_products()]
 
 
-@pytest.mark.parametrize(
-    "call", [pytest.param(c, id=f"{n}-{c[0]}") for n, c in enumerate(CALLS)]
-)
+@pytest.mark.parametrize("call", [pytest.param(c, id=f"{n}-{c[0]}") for n, c in enumerate(CALLS)])
 def test_a_call_takes_what_is_counted(call: Call) -> None:
     function, args, kwargs = call
     function(*args, **kwargs)
     peak = lowtide.measure(lambda: function(*args, **kwargs), device="cpu").peak_bytes
 
     def hollow(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     args, kwargs = tree_map_only(Tensor, hollow, (args, kwargs))
     with Counting("cpu") as counting:

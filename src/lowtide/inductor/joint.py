@@ -37,8 +37,8 @@ _NS_SLOW, _NS_PLAIN = 0.8, 0.08
 _REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
 # Never inlined elementwise into their readers.
 _WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
-# Bytes of a random state on the CPU. An accelerator's takes none there: torch keeps it in a generator
-# or, as 16 bytes, on the CPU (`functionalize_rng_ops`).
+# Bytes of a random state on the CPU. An accelerator's takes none of its memory: torch keeps it in a
+# generator or, as 16 bytes, on the CPU (`functionalize_rng_ops`).
 _STATE = 5056
 
 

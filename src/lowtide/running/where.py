@@ -3,9 +3,10 @@
 Problem: a process may have a CPU and several accelerator devices, a limit is for one of them, and a
 budget is entered before it can know which one the step will use. Invariant: the device that the
 user named counts; else the first accelerator device on which a step makes something, or the CPU if
-there is none. What is made on other devices counts as no bytes, so nothing of it is dropped;
-a step that computes there is told so. Imports measure. Rejected: the current device: for a model that was moved to another one by name,
-nothing would be counted and every limit would seem to be kept.
+there is none. What is made on other devices counts as no bytes, so nothing of it is dropped; unless
+a device was named, a step that computes on two is told which one counts. Imports measure. Rejected:
+the current device: for a model that was moved to another one by name, nothing would be counted and
+every limit would seem to be kept.
 """
 
 from __future__ import annotations
