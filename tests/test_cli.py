@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ from lowtide.cli import _one_line, main
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
-from lowtide.errors import UsageError
+from lowtide.errors import DryRunWarning, UsageError
 from lowtide.export.trials import fits, free_memory, try_steps
 from once import on_one_recorder
 from test_packaging import PACKAGE, ROOT
@@ -328,6 +332,45 @@ def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str
     assert [trial.label for trial in tried.trials] == ["plain"]
     assert isinstance(tried.refused, lowtide.BudgetError)
     assert all(p.grad is None for p in large.function.args[0].parameters())
+
+
+class Counted(torch.nn.Module):
+    """Its forward moves buffers, draws, counts its calls, and may move a parameter."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.norm, self.calls, self.moves = torch.nn.BatchNorm1d(32), 0, moves
+        self.scale = torch.nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.moves:
+            self.scale.data.mul_(0.5)
+            torch.autograd.graph.increment_version(self.scale)
+        out: torch.Tensor = torch.nn.functional.dropout(self.norm(x).sin() * self.scale, 0.5)
+        return out * random.random()
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_real_steps_leave_everything_as_it_was(moves: bool) -> None:
+    model, x = Counted(moves), torch.randn(64, 32)
+    gradient = model.norm.weight.grad = torch.ones(32)
+    with warnings.catch_warnings():  # of the dry run, which then records a real step
+        warnings.simplefilter("ignore")
+        plan = lowtide.plan(model, x, limit=0.9)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), model.calls
+    told = pytest.warns(DryRunWarning, match=r"1 of them.*leave optimizer.step\(\) out")
+    with told if moves else nullcontext():
+        assert len(try_steps(model, (x,), {}, plan, plan.plain_peak, steps=1).trials) == 2
+    after = model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == ({"scale"} if moves else set())
+    assert model.norm.weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(32))
+    assert model.scale.grad is None
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), model.calls)
 
 
 def test_a_plain_step_is_tried_where_it_fits() -> None:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import engine
+from lowtide.dryrun.recorder import Adding
 from lowtide.dryrun.run import Dry, dry_run, loss_of
 from lowtide.dryrun.standins import Found
 from lowtide.errors import DryRunWarning, UsageError
@@ -347,3 +349,38 @@ def test_repeated_layers_are_recorded_like_the_first() -> None:
     for op in step.graph.ops:
         made[op.name].add(len(op.outputs))
     assert made == {"aten::mm": {1}}
+
+
+def test_functions_that_add_in_place_may_call_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    linear = F.linear
+
+    def of_two(*args: Any) -> Tensor:
+        out: Tensor = F.linear(*args)
+        seen.append(adding.in_place)  # still inside
+        return out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", of_two)
+    x = torch.ones(2, 2)
+    with engine.use("compiled"), Adding() as adding:
+        F.scaled_dot_product_attention(x, x)
+        seen.append(adding.in_place)
+    assert seen == [True, False]
+    assert F.linear is linear
+    assert F.scaled_dot_product_attention is of_two
+
+
+def test_a_function_that_the_step_replaces_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that installs its kernel in the first forward."""
+    usual = F.linear
+    monkeypatch.setattr(F, "linear", usual)  # to put it back after the test
+
+    def own(*args: Any) -> Tensor:
+        return usual(*args)
+
+    def step(x: Tensor) -> Tensor:
+        F.linear = own
+        return F.linear(x, x).sin().sum()
+
+    assert dry_run(step, (torch.ones(4, 4, requires_grad=True),), {}).source == "fake"
+    assert F.linear is own

@@ -17,6 +17,7 @@ from lowtide import _compat
 from lowtide._compat import lowered, partitioner
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 from lowtide.inductor import generated
+from lowtide.inductor.joint import Joint
 from lowtide.inductor.schedule import Scheduler
 from once import on_one_recorder
 
@@ -565,6 +566,37 @@ def _checkpointed(block: nn.Module) -> Callable[..., Any]:
         return lowtide.checkpoint(forward, block, x)
 
     return call
+
+
+@pytest.mark.parametrize(("device", "state"), [("cpu", 5056), ("cuda", 0)])
+def test_the_random_state_of_a_gpu_takes_none_of_its_memory(device: str, state: int) -> None:
+    """torch's partitioner saves it as a generator or as a few bytes on the CPU."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found: dict[str, int] = {}
+
+    def split(module: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[Any, Any]:
+        traced = partitioner.JointGraph(module, num_fwd_outputs, None)
+        was = {node: node.meta.get("val") for node in traced.nodes}
+        with FakeTensorMode():  # a trace on fakes of a GPU, which autograd refuses without one
+            for node, value in was.items():
+                if isinstance(value, Tensor):
+                    node.meta["val"] = torch.empty(value.shape, device=device)
+        found.update((op.node.target.name(), op.state) for op in Joint(traced, fuse=False).ops)
+        for node, value in was.items():
+            node.meta["val"] = value
+        return traced.split(traced.saved_by_torch())
+
+    def step(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x.sin(), 0.5).exp()
+
+    compiled = aot_function(step, lambda module, inputs: module, partition_fn=split)
+    compiled(torch.ones(8, requires_grad=True))
+    assert found["aten::sin"] == 0
+    assert {name: each for name, each in found.items() if each} == (
+        {"aten::native_dropout": state} if state else {}
+    )
 
 
 def test_inside_a_budget_it_runs_eagerly_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

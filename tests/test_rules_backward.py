@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf, tape_records
+from lowtide import replay
+from lowtide._compat import switches
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -189,6 +193,68 @@ def test_two_backwards_at_once_on_two_threads() -> None:
         return [*found[0], *found[1]]
 
     check(scenario)
+
+
+def test_two_threads_replay_under_two_default_dtypes() -> None:
+    """The default dtype is the whole process's: the one waits until the other has put it back."""
+    found: dict[torch.dtype, torch.dtype] = {}
+    begun = {dtype: threading.Event() for dtype in (torch.float64, torch.float16)}
+    over = threading.Event()
+
+    def recorded(dtype: torch.dtype, act: Callable[[], object]) -> Any:
+        def func() -> None:
+            begun[dtype].set()
+            act()
+            found[dtype] = torch.get_default_dtype()
+
+        return SimpleNamespace(
+            facts=SimpleNamespace(func=func), ambient=None, default_dtype=dtype,
+            threads=torch.get_num_threads(), flushes=switches.flushes_denormals(), casting=None,
+            draws=(),
+        )  # fmt: skip
+
+    first = recorded(torch.float64, lambda: begun[torch.float16].wait(0.2))
+    second = recorded(torch.float16, lambda: over.wait(0.2))
+
+    def run(op: Any) -> None:
+        replay._under_recorded_state(op, [], {}, ())
+        over.set()
+
+    threads = [threading.Thread(target=run, args=(op,)) for op in (first, second)]
+    threads[0].start()
+    begun[torch.float64].wait(5)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert usual == torch.float32
+    assert all(dtype == seen for dtype, seen in found.items())
+
+
+def test_both_recorders_set_the_default_dtype_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_for = []
+
+    def noted(op: Any, *args: Any) -> Any:
+        set_for.append((op.facts.name, op.default_dtype))
+        return under(op, *args)
+
+    under = replay._under_recorded_state
+    monkeypatch.setattr(replay, "_under_recorded_state", noted)
+    x, numbers = leaf(6), torch.arange(6)
+
+    def region(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        try:
+            halves = numbers / 2
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return (x * halves).sin().exp()
+
+    y = lowtide.checkpoint(region, x)
+    assert y.dtype == torch.float64
+    y.sum().backward()
+    assert set_for == [("aten::div", torch.float64)]
 
 
 @every_way

@@ -16,6 +16,7 @@ from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
 from lowtide.errors import (
     BudgetError,
     CompiledWarning,
+    DeviceWarning,
     DryRunWarning,
     LowtideError,
     ReplayError,
@@ -64,6 +65,7 @@ __all__ = [
     "CompileReport",
     "CompiledWarning",
     "Curve",
+    "DeviceWarning",
     "DryRunWarning",
     "Explanation",
     "LowtideError",

@@ -65,5 +65,10 @@ class CompiledWarning(UserWarning):
     runs on larger inputs than its limit was planned for."""
 
 
+class DeviceWarning(UserWarning):
+    """A step computes on two devices, and its limit is for one of them (rule 13)."""
+
+
 class DryRunWarning(UserWarning):
-    """A real step was run, because the step cannot run on fake tensors."""
+    """A real step was run, because the step cannot run on fake tensors; or real steps that were
+    asked for have moved parameters."""

@@ -267,7 +267,10 @@ def _under_recorded_state(
 ) -> Any:
     """Call the operator under the state that it was recorded under (rules 3 and 5)."""
     with contextlib.ExitStack() as stack:
-        if op.ambient is not None and op.ambient != now:
+        ambient = op.ambient is not None and op.ambient != now
+        if ambient or op.default_dtype is not torch.get_default_dtype():
+            stack.enter_context(switches.lock)  # from here on they are as the program has set them
+        if ambient and op.ambient is not None:
             stack.enter_context(switches.restored_ambient(op.ambient))
         default = torch.get_default_dtype()
         if op.default_dtype is not default:

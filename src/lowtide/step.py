@@ -44,13 +44,16 @@ def _recording() -> bool:
 
 
 def _leave_the_parents_recording() -> None:
-    """In a forked process (a `DataLoader` worker): leave the recording that its parent has open."""
+    """In a forked process (a `DataLoader` worker): leave the recording that its parent has open.
+
+    Hooks and modes of others, below ours or above them, stay. If the child returns through the
+    contexts of the recording, these find it left.
+    """
     recorder, _open.recorder = _open.recorder, None
     if recorder is None:
         return
-    for _ in range(recorder.region.depth + 1):
-        _compat.pop_saved_tensor_hooks()
-    recorder.__exit__(None, None, None)
+    _compat.take_off_saved_tensor_hooks(recorder.pack)
+    recorder.leave()
 
 
 if hasattr(os, "register_at_fork"):
@@ -137,11 +140,14 @@ class Recording:
     ) -> None:
         recorder = self._recorder
         assert recorder is not None
+        left = _open.recorder is not recorder  # by a forked process
         self._recorder = _open.recorder = self.tape.recorder = None
         try:
-            recorder.__exit__(kind, error, trace)
+            if not left:
+                recorder.__exit__(kind, error, trace)
         finally:
-            _compat.pop_saved_tensor_hooks()
+            if not left:
+                _compat.pop_saved_tensor_hooks()
             recorder.close()
         if isinstance(error, RuntimeError):
             refused = _torchs_refusal(error)
@@ -197,7 +203,8 @@ class Nested:
 
     def __exit__(self, *exc: object) -> None:
         self.recorder.region = self._outer
-        _compat.pop_saved_tensor_hooks()
+        if _open.recorder is self.recorder:  # else a forked process has left it
+            _compat.pop_saved_tensor_hooks()
 
 
 def recordable() -> bool:

@@ -223,6 +223,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DeviceWarning")
 @pytest.mark.parametrize(("kind", "way"), CASES)
 def test_the_bits_of_the_plain_step(kind: Any, way: str) -> None:
     model = of(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from accelerator.test_bits import of
 from by_hand import counted_replays
-from lowtide.errors import BudgetError, UsageError
+from lowtide.errors import BudgetError, DeviceWarning, UsageError
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import start_marks
 
@@ -188,6 +189,40 @@ def test_what_is_made_elsewhere_has_no_bytes(index: int) -> None:
     finally:
         lowtide.replay.listeners.remove(note)
     assert on == {device}
+
+
+def test_a_model_over_two_devices_is_told_that_one_counts() -> None:
+    model = of(TwoDevices)
+    x = TwoDevices.example()
+    limit = lowtide.budget("1 GiB")
+    with pytest.warns(DeviceWarning, match='emulated:1 is kept.*device="emulated:1"') as told:
+        training_step(model, x, limit)
+    assert [each.filename for each in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeviceWarning)
+        training_step(model, x, limit)  # once
+        training_step(model, x, lowtide.budget("1 GiB", device=ZERO))  # as it was asked for
+        alone = of(Transformer)
+        training_step(alone, Transformer.example(), lowtide.budget("1 GiB"))
+
+
+def test_two_devices_have_a_limit_each() -> None:
+    """The way out that the warning names."""
+    model = of(TwoDevices)
+    x = TwoDevices.example()
+    training_step(model, x)
+    plain = [measured(lambda: training_step(model, x), device) for device in (ZERO, ONE)]
+    limits = [int(0.9 * peak) for peak in plain]
+    budgets = [
+        lowtide.fit(model.first, limits[0], device=ZERO),
+        lowtide.fit(model.second, limits[1], device=ONE),
+    ]
+    with counted_replays() as replays:
+        for _ in range(4):
+            for device, limit in zip((ZERO, ONE), limits, strict=True):
+                assert measured(lambda: training_step(model, x), device) <= limit
+        assert replays() > 0
+    assert all(budget.report().replayed_operations > 0 for budget in budgets)
 
 
 def test_a_fitted_model() -> None:

@@ -34,6 +34,7 @@ from lowtide._compat.autograd import (
     queue_after_backward,
     refuses_hooks,
     set_grad_mode,
+    take_off_saved_tensor_hooks,
     wanted_bytes,
     way_to_leaf,
 )
@@ -69,6 +70,7 @@ from lowtide._compat.dispatch import (
     modes_of_users,
     schema_of,
     skips_autograd,
+    take_off_mode,
     under_modes,
     use_recorder_key,
 )
@@ -187,6 +189,8 @@ __all__ = [
     "storage_of",
     "stream_of",
     "synchronize",
+    "take_off_mode",
+    "take_off_saved_tensor_hooks",
     "taken_apart",
     "torch_has",
     "under_modes",

@@ -34,6 +34,21 @@ def pop_saved_tensor_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def take_off_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
+    """Take the hooks with this `pack` off the stack, wherever in it they are, and leave the others.
+
+    torch's own code reads the topmost hooks in the same way. Unnecessary when a process that is
+    forked begins without hooks.
+    """
+    others = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        pop_saved_tensor_hooks()
+        if top[0] != pack:
+            others.append(top)
+    for hooks in reversed(others):
+        push_saved_tensor_hooks(*hooks)
+
+
 _disable_hooks = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks)
 
 

@@ -85,6 +85,20 @@ class Mode(TorchDispatchMode):
         return False
 
 
+def take_off_mode(mode: TorchDispatchMode) -> None:
+    """Exit a mode wherever on the stack it is, and leave the others.
+
+    Unnecessary when a process that is forked begins without modes.
+    """
+    stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    above = stack[stack.index(mode) + 1 :]
+    for _ in above:
+        torch.utils._python_dispatch._pop_mode()
+    mode.__exit__(None, None, None)
+    for other in above:
+        torch.utils._python_dispatch._push_mode(other)
+
+
 # The keys that resolve lazy conjugation and negation, which both are above the modes.
 _CONJUGATE, _NEGATIVE = torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded

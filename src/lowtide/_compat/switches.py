@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,10 @@ _PRECISIONS = (
 )
 _SMALLEST_NORMAL = sys.float_info.min
 _precision_of = _C._get_fp32_precision_getter
+
+lock = threading.RLock()
+"""Held while a replay has changed a switch of the whole process: one of `ambient`, or the default
+dtype. A replay on another thread would take what it finds for the program's and leave it behind."""
 
 
 def ambient() -> tuple[Any, ...]:

@@ -39,11 +39,15 @@ inline at::Generator generator_now() {
 
 // Copy the present CPU generator; false if the call may draw from another one.
 inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
+  auto elsewhere = [](const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined() && !value.toTensor().device().is_cpu();
+  };
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
-    if (stack[i].isTensor() && stack[i].toTensor().defined() &&
-        !stack[i].toTensor().device().is_cpu()) {
-      return false;
+    if (elsewhere(stack[i])) return false;
+    if (!stack[i].isTensorList() && !stack[i].isOptionalTensorList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) {
+      if (elsewhere(item)) return false;
     }
   }
   if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory, on any device

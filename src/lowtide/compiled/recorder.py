@@ -42,6 +42,9 @@ def recorder_class(core: Any) -> type[Recorder]:
         def __exit__(self, *exc: object) -> None:
             self.shut()
 
+        def leave(self) -> None:
+            self.shut()
+
         def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             """Run an operator call that the compiled path does not handle."""
             types = {type(tensor) for tensor in tensors_in(args, kwargs)}

@@ -135,7 +135,9 @@ class Replay {
     return *held;
   }
 
+  // Whether the process is as it was when an operation was recorded; Python changes it under a lock.
   bool as_recorded(const Operation* op, PyObject* switches) const {
+    if (op->default_dtype != c10::get_default_dtype_as_scalartype()) return false;
     if (op->ambient != nullptr && op->ambient != switches &&
         PyObject_RichCompareBool(op->ambient, switches, Py_EQ) != 1) {
       return false;
@@ -150,7 +152,6 @@ class Replay {
     c10::GradMode::set_enabled(op->grad_mode);
     {
       RestoredGenerator generator(op->rare().drawn);
-      RestoredDtype dtype(op->default_dtype);
       RestoredThreads threads(op->threads);
       RestoredFlushing flushing(op->flushes);
       RestoredCasting casting(op->casting);

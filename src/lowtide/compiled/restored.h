@@ -46,22 +46,6 @@ struct RestoredGradMode {
   ~RestoredGradMode() { c10::GradMode::set_enabled(before); }
 };
 
-// An operation's default dtype, until the end of the scope (rule 5).
-class RestoredDtype {
- public:
-  explicit RestoredDtype(c10::ScalarType recorded) {
-    if (recorded == c10::get_default_dtype_as_scalartype()) return;
-    before_ = c10::get_default_dtype();
-    c10::set_default_dtype(c10::scalarTypeToTypeMeta(recorded));
-  }
-  ~RestoredDtype() {
-    if (before_) c10::set_default_dtype(*before_);
-  }
-
- private:
-  std::optional<caffe2::TypeMeta> before_;
-};
-
 // An operation's number of threads, until the end of the scope: where threads divide a tensor decides bits.
 class RestoredThreads {
  public:

@@ -44,7 +44,7 @@ class Adding:
     """
 
     _lock = threading.Lock()
-    _usual: ClassVar[dict[str, Any]] = {}
+    _usual: ClassVar[dict[str, tuple[Any, Any]]] = {}  # by name: the usual function, and ours
     _open = 0
     _inside = threading.local()
 
@@ -52,8 +52,10 @@ class Adding:
         with Adding._lock:
             if not Adding._open:
                 for name in _ADDING:
-                    usual = Adding._usual[name] = getattr(functional, name)
-                    setattr(functional, name, Adding._told(usual))
+                    usual = getattr(functional, name)
+                    told = Adding._told(usual)
+                    Adding._usual[name] = usual, told
+                    setattr(functional, name, told)
             Adding._open += 1
         return self
 
@@ -61,18 +63,20 @@ class Adding:
         with Adding._lock:
             Adding._open -= 1
             if not Adding._open:
-                for name, usual in Adding._usual.items():
-                    setattr(functional, name, usual)
+                for name, (usual, told) in Adding._usual.items():
+                    if getattr(functional, name) is told:  # else the step has put its own there
+                        setattr(functional, name, usual)
 
     @staticmethod
     def _told(usual: Any) -> Any:
         @functools.wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
-            Adding._inside.now = True
+            # One may call another: a tensor subclass whose `linear` is several of them.
+            around, Adding._inside.now = getattr(Adding._inside, "now", False), True
             try:
                 return usual(*args, **kwargs)
             finally:
-                Adding._inside.now = False
+                Adding._inside.now = around
 
         return call
 

@@ -1,15 +1,17 @@
 """Real steps, plain and under a plan, each measured and compared with its prediction.
 
 Problem: how far to trust a prediction depends on its error on this machine. Invariant: every step
-is measured allocation by allocation; gradients are removed before each step and restored at the
-end, so that all steps do the same. Imports budget, measure, plans. Rejected: resident memory of the
-process.
+is measured allocation by allocation; gradients are removed before each step, so that all steps do
+the same. At the end all is as it was, as after a dry run: gradients, buffers, attributes of modules
+and random states; parameters that the step itself moves are reported. Imports budget, measure,
+plans, the dry run. Rejected: resident memory of the process.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ import torch
 from lowtide import _compat
 from lowtide.budget import Budget
 from lowtide.dryrun.run import loss_of
-from lowtide.dryrun.standins import Found
-from lowtide.errors import BudgetError
+from lowtide.dryrun.standins import Found, RealState
+from lowtide.errors import BudgetError, DryRunWarning, users_frame
 from lowtide.export.document import Trial
 from lowtide.measure import measure
 from lowtide.plans import Plan
@@ -90,10 +92,9 @@ def try_steps(
             predicted = report.planned_peak or predicted
         trials.append(Trial(label, predicted, took.peak_bytes, took.seconds))
 
-    with _gradients(found):
+    with _put_back(found):
         if plain:
             tell("a plain step")
-            _clear(found)
             step(None)
             measured(None, "plain", plain_peak)
         if budget is not None and plan is not None:
@@ -113,10 +114,9 @@ def run_step(
     plan: Plan,
     own_backward: bool = False,
 ) -> None:
-    """One real step under a plan, starting without gradients; restores those there were."""
+    """One real step under a plan, starting without gradients; puts back what it changes."""
     found = Found(function, args, kwargs)
-    with _gradients(found):
-        _clear(found)
+    with _put_back(found):
         limit = None if plan.limit is None else Budget(plan, device=_device(found))
         _step(function, args, kwargs, limit, own_backward)
 
@@ -148,11 +148,21 @@ def _clear(found: Found) -> None:
 
 
 @contextmanager
-def _gradients(found: Found) -> Iterator[None]:
+def _put_back(found: Found) -> Iterator[None]:
+    """Start without gradients, and leave everything as it was."""
     leaves = [t for t in (*found.state(), *found.tensors) if t.is_leaf]
     before = [leaf.grad for leaf in leaves]
+    _clear(found)  # before the state is taken, which would copy them
     try:
-        yield
+        with RealState(found) as state:
+            yield
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+    if state.moved:
+        warnings.warn(
+            f"real steps were run, and each changed parameters ({state.moved} of them). That was "
+            "not undone: leave optimizer.step() out of the step.",
+            DryRunWarning,
+            stacklevel=users_frame(),
+        )

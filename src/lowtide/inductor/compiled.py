@@ -63,14 +63,14 @@ class CompiledGraph:
         if budget._ledger.begin():
             budget._settle()
         if self.refused is not None:
-            raise _again(self.refused)
+            raise self.refused.again()
         if self.choice is not None and not self._fits():
             self.change_to(budget._choose(self))
         if self.code is None:
             with partitioner.tracing_again(self.context):
                 self.compile(args)
             if self.refused is not None:
-                raise _again(self.refused)
+                raise self.refused.again()
         assert self.code is not None
         if self.dynamic:
             self._warn_of_larger(args)
@@ -258,8 +258,3 @@ class CompiledGraph:
             plain_peak=plain.peak,
             seconds=mine.seconds / plain.seconds if plain.seconds else 1.0,
         )
-
-
-def _again(error: BudgetError) -> BudgetError:
-    """The same error, without the traceback of the first time it was raised."""
-    return BudgetError(str(error), limit=error.limit, minimum=error.minimum)

@@ -37,7 +37,9 @@ _NS_SLOW, _NS_PLAIN = 0.8, 0.08
 _REUSED = frozenset(("exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"))
 # Never inlined elementwise into their readers.
 _WHOLE = frozenset(("cat", "cumsum", "cumprod", "logcumsumexp", "inductor_random"))
-_STATE = 5056  # bytes of the CPU generator's state
+# Bytes of a random state on the CPU. An accelerator's takes none of its memory: torch keeps it in a
+# generator or, as 16 bytes, on the CPU (`functionalize_rng_ops`).
+_STATE = 5056
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class Op:
         taken_in: a product that is merged with the sum that reads it (addmm).
         again: may run a second time, in the backward.
         late: depends on an incoming gradient.
-        state: bytes of the random state that is saved for it if it runs twice.
+        state: bytes of the random state that the device saves for it if it runs twice.
     """
 
     node: Any
@@ -266,7 +268,7 @@ class Joint:
                     args = [_in_channels_last(arg) for arg in args]
                 tensors = [t for a in args for t in flatten(a) if isinstance(t, torch.Tensor)]
                 workspace = int(kernel_workspace(name, tensors, args, made))
-        late, state = node in self._late, _STATE if draws(node) else 0
+        late, state = node in self._late, _STATE if draws(node) and self.on_cpu else 0
         slow = inlined and node.target.overloadpacket.__name__ in _REUSED
         return Op(
             node, reads, makes, seconds, workspace, fused, inlined, slow, elements,

@@ -177,7 +177,7 @@ class CostModel:
             if self._cpu and width > 4:
                 rate /= 2  # a register holds half as many doubles
             if self._cpu and base in ("bmm", "baddbmm"):
-                left, right = args[-2:]
+                left, right = tensors[:2] if base == "bmm" else tensors[1:3]
                 rate *= min(1.0, min(*left.shape[1:], right.shape[-1]) / _THIN)
             seconds = max(seconds, flops / rate)
             if self._cpu and base.startswith("convolution"):

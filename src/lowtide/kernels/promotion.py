@@ -33,6 +33,12 @@ _FLOAT = 4
 _EXPONENTIAL = 10  # matrices that `linalg_matrix_exp` allocates for each input: powers and sums
 
 
+def out_of_place(name: str) -> str:
+    """The operator that an in-place one is the in-place form of. Elementwise operators stay: in
+    place they convert their result back."""
+    return name[:-1] if name.endswith("_") and name not in _ELEMENTWISE else name
+
+
 def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     """Bytes of the copies that a call makes in the dtype it computes in, or of its temporaries."""
     if name in _ELEMENTWISE:

@@ -19,9 +19,10 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
-from lowtide.kernels.promotion import converted
+from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
+from lowtide.tape.values import tensors_in
 
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small the tensors are
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
@@ -53,6 +54,9 @@ _COPIED = {
 # These copy a matrix in which neither rows nor columns are contiguous, such as the gradient of a
 # sum, which is one number expanded.
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
+# These copy such matrices one pair after another, if the product of a pair is not tiny.
+_BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+_TINY = 400  # multiplications
 # Kernels of several steps, with a temporary as large as their first tensor.
 _COMPOSED = frozenset(
     f"aten::{name}"
@@ -84,6 +88,12 @@ def unfolds(name: str) -> bool:
     return "convolution" in name
 
 
+def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensor arguments of a call, without those that it only writes its result to (`out`)."""
+    written = facts_of(func).writes
+    return tensors_in(args, {name: a for name, a in kwargs.items() if name not in written})
+
+
 def scratchpad(name: str) -> int:
     """Bytes that an operator may take for a scratchpad whatever its size: a lot in a tiny step."""
     return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
@@ -92,8 +102,10 @@ def scratchpad(name: str) -> int:
 def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """At most the bytes that a kernel allocates and frees while it runs, forward or backward.
 
-    `tensors` are the tensor arguments, `args` the arguments, `made` the bytes of the outputs.
+    `tensors` are the tensors that are read (`read_by`), `args` the arguments, `made` the bytes of
+    the outputs, also of those that are written into memory there was.
     """
+    name = out_of_place(name)
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
             return _convolution(tensors[1], tensors[2], options_of(args, True), _bytes(tensors[0]))
@@ -103,7 +115,9 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     if name in _PRODUCTS:
-        return sum(_bytes(t) for t in tensors[-2:] if not _readable(t))
+        return sum(_bytes(t) for t in tensors[-2:] if not _readable(t, 2))
+    if name in _BATCHED:
+        return _one_pair(*tensors[-2:])
     if tensors and name in _COMPOSED:
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
@@ -175,11 +189,18 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
 }
 
 
-def _readable(matrix: torch.Tensor) -> bool:
-    """Whether a product reads a matrix in place: its rows or its columns are contiguous."""
-    if matrix.dim() != 2 or matrix.layout is not torch.strided:
+def _one_pair(left: torch.Tensor, right: torch.Tensor) -> int:
+    """Bytes of one matrix of each batch that is not read in place."""
+    if math.prod(left.shape[1:]) * right.shape[-1] < _TINY:
+        return 0
+    return sum(_bytes(t) // max(1, t.shape[0]) for t in (left, right) if not _readable(t, 3))
+
+
+def _readable(tensor: torch.Tensor, dimensions: int) -> bool:
+    """Whether a product reads matrices in place: their rows or columns are contiguous."""
+    if tensor.dim() != dimensions or tensor.layout is not torch.strided:
         return True
-    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    (rows, columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
@@ -241,6 +262,7 @@ def kernel_workspace(
     torch's CPU kernels as measured, kernel by kernel; for other devices nothing better is known.
     `device` is the type of device to assume if the tensors have no memory.
     """
+    name = out_of_place(name)
     if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         return _flash(tensors, name.endswith("_backward"))
     device = device or (tensors[0].device.type if tensors else "")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide.kernels.workspace import kernel_workspace
+from lowtide.kernels.workspace import kernel_workspace, read_by
 from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten, tensors_in
 
@@ -51,7 +51,7 @@ class Counting(_compat.Mode):
             return result
         made = self._count(args, kwargs, result)
         self.ran(func, args, kwargs, result)
-        room = self._workspace(func, args, kwargs, made) if made else 0
+        room = self._workspace(func, args, kwargs, result, made)
         self.peak = max(self.peak, self.level + room)
         return result
 
@@ -72,9 +72,15 @@ class Counting(_compat.Mode):
         self.level += made
         return made
 
-    def _workspace(self, func: Any, args: Any, kwargs: Any, made: int) -> int:
-        tensors = tensors_in(args, kwargs)
-        return kernel_workspace(_compat.schema_of(func).name, tensors, args, made, self._device)
+    def _workspace(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> int:
+        if not made:  # written in place, or into what was given as `out`
+            made = sum(t.nbytes for t in flatten(result) if _dense(t))
+        name, tensors = _compat.schema_of(func).name, read_by(func, args, kwargs)
+        return kernel_workspace(name, tensors, args, made, self._device)
+
+
+def _dense(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.layout is torch.strided
 
 
 class _Block(weakref.ref):  # type: ignore[type-arg]

@@ -21,7 +21,12 @@ import torch
 from lowtide import _compat
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads
-from lowtide.kernels.workspace import backward_temporaries, kernel_workspace, scratchpad
+from lowtide.kernels.workspace import (
+    backward_temporaries,
+    kernel_workspace,
+    read_by,
+    scratchpad,
+)
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
 from lowtide.observing.leaves import Leaves
@@ -148,9 +153,12 @@ class Observer:
         name, sizes, reads, whole = signature
         elsewhere = bool(tensors) and not self._counts(tensors[0])
         workspace = temporaries = 0
+        if elsewhere and self._where is not None:
+            self._where.computes_on(tensors[0].device)
         if not elsewhere:
             grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
-            workspace = kernel_workspace(name, tensors, args, sum(sizes)) + scratchpad(name)
+            read = read_by(op.facts.func, args, kwargs)
+            workspace = kernel_workspace(name, read, args, sum(sizes)) + scratchpad(name)
             temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
         log = OpLog(
             name=name,

@@ -3,18 +3,21 @@
 Problem: a process may have a CPU and several accelerator devices, a limit is for one of them, and a
 budget is entered before it can know which one the step will use. Invariant: the device that the
 user named counts; else the first accelerator device on which a step makes something, or the CPU if
-there is none. What is made on other devices counts as no bytes, so nothing of it is dropped.
-Imports measure. Rejected: the current device: for a model that was moved to another one by name,
-nothing would be counted and every limit would seem to be kept.
+there is none. What is made on other devices counts as no bytes, so nothing of it is dropped; unless
+a device was named, a step that computes on two is told which one counts. Imports measure. Rejected:
+the current device: for a model that was moved to another one by name, nothing would be counted and
+every limit would seem to be kept.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 
 from lowtide import _compat
+from lowtide.errors import DeviceWarning, users_frame
 from lowtide.measure import counted_device
 
 CPU = torch.device("cpu")
@@ -28,13 +31,20 @@ class Where:
         open: `device` is a guess, and a step may show that it is another one.
     """
 
-    __slots__ = ("_moved", "_on_cpu", "device", "open")
+    __slots__ = ("_also", "_moved", "_on_cpu", "_said", "device", "open")
 
     def __init__(self, given: torch.device | None, moved: Callable[[], None]) -> None:
         self._moved = moved
         self._on_cpu = False  # the last step made nothing on an accelerator
+        self._said = given is not None  # that one device counts: who names it knows
+        self._also: torch.device | None = None  # another one, on which this step computes
         self.device = CPU if given is None else given
         self.open = given is None
+
+    def computes_on(self, device: torch.device) -> None:
+        """An operation of a step ran on a device that does not count."""
+        if not self._said and _compat.is_accelerator(device):
+            self._also = device
 
     def look(self) -> None:
         """A step is about to be recorded: guess its device."""
@@ -61,7 +71,19 @@ class Where:
             self._moved()
 
     def forward_over(self) -> None:
-        """A device on which a whole forward made nothing does not count: the CPU does."""
+        """A device on which a whole forward made nothing does not count: the CPU does. If it
+        computed on another accelerator device as well, it is said now, outside of torch's code."""
         if self.open and self.device != CPU:
             self.device, self._on_cpu = CPU, True
             self._moved()
+        if self._also is not None:
+            also, self._also, self._said = self._also, None, True
+            warnings.warn(
+                f"the step computes on {self.device} and on {also}, and the limit is for "
+                f"{self.device} alone: what is made on {also} is kept, as in the plain step. For a "
+                "limit on each, give each part of the model its own: lowtide.fit(part, limit, "
+                f'device="{also}"). For one limit, name its device: budget(limit, '
+                f'device="{self.device}").',
+                DeviceWarning,
+                stacklevel=users_frame(),
+            )

@@ -50,6 +50,10 @@ class Recorder(Saves, _compat.Mode):
         super().__enter__()
         return self
 
+    def leave(self) -> None:
+        """Stop, though modes may have been entered since; for a forked process."""
+        _compat.take_off_mode(self)
+
     def begin(self, tape: Tape) -> None:
         """Record onto this tape, as if nothing had been recorded before."""
         Saves.__init__(self, tape)
