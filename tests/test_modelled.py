@@ -621,3 +621,29 @@ def test_finding_out_leaves_generators_and_warnings_alone() -> None:
     assert cost_of(torch.ops.aten.native_dropout.default, x, 0.5, True) is not None
     assert torch.equal(torch.get_rng_state(), before)
     assert x.grad is None
+
+
+def test_the_backward_of_gradient_steps_is_modelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product's backward reads the weight again, through the transposed view that the forward
+    made: the gradients of both are added up at that view, beside those of other readers."""
+    torch.manual_seed(0)
+    weights = [torch.randn(96, 96).requires_grad_() for _ in range(3)]
+    x = torch.randn(16, 96)
+
+    def out(now: list[Tensor]) -> Tensor:
+        y = x
+        for weight in now:
+            y = torch.tanh(torch.nn.functional.linear(y, weight))
+        return y
+
+    def step(budget: Any) -> None:
+        with budget:
+            now: list[Tensor] = weights
+            for _ in range(2):
+                loss = out(now).square().mean()
+                slopes = torch.autograd.grad(loss, now, create_graph=True)
+                now = [w - 0.1 * slope for w, slope in zip(now, slopes, strict=True)]
+            loss = out(now).sin().mean()
+        loss.backward()
+
+    compare_memory(*modelled_and_measured(monkeypatch, step), within=0.02, small=512)

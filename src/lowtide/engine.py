@@ -28,6 +28,7 @@ from lowtide.planner.flow import CutWith
 from lowtide.planner.polish import Polish
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
+from lowtide.tape import generators
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 
@@ -254,5 +255,6 @@ def _load(path: Path) -> None:
     core = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
     _compat.use_recorder_key(core.KEY)
+    generators.copy_with(core.copy_generator)
     _choice.core = core
     _choice.compiled = recorder_class(core)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,32 @@ def closure(value: Value) -> list[Operation]:
             if ref.value is not None and in_memory(ref.value) is None:
                 stack.append((ref.value, ref))
     return sorted(found, key=_sequence)
+
+
+def peak_of(value: Value, needs: Callable[[Operation], int]) -> int:
+    """The most bytes that making `value` again from what is in memory has allocated at once.
+
+    Args:
+        needs: bytes that an operation allocates, results included.
+    """
+    if in_memory(value) is not None:
+        return 0
+    operations = closure(value)
+    readers = Counter(ref.value for op in operations for ref in op.refs)
+    readers[value] += 1
+    made: dict[Value, int] = {}
+    level = peak = 0
+    for op in operations:
+        peak = max(peak, level + needs(op))
+        for ref in op.refs:
+            readers[ref.value] -= 1
+            if ref.value is not None and not readers[ref.value]:
+                level -= made.pop(ref.value, 0)
+        for result in op.made():
+            if readers[result]:
+                made[result] = result.nbytes
+                level += result.nbytes
+    return peak
 
 
 def _sequence(op: Operation) -> int:

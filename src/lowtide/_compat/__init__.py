@@ -20,6 +20,7 @@ import torch
 from lowtide._compat.autograd import (
     Way,
     backward_retains_graph,
+    first_view,
     frozen_parameter,
     gradient_of_part,
     in_backward,
@@ -142,6 +143,7 @@ __all__ = [
     "disable_torch_function_subclass",
     "dry_run",
     "each_higher_order_operator",
+    "first_view",
     "forward_pre_hooks",
     "free_memory",
     "frozen_parameter",

@@ -241,6 +241,26 @@ def way_to_leaf(tensor: torch.Tensor) -> Way | None:
     return Way(number, part, bool(makers), by, max(between, default=0), joins)
 
 
+def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
+    """The first of the views, each of which covers all of the one before, through which `tensor`
+    is read: its node's number, and the leaf that it is a view of.
+
+    None for what it is not, or what cannot be told. The gradients of all that is read through one
+    view are added up at its node. A view that autograd has saved and unpacked has no `_base`.
+    """
+    try:
+        node = tensor.grad_fn if torch.is_grad_enabled() else None
+    except RuntimeError:  # as above
+        return None, None
+    found = None
+    while node is not None and _PASSING.fullmatch(node.name()):
+        found, node = node, node.next_functions[0][0]
+    if found is None:
+        return None, None
+    leaf = getattr(node, "variable", None)
+    return int(found._sequence_nr()), leaf if isinstance(leaf, torch.Tensor) else None
+
+
 def in_functorch() -> bool:
     """Whether a `torch.func` transform is active on this thread."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -46,6 +46,7 @@ class _Gift(NamedTuple):
     parts: int  # bytes of those
     lent: bool  # something else refers to its memory, so nothing is added to it in place
     by: int | None = None  # the node that passes it on: those from one node are added up first
+    again: bool = False  # through views of a view, as a double backward reads: never added in place
 
 
 def accumulation(
@@ -101,7 +102,8 @@ def _gifts(
         made = nbytes + between if way.makes else 0
         if way.joins:
             made += max(0, nbytes - max(between, sum({r.way: r.nbytes for r in group}.values())))
-        several.append(_Gift(place, node, made, parts, way.by is not None, way.by))
+        again = len({read.way and read.way.part for read in group}) > 1 and not way.makes
+        several.append(_Gift(place, node, made, parts, way.by is not None, way.by, again))
     return sorted(several, key=lambda gift: (-gift.place, -gift.order))
 
 
@@ -137,7 +139,7 @@ def _add_up(
     takes = {first.place: max(0, first.made - nbytes)}
     for gift in gifts[1:]:
         sums = 0
-        if lent and (gift.by is None or gift.by != first.by):
+        if gift.again or (lent and (gift.by is None or gift.by != first.by)):
             sums, lent = nbytes, False
         besides = max(0, gift.made - gone if gift.place == first.place else gift.made) + sums
         takes[gift.place] = max(takes.get(gift.place, 0), besides)

@@ -46,6 +46,7 @@ def lifetimes(
     found = change, sums, copies = Lifetimes(*([0] * (count + 2) for _ in range(3)))
     readers = _readers(ops, carries_grad)
     _pieces(ops, sizes, readers, change, sums)
+    _views(ops, sizes, readers, change)
     until: dict[int, int] = {}  # value -> the operation whose backward is the last to need it
     for index, log in enumerate(ops):
         for number in log.outputs:
@@ -105,6 +106,34 @@ def _pieces(
         known = readers.setdefault(number, [])
         if start not in known:
             bisect.insort(known, start)
+
+
+def _views(
+    ops: Sequence[OpLog], sizes: Sequence[int], readers: dict[int, list[int]], change: list[int]
+) -> None:
+    """What is read through one view several times has a sum of its own at the view's node, which
+    waits until the first of these readers, the last in backward, has given its gradient. Only then
+    does the value get it.
+
+    A weight that is transposed for a product is read through that view again by the product's
+    backward, which the backward of a gradient step goes through.
+    """
+    through: dict[int, dict[int, list[int]]] = {}
+    for index, log in enumerate(ops):
+        for number, view in log.views:
+            if index in readers.get(number, ()):
+                through.setdefault(number, {}).setdefault(view, []).append(index)
+    for number, views in through.items():
+        if all(len(group) == len(readers[number]) for group in views.values()):
+            continue  # one sum, wherever it is
+        points = set(readers[number])
+        for group in views.values():
+            last, first = group[-1], group[0]
+            if last > first:
+                change[first] += sizes[number]
+                change[last] -= sizes[number]
+                points -= set(group[1:])
+        readers[number] = sorted(points)
 
 
 def _looked_into(

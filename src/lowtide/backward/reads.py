@@ -23,6 +23,7 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
     """Note which inputs get gradients, and how much of them the operation reads. `chunks`: it
     splits its input into chunks that autograd does not know to be views."""
     receivers, whole, besides = [], [], 0
+    views: list[tuple[int, int]] = []
     pieces: list[tuple[int, int]] = []
     split: list[int] = []
     for ref, tensor in zip(refs, tensors, strict=True):
@@ -36,6 +37,9 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
         if value is not None and number >= 0:
             if nbytes == value.nbytes:
                 whole.append(number)
+                view, _ = _compat.first_view(tensor)
+                if view is not None:
+                    views.append((number, view))
             elif nbytes < value.nbytes:
                 made = _compat.gradient_of_part(tensor)
                 if made == "own":
@@ -48,6 +52,7 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
                     besides += value.nbytes
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
+    log.views = tuple(views)
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.split = tuple(split)

@@ -266,7 +266,19 @@ PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(recor
 // How many tensors autograd has handed to `hooks.h` without a call into Python.
 PyObject* count_direct(PyObject*, PyObject*) { return PyLong_FromLongLong(packed_directly); }
 
+// (from, to): both CPU generators.
+PyObject* copy_state(PyObject*, PyObject* arguments) {
+  return leave_error([&]() -> PyObject* {
+    auto pair = py::reinterpret_borrow<py::tuple>(arguments);
+    auto from = pair[0].cast<at::Generator>(), to = pair[1].cast<at::Generator>();
+    std::lock_guard<std::mutex> lock(to.mutex());
+    copy_generator(from, to);
+    Py_RETURN_NONE;
+  });
+}
+
 PyMethodDef functions[] = {
+    {"copy_generator", copy_state, METH_VARARGS, nullptr},
     {"counter_of", counter_of, METH_O, nullptr},
     {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},

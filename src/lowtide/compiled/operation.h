@@ -227,7 +227,7 @@ inline PyObject* operation_draws(PyObject* self, void*) {
     py::list draws;
     if (op->rare().drawn.defined()) {
       py::object generator = py::module_::import("torch").attr("default_generator");
-      draws.append(py::make_tuple(generator, py::cast(op->rare().drawn.get_state())));
+      draws.append(py::make_tuple(generator, py::cast(op->rare().drawn)));
     }
     return draws.release().ptr();
   });

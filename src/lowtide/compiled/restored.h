@@ -80,6 +80,16 @@ struct Locked {
 
 inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
 
+// Put one CPU generator, whose lock is held, into the state of another, without the tensor that torch's own
+// way goes through.
+inline void copy_generator(const at::Generator& from, const at::Generator& to) {
+  auto* source = from.get<at::CPUGeneratorImpl>();
+  auto* target = to.get<at::CPUGeneratorImpl>();
+  target->set_engine(source->engine());
+  target->set_next_float_normal_sample(source->next_float_normal_sample());
+  target->set_next_double_normal_sample(source->next_double_normal_sample());
+}
+
 // The CPU generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.
 class RestoredGenerator {
  public:
@@ -89,23 +99,16 @@ class RestoredGenerator {
     at::Generator generator = at::detail::getDefaultCPUGenerator();
     std::lock_guard<std::mutex> lock(generator.mutex());
     before_ = generator.clone();
-    copy(drawn, generator);
+    copy_generator(drawn, generator);
   }
   ~RestoredGenerator() {
     if (!before_.defined()) return;
     at::Generator generator = at::detail::getDefaultCPUGenerator();
     std::lock_guard<std::mutex> lock(generator.mutex());
-    copy(before_, generator);
+    copy_generator(before_, generator);
   }
 
  private:
-  static void copy(const at::Generator& from, const at::Generator& to) {
-    auto* source = from.get<at::CPUGeneratorImpl>();
-    auto* target = to.get<at::CPUGeneratorImpl>();
-    target->set_engine(source->engine());
-    target->set_next_float_normal_sample(source->next_float_normal_sample());
-    target->set_next_double_normal_sample(source->next_double_normal_sample());
-  }
   std::optional<Locked> locked_;  // released last
   at::Generator before_;
 };

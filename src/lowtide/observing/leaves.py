@@ -74,6 +74,8 @@ class Leaves:
             return
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
+            _, leaf = _compat.first_view(tensor)
+        if leaf is None:
             return
         nbytes, size = self._bytes(leaf), self._bytes(tensor)
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)

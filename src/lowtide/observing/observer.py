@@ -74,6 +74,8 @@ class Observer:
         self.timeline: Timeline | None = None
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
+        self._replay_from: int | None = None  # mark where a replay inside the forward began
+        self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
         self._forward = 0  # operations before backward began
         self._handles: dict[int, int] = {}
@@ -169,6 +171,7 @@ class Observer:
             sizes=sizes,
             live=live,
             begin=begin,
+            inside=tuple(self._replays),
             mark=mark,
             workspace=workspace,
             temporaries=temporaries,
@@ -203,6 +206,7 @@ class Observer:
         written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
+        self._replays.clear()
         self._values.extend(map(_weak, made))
 
     def _counts(self, tensor: torch.Tensor) -> bool:
@@ -228,6 +232,17 @@ class Observer:
         """
         if self.memory is not None:
             self._begin = self.memory.mark()
+
+    def replays_inside(self) -> None:
+        """A value is replayed for a backward inside the forward: not the next operation's work."""
+        if self.memory is not None:
+            self._replay_from = self.memory.mark()
+
+    def replayed_inside(self) -> None:
+        begin, self._replay_from = self._replay_from, None
+        if self.memory is not None and begin is not None:
+            self._begin = self.memory.mark()
+            self._replays.append((begin, self._begin))
 
     def saved(self, value: Value, handle: Handle) -> None:
         """Autograd has a handle on `value`; called again if the handle moves to another value."""

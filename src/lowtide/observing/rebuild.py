@@ -66,6 +66,9 @@ class OpLog:
     split: tuple[int, ...] = field(default=(), compare=False)
     """Those made by `split`: zeros are made for pieces without a gradient. Not written into
     files."""
+    views: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """(input, node) for those that it reads whole, but through a view: where the gradients of all
+    that reads the same view are added up. Not written into files."""
     besides: int = 0
     """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
     gradient is made as large as the whole."""
@@ -75,6 +78,9 @@ class OpLog:
     """Whether something else may refer to a gradient that it gives to a leaf; not written."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
+    inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """Marks around each replay since the operation before, for a backward inside the forward. Not
+    written into files."""
     hidden: tuple[int, ...] | None = field(default=None, compare=False)
     """If it ran without grad: the number of autograd's newest node then, and the leaves it read.
     This and the next are not written into files."""
@@ -169,6 +175,8 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
             peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
             before = log.mark
             workspace = max(0, peak - level)
+            for first, last in log.inside:
+                peak = max(peak, *seen.timeline.rises[first:last])
         else:
             level, workspace = log.live, log.workspace
             peak = level + workspace

@@ -82,6 +82,7 @@ class StepDecisions(ForwardDecisions):
     def requested(self, handle: Handle) -> None:
         recorder = handle.tape.recorder
         if recorder is not None and torch.is_grad_enabled():
+            self.room_for_replay(handle.value)
             return  # a differentiable backward inside the forward, such as a gradient penalty
         if not self.begun:
             self.begun = True
@@ -169,6 +170,8 @@ class StepDecisions(ForwardDecisions):
     def replayed(self, operations: list[Operation], seconds: float) -> None:
         self.tally.replayed_operations += len(operations)
         self.tally.replay_seconds += seconds
+        if self.observer is not None and not self.begun:
+            self.observer.replayed_inside()
 
     def replay_out_of_memory(self, attempt: int) -> bool:
         """See `lowtide.tape.tape.Decisions`. What earlier replays have retained can be replayed

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.kernels.workspace import made_by, room_for
 from lowtide.observing.observer import Observer
+from lowtide.replay import in_memory, peak_of
 from lowtide.running.anchors import Anchors
 from lowtide.running.follower import Follower
 from lowtide.running.prepared import ANCHOR, Prepared, Signature, covers, signature_of
@@ -290,6 +291,39 @@ class ForwardDecisions:
         room = Room(self.owner, observer, self.live, self._drop)
         room.take_over()
         return room
+
+    def room_for_replay(self, value: Value) -> None:
+        """A differentiable backward inside the forward asks for a value: if it was dropped, make
+        room to replay it. The operators inside a replay do not ask for room themselves.
+
+        What is dropped for that may have to be replayed too, so the need is found anew each time.
+        """
+        if value.op is None or in_memory(value) is not None:
+            return
+        if self._follower is not None:
+            self._follower.catch_up()
+        ceiling = None if self.prepared is None else self._ceiling(self.prepared)
+        room = self._room
+        while room is not None or ceiling is not None:
+            need = peak_of(value, self._allocates)
+            most = self._room.target(need) if self._room is not None else ceiling
+            if most is None or self.live[0] + need <= most:
+                break
+            room = room or self._crowd()
+            if not room.shrink(most - need):
+                room.lacks(value.op.facts.name, need)
+                break
+        if self.observer is not None:
+            self.observer.replays_inside()
+
+    def _allocates(self, op: Operation) -> int:
+        """Bytes that an operation of this step allocates, workspace included."""
+        index, observer, prepared = op.sequence, self.observer, self.prepared
+        if observer is not None and index < len(observer.ops):
+            return sum(observer.ops[index].sizes) + observer.ops[index].workspace
+        if prepared is not None and index < len(prepared.needs):
+            return prepared.needs[index]
+        return sum(made.nbytes for made in op.made())
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
         """See `lowtide.tape.tape.Decisions`."""

@@ -61,16 +61,20 @@ class Room:
         if plenty <= target and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
-        target = self._owner.target(live + need, evictor.dropped_bytes)
+        target = self.target(need)
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
+
+    def target(self, need: int) -> int:
+        """Bytes that may be live, with those that are about to be allocated."""
+        return self._owner.target(self._live[0] + need, self._evictor.dropped_bytes)
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run: if it made more than foreseen, make room now."""
         self._evictor.add(made)
         live = self._live[0]
-        target = self._owner.target(live, self._evictor.dropped_bytes)
+        target = self.target(0)
         if live > target and not self.shrink(target):
             self.lacks(name, 0)
 

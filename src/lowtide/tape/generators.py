@@ -2,22 +2,28 @@
 
 Problem: a replayed dropout must draw the same mask and leave no trace in the user's generators.
 Invariant: reading a state never synchronises a device (CUDA states are a seed and an offset that
-live on the host). Imports torch. Rejected: saving every generator once per region, as checkpointing
-that re-runs Python does: that misses explicit generators and draws between two operations.
+live on the host). What is read, kept and put back is not in a tensor allocator's memory where that
+can be helped: a step of a few kilobytes would exceed its limit by it. Imports torch. Rejected:
+saving every generator once per region, as checkpointing that re-runs Python does: that misses
+explicit generators and draws between two operations.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from lowtide import _compat
 
-Draw = tuple[torch.Generator, torch.Tensor]
+State = torch.Generator | torch.Tensor
+"""A copy of the CPU's generator, 2.5 KiB that no allocator of torch's counts; on other devices, the
+state of the generator."""
+
+Draw = tuple[torch.Generator, State]
 
 lock = threading.Lock()
 """Held while a replay has put a generator into a recorded state: autograd has a thread for each
@@ -37,15 +43,36 @@ def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | N
     return [] if generator is None else [(generator, _state_of(generator))]
 
 
-def _state_of(generator: torch.Generator) -> torch.Tensor:
-    """A copy of the state in memory that Python allocates, so that no tensor allocator counts it.
-
-    On the CPU a state takes 5 KiB.
-    """
-    with _compat.disable_dispatch():  # nor may a dry run count it
+def _state_of(generator: torch.Generator) -> State:
+    if generator.device.type == "cpu":
+        return generator.clone_state()
+    with _compat.disable_dispatch():  # a dry run must not count it
         state = generator.get_state()
         kept = torch.frombuffer(bytearray(state.numel()), dtype=torch.uint8)
         return kept.copy_(state)
+
+
+_copy: Callable[[torch.Generator, torch.Generator], None] | None = None
+
+
+def copy_with(copy: Callable[[torch.Generator, torch.Generator], None]) -> None:
+    """Let the compiled core, once it is loaded, copy one CPU generator into another."""
+    global _copy
+    _copy = copy
+
+
+def put(generator: torch.Generator, state: State) -> None:
+    """Put a generator into a recorded state.
+
+    From Python, torch copies a CPU generator only by way of a tensor, of 5 KiB, for a moment.
+    """
+    if isinstance(state, torch.Tensor):
+        generator.set_state(state)
+    elif _copy is not None:
+        _copy(state, generator)
+    else:
+        with _compat.disable_dispatch():
+            generator.set_state(state.get_state())
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
@@ -73,7 +100,7 @@ def drawing(draws: list[Draw]) -> Iterator[None]:
 
 def _swap(draws: list[Draw]) -> list[Draw]:
     """Put generators into the recorded states; returns the states they were in."""
-    before = [(generator, generator.get_state()) for generator, _ in draws]
+    before = [(generator, _state_of(generator)) for generator, _ in draws]
     for generator, state in draws:
-        generator.set_state(state)
+        put(generator, state)
     return before

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide.tape.generators import put
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
@@ -83,7 +84,7 @@ def called_with_room(
 
     def undo() -> None:
         for generator, state in op.draws:
-            generator.set_state(state)
+            put(generator, state)
         with _compat.below_autograd():  # must not move their version counters (rule 4)
             for tensor, before in moved:
                 tensor.copy_(before)

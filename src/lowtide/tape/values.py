@@ -298,7 +298,7 @@ class RareOperation(Operation):
     __slots__ = ("casting", "draws", "seconds", "stream", "writes")
 
     writes: list[tuple[Ref, weakref.ref[Value]]]
-    draws: Sequence[tuple[torch.Generator, torch.Tensor]]
+    draws: Sequence[tuple[torch.Generator, torch.Generator | torch.Tensor]]
     casting: Casting | None
     stream: Any
     seconds: float

@@ -1,0 +1,71 @@
+"""Rule 13 where the forward has differentiable backwards inside, as in meta-learning.
+
+Such a backward asks for what was saved while the forward still runs. What was dropped is replayed
+in the middle of the forward, and the outer backward goes through the graph of a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import lowtide
+from against_plain import counted
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+
+
+def tower(depth: int = 6, width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    )
+
+
+def adapted(model: nn.Module, tasks: int = 2, steps: int = 2) -> Tensor:
+    """The loss of MAML: gradient steps inside, through which the outer gradient goes."""
+    total = torch.zeros(())
+    for task in range(tasks):
+        x = torch.linspace(-1, 1 + task, 64 * 32).reshape(64, 32)
+        weights = dict(model.named_parameters())
+        for _ in range(steps):
+            loss = functional_call(model, weights, (x,)).square().mean()
+            slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            weights = {
+                name: weight - 0.1 * slope
+                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+            }
+        total = total + functional_call(model, weights, (x,)).sin().mean()
+    return total
+
+
+def run(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], limit: lowtide.Budget | None
+) -> tuple[int, list[Tensor]]:
+    def step() -> None:
+        if limit is None:
+            loss = loss_of(model)
+        else:
+            with limit:
+                loss = loss_of(model)
+        loss.backward()
+
+    model.zero_grad()
+    peak = lowtide.measure(step, device="cpu").peak_bytes
+    return peak, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("share", [0.35, 0.4, 0.45])
+def test_what_is_replayed_inside_the_forward_counts(share: float) -> None:
+    plain, expected = run(tower(), adapted, None)
+    model, limit = tower(), lowtide.budget(int(share * plain))
+    with counted() as replayed:
+        for _ in range(2):
+            peak, found = run(model, adapted, limit)
+            assert peak <= limit.limit
+            assert all(map(torch.equal, expected, found))
+    assert replayed.operations
