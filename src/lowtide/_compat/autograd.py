@@ -164,6 +164,25 @@ _VIEWS = re.compile(
 _SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
 
 
+def _node_of(tensor: torch.Tensor) -> Any:
+    """Autograd's node for a tensor; None if it has none, or may not be asked for it.
+
+    If the base of a view was written, torch makes the view's node anew to answer. Below autograd
+    that fails, or, where it calls the function that made the view, leaves the view without a node,
+    and its gradient is lost. It calls that function for views of another dtype and of complex
+    tensors.
+    """
+    base = tensor._base
+    if not torch.is_grad_enabled():
+        return None
+    if base is not None and (base.dtype != tensor.dtype or tensor.is_complex()):
+        return None
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def gradient_of_part(tensor: torch.Tensor) -> str:
     """How autograd makes the gradient of a value of which `tensor` is a part.
 
@@ -175,10 +194,7 @@ def gradient_of_part(tensor: torch.Tensor) -> str:
     """
     if tensor._base is None:
         return "own"
-    try:
-        node = tensor.grad_fn if torch.is_grad_enabled() else None
-    except RuntimeError:  # its base was written, and torch cannot remake `grad_fn` below autograd
-        return "padded"
+    node = _node_of(tensor)
     while node is not None and not _SPLITS.fullmatch(node.name()):
         node = node.next_functions[0][0] if _VIEWS.fullmatch(node.name()) else None
     if node is None:
@@ -218,10 +234,7 @@ def way_to_leaf(tensor: torch.Tensor) -> Way | None:
     The names of autograd's nodes and what they save are private to torch: of an unknown node it is
     assumed that it makes the gradient whole, with nothing in between.
     """
-    try:
-        node = tensor.grad_fn if torch.is_grad_enabled() else None
-    except RuntimeError:  # as above
-        return None
+    node = _node_of(tensor)
     if node is None or not node.next_functions:
         return None
     part = int(node._sequence_nr()), tensor.output_nr
@@ -248,11 +261,7 @@ def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
     None for what it is not, or what cannot be told. The gradients of all that is read through one
     view are added up at its node. A view that autograd has saved and unpacked has no `_base`.
     """
-    try:
-        node = tensor.grad_fn if torch.is_grad_enabled() else None
-    except RuntimeError:  # as above
-        return None, None
-    found = None
+    node, found = _node_of(tensor), None
     while node is not None and _PASSING.fullmatch(node.name()):
         found, node = node, node.next_functions[0][0]
     if found is None:

@@ -4,15 +4,13 @@ Problem: a planner needs sizes, times, which operation reads what, in which orde
 values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
-(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, rebuild and memory
-events. Rejected: asking users to run a profiling step.
+(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, lives, rebuild and
+memory events. Rejected: asking users to run a profiling step.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +28,9 @@ from lowtide.kernels.workspace import (
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
 from lowtide.observing.leaves import Leaves
+from lowtide.observing.lives import Lives, weak_to
 from lowtide.observing.names import Names
-from lowtide.observing.rebuild import FOREVER, OpLog, rebuild
+from lowtide.observing.rebuild import OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
@@ -42,32 +41,22 @@ if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
 
 
-class Observer:
+class Observer(Lives):
     """Collects one step. Fed by the decisions of a budget."""
 
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
+        super().__init__()
         self.memory = memory
         self._where: Where | None = None
         self.earlier = earlier  # operations of the step before, whose times are used as well
         self.place = self.before = 0  # as in `Seen`
-        self.ops: list[OpLog] = []
-        self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
-        self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
-        self.released: dict[int, int] = {}
-        self.evicted: dict[int, int] = {}
-        self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`: released in the forward
-        self.forgotten: dict[int, int] = {}  # values of graphs that died -> operations by then
-        self.outlived: dict[int, int] = {}  # those no longer held -> operations by then
-        self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.names = Names()
-        self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.leaves = Leaves()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
-        self._saved: frozenset[int] | None = None  # when backward began
         self.base: Graph | None = None  # of another step, with the same first operations
         self.common = 0  # how many those are
         self.ran: list[int] | None = None  # the plan that was followed in backward
@@ -78,11 +67,7 @@ class Observer:
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
         self._forward = 0  # operations before backward began
-        self._handles: dict[int, int] = {}
-        self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
         self._calls: dict[Call, Call] = {}  # equal ones as one object, as layers repeat
-        self._refs: list[Any] = []
-        self._values: list[weakref.ref[Value]] = []
 
     def only(self, where: Where) -> None:
         """Count only the bytes of one device, not those of all."""
@@ -111,7 +96,7 @@ class Observer:
         observer.base, observer.common = base, count
         observer.names.resume(base, count, {} if recorder is None else recorder.table)
         observer.leaves.resume(seen, count)
-        observer._values = list(map(_weak, values))
+        observer._values = list(map(weak_to, values))
         for handle in handles:
             observer.saved(handle.value, handle)
         return observer
@@ -149,56 +134,11 @@ class Observer:
         begin, self._begin = self._begin, None
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
-        wanted = [t for t in tensors if t.requires_grad]
         self.leaves.ran(tensors)
-        inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-        name, sizes, reads, whole = signature
-        elsewhere = bool(tensors) and not self._counts(tensors[0])
-        workspace = temporaries = 0
-        if elsewhere and self._where is not None:
-            self._where.computes_on(tensors[0].device)
-        if not elsewhere:
-            grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
-            read = read_by(op.facts.func, args, kwargs)
-            workspace = kernel_workspace(name, read, args, sum(sizes)) + scratchpad(name)
-            temporaries = backward_temporaries(name, grads, sum(sizes), workspace)
-        log = OpLog(
-            name=name,
-            seconds=op.seconds,
-            reads=reads,
-            inputs=inputs,
-            outputs=tuple(value.number for value in made),
-            sizes=sizes,
-            live=live,
-            begin=begin,
-            inside=tuple(self._replays),
-            mark=mark,
-            workspace=workspace,
-            temporaries=temporaries,
-            left=temporaries,
-            wanted=whole,
-            receivers=inputs,
-            overwrites=tuple(
-                ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
-            ),
-        )
-        if not torch.is_grad_enabled():
-            leaves = [id(leaf) for leaf in map(_compat.leaf_of, wanted) if leaf is not None]
-            log.hidden = (_compat.newest_node(), *leaves)
-        elif wanted:
-            self._look_for_functions(op.refs, tensors)
-        call = None
-        if not elsewhere:
-            call = describe(op.facts, args, kwargs, tensors[0].device.type if tensors else "cpu")
-        log.kind = None if call is None else self._calls.setdefault(call, call)
-        if not wanted and torch.is_grad_enabled():
-            log.temporaries = log.left = 0  # it has no backward
-        if wanted:
-            log.node = torch.is_grad_enabled()
-            self.carries_grad.update(inputs)
-            if len(op.refs) == len(tensors):  # running statistics are not among the refs
-                look_at_reads(log, op.refs, tensors, op.facts.chunks)
-            log.call, log.lent = log.kind, log.kind is None
+        log = _what_ran(op, made, signature, live, begin, mark)
+        log.inside = tuple(self._replays)
+        self._replays.clear()
+        self._look_at_backward(log, op, args, kwargs, tensors)
         # Values written in place without grad count as hidden only if they were made without grad.
         over = [-1 if ref.value is None else ref.value.number for ref, _ in op.writes]
         if log.hidden is not None and all(number in self._hidden for number in over):
@@ -206,8 +146,42 @@ class Observer:
         written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
-        self._replays.clear()
-        self._values.extend(map(_weak, made))
+        self._values.extend(map(weak_to, made))
+
+    def _look_at_backward(
+        self, log: OpLog, op: Operation, args: Any, kwargs: Any, tensors: list[torch.Tensor]
+    ) -> None:
+        """Note what the operation takes besides its results, and what its backward will take."""
+        wanted = [t for t in tensors if t.requires_grad]
+        if not tensors or self._counts(tensors[0]):
+            self._look_at_memory(log, op, args, kwargs, wanted)
+            device = tensors[0].device.type if tensors else "cpu"
+            call = describe(op.facts, args, kwargs, device)
+            log.kind = None if call is None else self._calls.setdefault(call, call)
+        elif self._where is not None:
+            self._where.computes_on(tensors[0].device)
+        if not torch.is_grad_enabled():
+            leaves = [id(leaf) for leaf in map(_compat.leaf_of, wanted) if leaf is not None]
+            log.hidden = (_compat.newest_node(), *leaves)
+        elif wanted:
+            self._look_for_functions(op.refs, tensors)
+        else:
+            log.temporaries = log.left = 0  # it has no backward
+        if wanted:
+            log.node = torch.is_grad_enabled()
+            self.carries_grad.update(log.inputs)
+            if len(op.refs) == len(tensors):  # running statistics are not among the refs
+                look_at_reads(log, op.refs, tensors, op.facts.chunks)
+            log.call, log.lent = log.kind, log.kind is None
+
+    def _look_at_memory(
+        self, log: OpLog, op: Operation, args: Any, kwargs: Any, wanted: list[torch.Tensor]
+    ) -> None:
+        made, read = sum(log.sizes), read_by(op.facts.func, args, kwargs)
+        grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
+        log.workspace = kernel_workspace(log.name, read, args, made) + scratchpad(log.name)
+        log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
+        log.left = log.temporaries
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return self._where is None or self._where.counts in (None, tensor.device)
@@ -244,83 +218,6 @@ class Observer:
             self._begin = self.memory.mark()
             self._replays.append((begin, self._begin))
 
-    def saved(self, value: Value, handle: Handle) -> None:
-        """Autograd has a handle on `value`; called again if the handle moves to another value."""
-        number = value.number
-        meant = self._meant.get(handle)
-        if meant is not None:
-            self._moved(handle, meant, number)
-            return
-        if number < 0:
-            return
-        if value.held is not None:  # held again, if it was dropped before
-            self.evicted.pop(number, None)
-            self._named.pop(number, None)
-        self.forgotten.pop(number, None)
-        self.last_save.append((number, handle.sequence))
-        self._handles[number] = self._handles.get(number, 0) + 1
-        meant = self._meant[handle] = [number]
-        weak, sequence = _weak(value), handle.sequence
-
-        def dropped(_: Any, meant: list[int] = meant) -> None:
-            number = meant[0]
-            if number < 0:
-                return
-            self._handles[number] -= 1
-            if self._saved is None:
-                self.dead[number, sequence] += 1
-            if not self._handles[number]:
-                self.released[number] = len(self.requests) - 1
-                if self._saved is None:
-                    self._forgets(number, weak())
-
-        self._refs.append(weakref.ref(handle, dropped))
-
-    def _forgets(self, number: int, value: Value | None) -> None:
-        """Autograd released all its handles on a value while the forward runs: a graph died. In a
-        plain step that frees the memory; here other values may have to be replayed from it."""
-        self.forgotten[number] = len(self.ops)
-        if value is None or value.number != number or value.held is None:
-            return
-
-        def died(_: Any) -> None:
-            if self._saved is None:
-                self.outlived[number] = len(self.ops)
-
-        self._refs.append(weakref.ref(value, died))
-
-    def let_go(self, value: Value) -> None:
-        """The tape no longer holds such a value."""
-        self.outlived[value.number] = len(self.ops)
-
-    def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
-        old, meant[0] = meant[0], number
-        if old == number:
-            return
-        if old >= 0:
-            self._handles[old] -= 1
-            place = len(self.last_save) - 1  # a handle that moves was mostly made just before
-            while self.last_save[place] != (old, handle.sequence):
-                place -= 1
-            self.last_save[place] = (number, handle.sequence)
-            if number < 0:
-                del self.last_save[place]
-        if number >= 0:
-            self._handles[number] = self._handles.get(number, 0) + 1
-
-    def dropped(self, value: Value) -> None:
-        """`value` is dropped. While the program still has its memory, that counts as if the tape
-        held it."""
-        number = value.number
-        assert value.held is not None
-
-        def gone(_: Any) -> None:
-            if self._named.pop(number, None) is not None:
-                self.evicted[number] = len(self.ops)
-
-        self.evicted[number] = len(self.ops)
-        self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
-
     # ------------------------------------------------------------------ backward
 
     def begin_backward(self, anchored: Container[int] = ()) -> None:
@@ -355,16 +252,6 @@ class Observer:
         self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
 
-    def _lives(self, value: Value, start: int) -> None:
-        number = value.number
-        self.held[number] = (start, FOREVER)
-
-        def died(_: Any) -> None:
-            if number in self.held:
-                self.held[number] = (self.held[number][0], len(self.requests) - 1)
-
-        self._refs.append(weakref.ref(value, died))
-
     def request(self, value: Value, operation: int) -> None:
         if value.number >= 0:
             mark = self.memory.mark() if self.memory is not None else 0
@@ -375,24 +262,6 @@ class Observer:
         if self.requests and self.memory is not None:
             number, operation, before, _ = self.requests[-1]
             self.requests[-1] = (number, operation, before, self.memory.mark())
-
-    def retained(self, value: Value) -> None:
-        if value.number not in self.held:
-            self._lives(value, len(self.requests) - 1)
-
-    def alive(self) -> Iterator[Value]:
-        """The recorded values that something still needs."""
-        for weak in self._values:
-            value = weak()
-            if value is not None:
-                yield value
-
-    def held_from_forward(self) -> set[int]:
-        return {number for number, (start, _) in self.held.items() if start == -1}
-
-    def dropped_before_backward(self, number: int) -> None:
-        self.held.pop(number, None)
-        self.evicted[number] = len(self.ops)
 
     def stop_measuring(self) -> None:
         """Something else begins before this step is over: the two could not be told apart."""
@@ -428,5 +297,33 @@ class Observer:
         return rebuild(self)
 
 
-def _weak(value: Value) -> weakref.ref[Value]:
-    return weakref.ref(value)
+def _what_ran(
+    op: Operation,
+    made: list[Value],
+    signature: Signature,
+    live: int,
+    begin: int | None,
+    mark: int,
+) -> OpLog:
+    """What an operation has read and made; that it takes more, or has a backward, is not known."""
+    inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
+    name, sizes, reads, whole = signature
+    return OpLog(
+        name=name,
+        seconds=op.seconds,
+        reads=reads,
+        inputs=inputs,
+        outputs=tuple(value.number for value in made),
+        sizes=sizes,
+        live=live,
+        begin=begin,
+        mark=mark,
+        workspace=0,
+        temporaries=0,
+        left=0,
+        wanted=whole,
+        receivers=inputs,
+        overwrites=tuple(
+            ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
+        ),
+    )

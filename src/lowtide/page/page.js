@@ -198,14 +198,15 @@
     const middle = firstBackward > 0 ? firstBackward : order.length;
     svg.append(draw("text", { x: (x(0) + x(middle)) / 2, y: height - 8, "text-anchor": "middle" }, "forward"));
     if (firstBackward > 0) svg.append(draw("text", { x: (x(middle) + x(order.length)) / 2, y: height - 8, "text-anchor": "middle" }, "backward"));
-    if (limit !== null) {
-      const at = y(limit + base);
-      svg.append(draw("line", { x1: left, x2: width - right, y1: at, y2: at, stroke: "var(--limit)", "stroke-width": 2 }));
-      svg.append(draw("text", { class: "limit-text halo", x: left + 6, y: at - 6 }, width < 560 ? "limit" : `limit ${bytes(limit)}`));
-    }
-    svg.append(draw("line", { id: "cross", y1: top - 6, y2: height - bottom, stroke: "var(--ink)", "stroke-width": 1 }));
     const peak = current(), k = rank.get(`${peak.moments[peak.at][0]} ${peak.moments[peak.at][1]}`);
     const px = x(k + 0.5), anchor = px > width - 110 ? "end" : px < left + 90 ? "start" : "middle";
+    if (limit !== null) {
+      const at = y(limit + base), taken = px < (left + width) / 2; // the peak's label needs the left half
+      const words = width < 560 ? "limit" : `limit ${bytes(limit)}${base ? " on top of what was there" : ""}`;
+      svg.append(draw("line", { x1: left, x2: width - right, y1: at, y2: at, stroke: "var(--limit)", "stroke-width": 2 }));
+      svg.append(draw("text", { class: "limit-text halo", x: taken ? width - right - 6 : left + 6, y: at - 6, "text-anchor": taken ? "end" : "start" }, words));
+    }
+    svg.append(draw("line", { id: "cross", y1: top - 6, y2: height - bottom, stroke: "var(--ink)", "stroke-width": 1 }));
     svg.append(draw("circle", { cx: px, cy: y(peak.peak + base), r: 4.5, fill: "var(--card)", stroke: "var(--ink)", "stroke-width": 2 }));
     svg.append(draw("text", { class: "halo", x: px, y: y(peak.peak + base) - 10, "text-anchor": anchor, style: "fill:var(--ink);font-weight:600" }, `peak ${bytes(peak.peak)}`));
     place.replaceChildren(svg);

@@ -1,0 +1,152 @@
+"""How long the values of a watched step live, and who keeps them.
+
+Problem: what a value costs depends on when it is last needed: by a handle of autograd, by the
+program, or by a graph that dies before backward. Invariant: only weak references are kept, so that
+watching a step prolongs no life; all times are numbers of operations in the forward, and of
+requests in backward. Imports rebuild and the tape. Rejected: looking after each
+operation for what has died, a walk over all values each time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from lowtide.observing.rebuild import FOREVER, OpLog
+from lowtide.tape.values import Handle, Value
+
+
+class Lives:
+    """The lives of one step's values. What `Observer` adds is what its operations do."""
+
+    def __init__(self) -> None:
+        self.ops: list[OpLog] = []
+        self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
+        self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
+        self.released: dict[int, int] = {}
+        self.evicted: dict[int, int] = {}
+        self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`: released in the forward
+        self.forgotten: dict[int, int] = {}  # values of graphs that died -> operations by then
+        self.outlived: dict[int, int] = {}  # those no longer held -> operations by then
+        self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
+        self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
+        self._saved: frozenset[int] | None = None  # when backward began
+        self._handles: dict[int, int] = {}
+        self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
+        self._refs: list[Any] = []
+        self._values: list[weakref.ref[Value]] = []
+
+    # ------------------------------------------------------------------ forward
+
+    def saved(self, value: Value, handle: Handle) -> None:
+        """Autograd has a handle on `value`; called again if the handle moves to another value."""
+        number = value.number
+        meant = self._meant.get(handle)
+        if meant is not None:
+            self._moved(handle, meant, number)
+            return
+        if number < 0:
+            return
+        if value.held is not None:  # held again, if it was dropped before
+            self.evicted.pop(number, None)
+            self._named.pop(number, None)
+        self.forgotten.pop(number, None)
+        self.last_save.append((number, handle.sequence))
+        self._handles[number] = self._handles.get(number, 0) + 1
+        meant = self._meant[handle] = [number]
+        weak, sequence = weak_to(value), handle.sequence
+
+        def dropped(_: Any, meant: list[int] = meant) -> None:
+            number = meant[0]
+            if number < 0:
+                return
+            self._handles[number] -= 1
+            if self._saved is None:
+                self.dead[number, sequence] += 1
+            if not self._handles[number]:
+                self.released[number] = len(self.requests) - 1
+                if self._saved is None:
+                    self._forgets(number, weak())
+
+        self._refs.append(weakref.ref(handle, dropped))
+
+    def _forgets(self, number: int, value: Value | None) -> None:
+        """Autograd released all its handles on a value while the forward runs: a graph died. In a
+        plain step that frees the memory; here other values may have to be replayed from it."""
+        self.forgotten[number] = len(self.ops)
+        if value is None or value.number != number or value.held is None:
+            return
+
+        def died(_: Any) -> None:
+            if self._saved is None:
+                self.outlived[number] = len(self.ops)
+
+        self._refs.append(weakref.ref(value, died))
+
+    def let_go(self, value: Value) -> None:
+        """The tape no longer holds such a value."""
+        self.outlived[value.number] = len(self.ops)
+
+    def _moved(self, handle: Handle, meant: list[int], number: int) -> None:
+        old, meant[0] = meant[0], number
+        if old == number:
+            return
+        if old >= 0:
+            self._handles[old] -= 1
+            place = len(self.last_save) - 1  # a handle that moves was mostly made just before
+            while self.last_save[place] != (old, handle.sequence):
+                place -= 1
+            self.last_save[place] = (number, handle.sequence)
+            if number < 0:
+                del self.last_save[place]
+        if number >= 0:
+            self._handles[number] = self._handles.get(number, 0) + 1
+
+    def dropped(self, value: Value) -> None:
+        """`value` is dropped. While the program still has its memory, that counts as if the tape
+        held it."""
+        number = value.number
+        assert value.held is not None
+
+        def gone(_: Any) -> None:
+            if self._named.pop(number, None) is not None:
+                self.evicted[number] = len(self.ops)
+
+        self.evicted[number] = len(self.ops)
+        self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
+
+    # ------------------------------------------------------------------ backward
+
+    def _lives(self, value: Value, start: int) -> None:
+        number = value.number
+        self.held[number] = (start, FOREVER)
+
+        def died(_: Any) -> None:
+            if number in self.held:
+                self.held[number] = (self.held[number][0], len(self.requests) - 1)
+
+        self._refs.append(weakref.ref(value, died))
+
+    def retained(self, value: Value) -> None:
+        if value.number not in self.held:
+            self._lives(value, len(self.requests) - 1)
+
+    def alive(self) -> Iterator[Value]:
+        """The recorded values that something still needs."""
+        for weak in self._values:
+            value = weak()
+            if value is not None:
+                yield value
+
+    def held_from_forward(self) -> set[int]:
+        return {number for number, (start, _) in self.held.items() if start == -1}
+
+    def dropped_before_backward(self, number: int) -> None:
+        self.held.pop(number, None)
+        self.evicted[number] = len(self.ops)
+
+
+def weak_to(value: Value) -> weakref.ref[Value]:
+    return weakref.ref(value)
