@@ -197,6 +197,27 @@ def test_a_view_whose_base_was_written_is_not_asked_for_its_node(
     assert torch.equal(gradient(lambda p: lowtide.checkpoint(written, p), 0), gradient(written, 0))
 
 
+@pytest.mark.parametrize("view", [Tensor.t, lambda h: h.t()[0]], ids=["whole", "part"])
+def test_a_node_of_a_stale_view_is_made_when_autograd_needs_it(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    """Its number decides when it has its turn in backward, and so in which order gradients of the
+    base are added up."""
+    p = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+    with lowtide.budget(1.0):
+        h = p * 1.0
+        seen = view(h)
+        h.mul_(2)
+        assert (seen > 0).any()
+        later = h * 3.0
+        loss = (seen * later.sum()).sum()
+    assert seen.grad_fn is not None
+    assert later.grad_fn is not None
+    assert seen.grad_fn._sequence_nr() > later.grad_fn._sequence_nr()
+    loss.backward()
+    assert p.grad is not None
+
+
 def test_a_write_that_autograd_sees_is_not_taken_for_one_that_it_does_not() -> None:
     def seen(p: Tensor) -> Tensor:
         saved = torch.tanh(p)

@@ -255,6 +255,7 @@ def _load(path: Path) -> None:
     core = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
     _compat.use_recorder_key(core.KEY)
+    _compat.ask_whether_current(core.is_current)
     generators.copy_with(core.copy_generator)
     _choice.core = core
     _choice.compiled = recorder_class(core)

@@ -19,6 +19,7 @@ import torch
 
 from lowtide._compat.autograd import (
     Way,
+    ask_whether_current,
     backward_retains_graph,
     first_view,
     frozen_parameter,
@@ -124,6 +125,7 @@ __all__ = [
     "Way",
     "accelerator_in_use",
     "allocated",
+    "ask_whether_current",
     "available",
     "awaited",
     "backward_retains_graph",

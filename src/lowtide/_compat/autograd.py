@@ -164,23 +164,34 @@ _VIEWS = re.compile(
 _SPLITS = re.compile("(Split|SplitWithSizes|Unbind)Backward[0-9]+")
 
 
+_is_current: Callable[[torch.Tensor], bool] | None = None
+
+
+def ask_whether_current(is_current: Callable[[torch.Tensor], bool]) -> None:
+    """Let the compiled core, once it is loaded, tell whether a view's node is up to date."""
+    global _is_current
+    _is_current = is_current
+
+
 def _node_of(tensor: torch.Tensor) -> Any:
     """Autograd's node for a tensor; None if it has none, or may not be asked for it.
 
-    If the base of a view was written, torch makes the view's node anew to answer. Below autograd
-    that fails, or, where it calls the function that made the view, leaves the view without a node,
-    and its gradient is lost. It calls that function for views of another dtype and of complex
-    tensors.
+    If the base of a view was written since, torch makes the view's node anew to answer. It would do
+    so later, when an operation with a gradient reads the view: made now, the node has its turn in
+    backward at another time. For views of another dtype, and of complex tensors, torch calls the
+    function that made the view, which gives no node below autograd: the gradient would be lost.
     """
-    base = tensor._base
     if not torch.is_grad_enabled():
         return None
-    if base is not None and (base.dtype != tensor.dtype or tensor.is_complex()):
-        return None
-    try:
+    base = tensor._base
+    if base is None:
         return tensor.grad_fn
-    except RuntimeError:
+    if _is_current is not None:
+        return tensor.grad_fn if _is_current(tensor) else None
+    # Python cannot see which version the node is for. Parameters are written between steps.
+    if base.dtype != tensor.dtype or tensor.is_complex():
         return None
+    return tensor.grad_fn if not tensor._version or base.is_leaf else None
 
 
 def gradient_of_part(tensor: torch.Tensor) -> str:

@@ -260,6 +260,18 @@ PyObject* counter_of(PyObject*, PyObject* tensor) {
   return leave_error([&] { return new_counter(THPVariable_Unpack(tensor)); });
 }
 
+// Whether a tensor's node is up to date: not so for a view whose base was written since.
+PyObject* is_current(PyObject*, PyObject* tensor) {
+  if (!THPVariable_Check(tensor)) {
+    PyErr_SetString(PyExc_TypeError, "lowtide: a tensor has a node");
+    return nullptr;
+  }
+  const at::Tensor& view = THPVariable_Unpack(tensor);
+  auto* meta = torch::autograd::impl::get_view_autograd_meta(view);
+  bool is_view = meta != nullptr && meta->has_bw_view();
+  return PyBool_FromLong(!is_view || meta->get_attr_version() == view._version());
+}
+
 // How many values, operations and handles are alive: Python's garbage collector does not list them.
 PyObject* count_records(PyObject*, PyObject*) { return PyLong_FromLongLong(records_alive); }
 
@@ -282,6 +294,7 @@ PyMethodDef functions[] = {
     {"counter_of", counter_of, METH_O, nullptr},
     {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},
+    {"is_current", is_current, METH_O, nullptr},
     {"leaf_states", leaf_states, METH_O, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
