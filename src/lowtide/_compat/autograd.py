@@ -191,7 +191,10 @@ def _node_of(tensor: torch.Tensor) -> Any:
     # Python cannot see which version the node is for. Parameters are written between steps.
     if base.dtype != tensor.dtype or tensor.is_complex():
         return None
-    return tensor.grad_fn if not tensor._version or base.is_leaf else None
+    try:
+        return tensor.grad_fn if not tensor._version or base.is_leaf else None
+    except RuntimeError:  # such as a view of several, which torch refuses to make anew
+        return None
 
 
 def gradient_of_part(tensor: torch.Tensor) -> str:
