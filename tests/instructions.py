@@ -1,16 +1,18 @@
 """Which tests apply on which CPUs.
 
-Problem: the workspace of convolutions is known kernel by kernel, for oneDNN with AVX-512 and with
-AVX2; on other CPUs the model uses the largest known figure, which cannot be tested exactly.
-Invariant: what counts is the instruction set that oneDNN uses, not what the CPU has. May import
-lowtide. Rejected: wider tolerances, which would hide wrong formulas on CPUs where they are known.
+Problem: the workspace of convolutions is known kernel by kernel, for oneDNN with AVX-512, with
+AVX2 and with AMX; on other CPUs the model uses the largest known figure, which cannot be tested
+exactly. Invariant: what counts is the instruction set that oneDNN uses, not what the CPU has. May
+import lowtide. Rejected: wider tolerances, which would hide wrong formulas on CPUs where they are
+known.
 """
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from lowtide._compat import onednn_instructions
+from lowtide._compat import onednn_instructions, onednn_tiles
 
 exact_workspaces = pytest.mark.skipif(
     not onednn_instructions(),
@@ -19,4 +21,8 @@ exact_workspaces = pytest.mark.skipif(
 avx2_workspaces = pytest.mark.skipif(
     onednn_instructions() != "AVX2",
     reason="measures kernels of AVX2, and oneDNN uses others here",
+)
+tile_workspaces = pytest.mark.skipif(
+    not onednn_tiles(torch.bfloat16),
+    reason="measures kernels of AMX, and oneDNN uses others here",
 )

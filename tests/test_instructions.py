@@ -1,4 +1,4 @@
-"""Convolutions on CPUs without AVX-512: other kernels, other workspaces."""
+"""Convolutions on CPUs without AVX-512 or with AMX: other kernels, other workspaces."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 import lowtide
-from instructions import avx2_workspaces
+from instructions import avx2_workspaces, tile_workspaces
 from lowtide import _compat
 from lowtide.kernels.workspace import kernel_workspace
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
+
+
+BACKWARD = "aten::convolution_backward"
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,23 @@ class Shape:
             self.groups,
         )
 
-    def calls(self, device: str) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def calls(
+        self, device: str, dtype: torch.dtype = torch.float32, passes: bool = True
+    ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         """Calls of its forward, with a bias, and of its backward."""
-        aten = torch.ops.aten
-        x = torch.ones(self.source, device=device)
+        aten, options = torch.ops.aten, {"device": device, "dtype": dtype}
+        x = torch.ones(self.source, **options)
         if self.last:
             form = torch.channels_last if self.dims == 2 else torch.channels_last_3d
             x = x.to(memory_format=form)
-        weight = torch.ones(self.weight, device=device)
+        weight = torch.ones(self.weight, **options)
         biases = self.weight[0] if self.more is None else self.weight[1] * self.groups
-        bias = torch.ones(biases, device=device)
+        bias = torch.ones(biases, **options)
         forward = (x, weight, bias, *self.options())
         given = torch.ones_like(aten.convolution(*forward))
         if self.last:  # without memory, a result does not get the kernel's memory format
             given = given.to(memory_format=form)
-        backward = (given, x, weight, [biases], *self.options(), [True, True, True])
+        backward = (given, x, weight, [biases], *self.options(), [passes, True, True])
         return {
             "aten::convolution": (aten.convolution, forward),
             "aten::convolution_backward": (aten.convolution_backward, backward),
@@ -150,6 +155,22 @@ def test_what_is_not_known_is_no_less_than_it_takes(name: str, threads: int) -> 
         assert peak - (32 << 10) <= model <= 1.25 * peak + (32 << 10), operator
 
 
+@tile_workspaces
+@pytest.mark.parametrize("name", SHAPES | SEARCHED)
+def test_what_a_convolution_takes_with_amx(name: str, threads: int) -> None:
+    shape = (SHAPES | SEARCHED)[name]
+    depthwise = shape.groups > 1 and shape.weight[1] == 1
+    for passes in (True, False):
+        for operator, (function, args) in shape.calls("cpu", torch.bfloat16, passes).items():
+            made = bytes_made(function(*args))
+            peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+            model = modelled(operator, made, args)
+            assert model >= 0.98 * peak - (32 << 10), operator
+            exact = not passes and not depthwise and not shape.last and operator == BACKWARD
+            if exact:  # what else there is may err to the high side by more
+                assert model <= 1.3 * peak + (64 << 10)
+
+
 # ---------------------------------------------------------------------------- on any CPU
 
 # MiB of the forward and of the backward on one thread: with AVX2 as measured, with AVX-512 by the
@@ -198,6 +219,53 @@ def test_each_set_of_instructions_has_a_model(name: str, monkeypatch: pytest.Mon
         assert other >= max(known)
 
 
+# MiB of the forward, and of the backward without and with a gradient of the input, in bfloat16 on
+# one thread: as measured with AMX, as modelled for it, and by the formulas for AVX-512.
+Three = tuple[float, float, float]
+TILES: dict[str, tuple[Three, Three, Three]] = {
+    "half blocks": ((3.75, 2.504, 3.254), (3.75, 2.492, 3.242), (3.25, 2.342, 3.092)),
+    "few, 3D": ((1.266, 1.718, 1.929), (1.307, 1.7, 1.911), (1.266, 0.234, 1.701)),
+    "3D, padded": ((3.797, 4.707, 5.972), (5.152, 4.716, 5.982), (3.428, 5.757, 7.022)),
+    "stride": ((1.27, 1.767, 2.517), (2.341, 1.768, 2.518), (1.401, 1.918, 2.668)),
+    "patches": ((1.809, 4.216, 4.503), (4.016, 4.307, 4.594), (0.1904, 0.4932, 2.1533)),
+    "groups in blocks": ((6.0, 3.977, 4.977), (6.0, 3.978, 4.978), (4.0, 3.018, 4.018)),
+    "pointwise": ((12.656, 7.362, 9.894), (12.656, 7.444, 9.975), (8.446, 7.896, 10.427)),
+    "transposed": ((1.055, 1.184, 1.606), (1.423, 1.223, 1.645), (1.701, 1.552, 1.974)),
+    "transposed, stride, 3D": (
+        (1.898, 2.161, 2.319), (1.898, 2.159, 2.318), (1.898, 0.442, 0.6),
+    ),
+    "last": ((1.12, 0.421, 1.171), (1.401, 0.706, 1.456), (1.026, 0.716, 1.466)),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", TILES)
+def test_half_types_have_a_model_with_tiles_and_one_without(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, tiled, wide = TILES[name]
+    monkeypatch.setattr(_compat, "onednn_instructions", lambda: "AVX512")
+    monkeypatch.setattr(_compat, "onednn_takes", lambda dtype: True)
+    found = {}
+    for tiles in (True, False):
+        monkeypatch.setattr(_compat, "onednn_tiles", lambda dtype, t=tiles: t)
+        forward = SHAPES[name].calls("meta", torch.bfloat16)["aten::convolution"]
+        figures = [modelled("aten::convolution", bytes_of(forward), forward[1]) / 2**20]
+        for passes in (False, True):
+            _, args = SHAPES[name].calls("meta", torch.bfloat16, passes)[BACKWARD]
+            made = sum(t.nbytes for t in args[2 - passes : 3]) + 2 * int(args[3][0])
+            figures.append(modelled(BACKWARD, made, args) / 2**20)
+        found[tiles] = figures
+    assert found[True] == pytest.approx(tiled, rel=1e-3)
+    assert found[False] == pytest.approx(wide, rel=1e-3)
+    assert all(model >= 0.97 * peak for model, peak in zip(tiled, measured, strict=True))
+
+
+def bytes_of(call: tuple[Any, tuple[Any, ...]]) -> int:
+    function, args = call
+    return int(function(*args).nbytes)
+
+
 def shortfalls() -> list[str]:
     """The convolutions above that take more than predicted; runs in a process of its own."""
     torch.set_num_threads(1)
@@ -227,13 +295,13 @@ print("short:", test_instructions._compat.onednn_instructions(), test_instructio
     assert run.stdout.splitlines()[-1] == "short:  []"
 
 
-@pytest.mark.parametrize("most", ["", "AVX512_CORE", "AVX2", "SSE41"])
+@pytest.mark.parametrize("most", ["", "AVX512_CORE_AMX", "AVX512_CORE", "AVX2", "SSE41"])
 def test_the_instructions_are_those_that_onednn_says(most: str) -> None:
     program = """
 import torch
-from lowtide._compat import onednn_instructions
+from lowtide._compat import onednn_instructions, onednn_tiles
 torch.conv2d(torch.ones(2, 8, 9, 9), torch.ones(8, 8, 3, 3))
-print("asked", onednn_instructions() or "others")
+print(f"asked {onednn_instructions() or 'others'}, tiles {onednn_tiles(torch.bfloat16)}")
 """
     given = {"ONEDNN_MAX_CPU_ISA": most, "ONEDNN_VERBOSE": "1", "ATEN_CPU_CAPABILITY": "default"}
     run = subprocess.run(
@@ -246,5 +314,6 @@ print("asked", onednn_instructions() or "others")
     lines = run.stdout.splitlines()
     said = next((line.partition("isa:")[2] for line in lines if ",cpu,isa:" in line), "")
     assert said, run.stdout
-    kind = "AVX512" if "512" in said else "AVX2" if "AVX2" in said else "others"
-    assert f"asked {kind}" in lines
+    wide = "512" in said or "AVX10" in said.replace(" ", "")
+    kind = "AVX512" if wide else "AVX2" if "AVX2" in said else "others"
+    assert f"asked {kind}, tiles {'AMX' in said}" in lines

@@ -86,6 +86,7 @@ from lowtide._compat.kernels import (
     onednn_instructions,
     onednn_is_on,
     onednn_takes,
+    onednn_tiles,
     second_cache,
 )
 from lowtide._compat.modules import (
@@ -172,6 +173,7 @@ __all__ = [
     "onednn_instructions",
     "onednn_is_on",
     "onednn_takes",
+    "onednn_tiles",
     "parameters_and_buffers",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",

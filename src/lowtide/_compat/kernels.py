@@ -41,22 +41,36 @@ def onednn_instructions() -> str:
     restricts those, and another variable oneDNN's. It is read only if torch does not list what the
     CPU has.
     """
-    asked = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     known = _capabilities()
     wide = all(known.get(part) for part in _WIDE_PARTS)
     narrow = bool(known.get("avx2"))
     if "avx2" not in known:
         said = torch.backends.cpu.get_cpu_capability()
         wide, narrow = said.startswith("AVX512"), said == "AVX2"
-    least = _LESS.get(asked.upper())
+    least = _LESS.get(_most_instructions())
     if wide and least is None:
         return "AVX512"
     return "AVX2" if (wide or narrow) and least is not False else ""
 
 
+def onednn_tiles(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies this dtype in AMX's tiles, by kernels of their own."""
+    known = _capabilities()
+    part = {torch.bfloat16: "amx_bf16", torch.float16: "amx_fp16"}.get(dtype, "")
+    asked = _most_instructions()
+    allowed = "AMX" in asked or asked in ("", "ALL", "DEFAULT")
+    return allowed and onednn_is_on() and bool(known.get("amx_tile")) and bool(known.get(part))
+
+
 def second_cache() -> int:
     """Bytes of a core's second-level cache, which decides how much oneDNN unfolds at a time."""
     return int(_capabilities().get("l2_cache_size") or _SECOND_CACHE)
+
+
+def _most_instructions() -> str:
+    """What the user allows oneDNN to use at most; "" for anything."""
+    asked = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return asked.upper()
 
 
 @functools.cache
@@ -67,7 +81,8 @@ def _capabilities() -> Mapping[str, Any]:
         known: Mapping[str, Any] = asked()
         return known
     wide = torch.cpu._is_avx512_supported()  # all of these parts, or not
-    return {"avx2": torch.cpu._is_avx2_supported(), **dict.fromkeys(_WIDE_PARTS, wide)}
+    tiles = dict.fromkeys(("amx_tile", "amx_bf16"), torch.cpu._is_amx_tile_supported())
+    return {"avx2": torch.cpu._is_avx2_supported(), **dict.fromkeys(_WIDE_PARTS, wide), **tiles}
 
 
 @functools.cache

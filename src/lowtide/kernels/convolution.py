@@ -21,6 +21,7 @@ from lowtide.kernels.half import (
     half_forward,
     half_transposed,
 )
+from lowtide.kernels.tiles import tiles_workspace
 from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
 
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
@@ -57,11 +58,16 @@ def convolution_workspace(
         biased: whether the forward adds a bias.
     """
     instructions = _compat.onednn_instructions()
-    oneself = source.element_size() == 2 or unfolded(source, weight, "cpu", options)
+    itself, last = unfolded(source, weight, "cpu", options), _channels_last(source)
+    half = source.element_size() == 2
+    by_channel = options.groups > 1 and _depthwise(source, weight)
+    if _compat.onednn_tiles(source.dtype) and not itself and not by_channel:
+        copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+        return copies + tiles_workspace(source, weight, out, options, given, passes, last)
+    oneself = half or itself
     if instructions == "AVX512" or oneself:
         return _wide_workspace(source, weight, out, options, given, passes, biased)
     call = (source, weight, out, options, given, passes, biased)
-    last = _channels_last(source)
     copies = _copied(source, last) + (0 if given is None else _copied(given, last))
     narrow = copies + narrow_workspace(*call, last)
     if instructions == "AVX2":

@@ -19,6 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
@@ -51,12 +52,6 @@ _COPIED = {
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
 }
-# These copy a matrix in which neither rows nor columns are contiguous, such as the gradient of a
-# sum, which is one number expanded.
-_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
-# These copy such matrices one pair after another, if the product of a pair is not tiny.
-_BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
-_TINY = 400  # multiplications
 # Kernels of several steps, with a temporary as large as their first tensor.
 _COMPOSED = frozenset(
     f"aten::{name}"
@@ -114,10 +109,9 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
-    if name in _PRODUCTS:
-        return sum(_bytes(t) for t in tensors[-2:] if not _readable(t, 2))
-    if name in _BATCHED:
-        return _one_pair(*tensors[-2:])
+    product = product_workspace(name, tensors)
+    if product is not None:
+        return product
     if tensors and name in _COMPOSED:
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
@@ -187,21 +181,6 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::_fft_c2r": _to_real,
     "aten::_cdist_forward": _distances,
 }
-
-
-def _one_pair(left: torch.Tensor, right: torch.Tensor) -> int:
-    """Bytes of one matrix of each batch that is not read in place."""
-    if math.prod(left.shape[1:]) * right.shape[-1] < _TINY:
-        return 0
-    return sum(_bytes(t) // max(1, t.shape[0]) for t in (left, right) if not _readable(t, 3))
-
-
-def _readable(tensor: torch.Tensor, dimensions: int) -> bool:
-    """Whether a product reads matrices in place: their rows or columns are contiguous."""
-    if tensor.dim() != dimensions or tensor.layout is not torch.strided:
-        return True
-    (rows, columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
-    return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
 def _channels_last(tensor: torch.Tensor) -> bool:
