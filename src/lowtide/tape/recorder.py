@@ -20,7 +20,7 @@ from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
-from lowtide.tape.known import Entry, needs_care, weak_value
+from lowtide.tape.known import Entry, is_lazy, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
@@ -125,6 +125,7 @@ class Recorder(Saves, _compat.Mode):
                     and value.region is region
                     and entry.version == _compat.version_of(argument)
                     and storage.resizable()  # see `_given_out`
+                    and entry.counted  # not there before, see `_needs_care`
                     and not self._lazy_bits
                 ):
                     ref = Ref(value, argument)
@@ -323,7 +324,7 @@ class Recorder(Saves, _compat.Mode):
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
-        if entry is None or entry.given_out or (self._lazy_bits and needs_care(tensor)):
+        if entry is None or entry.given_out or self._needs_care(entry, tensor):
             return None
         value = entry.value
         if value is None:
@@ -361,7 +362,9 @@ class Recorder(Saves, _compat.Mode):
                 # A storage that is in the table already: the result is an alias, and no value.
                 if _compat.storage_id(storage) not in table:
                     value = self._enter(storage, op, version).value
-                    if op is not None and value is not None:
+                    if op is None:  # such as a custom operator
+                        self._lazy_bits = self._lazy_bits or is_lazy(tensor)
+                    elif value is not None:
                         op.outputs.append((place, weak_value(value)))
                         made.append(value)
             place += 1
