@@ -181,7 +181,7 @@ class Known:
             kept.renew()
 
     def _needs_care(self, entry: Entry, tensor: Tensor) -> bool:
-        """Whether a tensor is lazily conjugated or negated: its storage does not show that, so it is
+        """Whether a tensor is lazily conjugated or negated: a storage does not show that, so it is
         kept. Where the storage was there before, such a view of it may have been there too."""
         if entry.counted and not self._lazy_bits:
             return False
