@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from against_plain import WAYS, Way, bits, check, counted, gradients, leaf, plainly
@@ -280,3 +281,56 @@ def test_a_parameter_changed_inside_the_region_is_seen() -> None:
         return gradients(way(region, x).sum(), x, *layer.parameters())
 
     check(scenario)
+
+
+@every_way
+@pytest.mark.parametrize("where", ["inference", "between", "backward"])
+def test_statistics_that_move_where_nothing_is_recorded(where: str, way: Way) -> None:
+    """In inference mode, between two backwards of a context, and in a backward inside of it."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        norm, x = nn.BatchNorm1d(64), leaf(512, 64)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            y = x.sin()
+            if where == "backward":
+                y = torch_checkpoint(norm, x, use_reentrant=False)
+            assert norm.running_mean is not None
+            z = x * (norm.running_mean + 1)
+            for _ in range(6):
+                z = z.tanh().sin()
+            return z.exp().sum(), y.sum()
+
+        def step() -> None:
+            z, y = forward()
+            if where == "inference":
+                with torch.inference_mode():
+                    norm(x)
+            else:
+                y.backward(retain_graph=True)
+            if where == "between":
+                with torch.no_grad():
+                    norm(x)
+            z.backward()
+
+        way(step)
+        return [x.grad, *norm.buffers()]
+
+    assert check(scenario, way).operations > 0
+
+
+@every_way
+def test_externals_that_are_written_in_inference_mode(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, average = leaf(64), torch.rand(64)
+
+        def region(x: Tensor) -> Tensor:
+            y = (x * average.sqrt()).tanh().sin()
+            z = (y + average).sin().exp()
+            with torch.inference_mode():
+                average.mul_(0.9).add_(y.mean())
+            return z
+
+        return [*gradients(way(region, x).sum(), x), average]
+
+    check(scenario, way)

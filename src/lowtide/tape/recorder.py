@@ -81,6 +81,8 @@ class Recorder(Saves, _compat.Mode):
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
+            if facts.statistics is not None:
+                self._statistics_move(facts, args)
             result = _compat.called(func, args, kwargs)
             if self.paused and not facts.view and not facts.writes:
                 self._register(None, result, [])  # only its bytes are counted
@@ -90,10 +92,9 @@ class Recorder(Saves, _compat.Mode):
             or self.next_step is not None
             or self._among_others
             or (types and any(map(_compat.has_own_dispatch, types)))
+            or torch.is_inference_mode_enabled()
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
-        if torch.is_inference_mode_enabled():
-            return _compat.called(func, args, kwargs)
         if facts.simple and not self._careful:
             return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
@@ -267,6 +268,8 @@ class Recorder(Saves, _compat.Mode):
             written = list({e.key: (e, 0) for e in found if e is not None}.values())
         elif facts.writes:
             written += self._written_inside(args, kwargs)
+        if facts.statistics is not None:
+            self._statistics_move(facts, args)
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
         for entry, _ in written:
