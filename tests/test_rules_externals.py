@@ -334,3 +334,45 @@ def test_externals_that_are_written_in_inference_mode(way: Way) -> None:
         return [*gradients(way(region, x).sum(), x), average]
 
     check(scenario, way)
+
+
+class WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return x.mul_(grad * 3)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[2:]])
+def test_a_custom_backward_that_writes_what_it_has_saved(view: Callable[[Tensor], Tensor]) -> None:
+    """What else is made from it is replayed from its old content."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6, 6)
+
+        def region(x: Tensor) -> Tensor:
+            y = x + 1
+            z = (y * 2).tanh()
+            return z.sum() + WritesInBackward.apply(view(y))  # its backward comes first
+
+        return gradients(way(region, x), x)
+
+    assert check(scenario)["add"] > 1
+
+
+def test_a_custom_backward_that_writes_an_external() -> None:
+    x = leaf(6, 6)
+    given = x + 1
+
+    def region(y: Tensor) -> Tensor:
+        z = (y * 2).tanh()
+        return z.sum() + WritesInBackward.apply(y.t())
+
+    loss = lowtide.checkpoint(region, given)
+    with pytest.raises(lowtide.ReplayError, match="modified by an in-place operation"):
+        loss.backward()

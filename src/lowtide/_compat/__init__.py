@@ -99,6 +99,7 @@ from lowtide._compat.modules import (
 from lowtide._compat.tensors import (
     Counter,
     awaited,
+    counting_writes,
     detached_alias,
     dry_run,
     has_own_dispatch,
@@ -135,6 +136,7 @@ __all__ = [
     "casting_now",
     "compiled_before_modes",
     "constant_while_compiling",
+    "counting_writes",
     "counts_bytes",
     "current_device",
     "current_stream",
