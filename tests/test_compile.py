@@ -161,6 +161,24 @@ def test_exempt_functions_are_not_warned_about() -> None:
             lowtide.checkpoint(lambda v: exempt(eager(v)), x).sum().backward()
 
 
+def test_a_stance_that_is_set_inside_a_recording() -> None:
+    backend = Backend()
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=backend)
+    compiled(X)
+
+    def region(x: Tensor) -> Tensor:
+        with torch.compiler.set_stance("default"):
+            return compiled(x).exp()  # type: ignore[no-any-return]
+
+    x = X.clone().requires_grad_()
+    with pytest.warns(CompiledWarning):
+        lowtide.checkpoint(region, x).sum().backward()
+    assert backend.runs == 1
+    with torch.compiler.set_stance("default"):
+        compiled(X)
+    assert backend.runs == 2
+
+
 def test_dynamo_first_imported_inside_a_recording() -> None:
     """Nothing in this process has imported Dynamo before the region is entered."""
     code = (

@@ -93,6 +93,24 @@ def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]
     users = getattr(dynamo, "_stance", None)
     if users is not None and type(users) is not _EagerWhileRecording:
         dynamo._stance = _EagerWhileRecording(users, recording, lost)
+        _whatever_is_set(dynamo, recording, lost)
+
+
+def _whatever_is_set(dynamo: Any, recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+    """Go on with a stance that the program sets from now on, inside a recording perhaps."""
+    original = dynamo._set_stance
+
+    def set_stance(stance: Any) -> Any:
+        before = original(stance)
+        if type(stance) is not _EagerWhileRecording:
+            dynamo._stance = _EagerWhileRecording(stance, recording, lost)
+        return before
+
+    set_stance._dynamo_forbidden = True  # type: ignore[attr-defined]  # as torch's own
+    dynamo._set_stance = set_stance
+    public = sys.modules.get("torch._dynamo.decorators")  # has its own name for it
+    if hasattr(public, "_set_stance"):
+        public._set_stance = set_stance  # type: ignore[union-attr]
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
