@@ -78,6 +78,7 @@ from lowtide._compat.dispatch import (
 )
 from lowtide._compat.dynamo import (
     constant_while_compiling,
+    hide_generated_code,
     is_compiled_module,
     never_compiled,
     run_compiled_eagerly,
@@ -153,6 +154,7 @@ __all__ = [
     "frozen_parameter",
     "gradient_of_part",
     "has_own_dispatch",
+    "hide_generated_code",
     "hollow",
     "in_backward",
     "in_functorch",

@@ -393,6 +393,17 @@ class Recorder(Saves, _compat.Mode):
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
 
+    def unseen(self, run: Callable[[], Any]) -> Any:
+        """Run what calls operators that must not be recorded: its results are kept (rule 5)."""
+        result = self._aside(run)
+        if self.next_step is None:
+            self._register(None, result, [])
+        return result
+
+    def _aside(self, run: Callable[[], Any]) -> Any:
+        with _compat.disable_dispatch():
+            return run()
+
     def pause(self) -> None:
         """A backward begins inside the recording. The table forgets its values, as through that of
         the loss it would keep every value that the loss was made from. It keeps the entries, which
