@@ -336,6 +336,26 @@ def test_externals_that_are_written_in_inference_mode(way: Way) -> None:
     check(scenario, way)
 
 
+@every_way
+def test_a_fused_optimizer_between_forward_and_backward_shows_no_version(way: Way) -> None:
+    """Autograd does not notice it, and reads the new weights. What is replayed has read the old."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()), leaf(4, 6)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+        def region(x: Tensor) -> Tensor:
+            y: Tensor = model(x).exp().sum()
+            optimizer.step()
+            return y
+
+        return gradients(way(region, x), x, *model.parameters())
+
+    check(scenario, way)
+
+
 class WritesInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

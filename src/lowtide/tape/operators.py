@@ -161,6 +161,7 @@ class Facts:
         placing: an in-place write with which code builds a tensor, see `_PLACING`.
         fills: arguments whose old content does not matter, as it is overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
+        unversioned: a fused optimizer's, which writes without moving a version counter.
         statistics: positions (mean, var, training) of running statistics, or None. The last is -1
             if it always trains.
         lazy_bits: makes a lazily conjugated or negated tensor.
@@ -186,6 +187,7 @@ class Facts:
         "random",
         "simple",
         "statistics",
+        "unversioned",
         "view",
         "writes",
     )
@@ -198,6 +200,7 @@ class Facts:
             self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
+            self.unversioned = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = self.has_bodies = True
@@ -220,6 +223,7 @@ class Facts:
         self.blank = base in _BLANK
         self.constant = base in CONSTANTS and makes
         self.placing = base in _PLACING
+        self.unversioned = base.startswith("_fused_") and bool(self.writes) and not schema.returns
         self.chunks = schema.name in _CHUNKS
         fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
         self.fills_saved = _FILLS_SAVED.get(base)

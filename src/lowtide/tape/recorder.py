@@ -200,6 +200,7 @@ class Recorder(Saves, _compat.Mode):
             if place != facts.fills_saved:
                 saved, _ = behind.get(entry.key, (None, None))
                 hidden = place in statistics and place not in facts.writes
+                hidden = hidden or facts.unversioned
                 self._overwriting(entry, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
@@ -273,7 +274,7 @@ class Recorder(Saves, _compat.Mode):
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
         for entry, _ in written:
-            self._overwriting(entry)
+            self._overwriting(entry, facts.unversioned)
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
