@@ -368,17 +368,19 @@ class WritesInBackward(torch.autograd.Function):
         return x.mul_(grad * 3)
 
 
-@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[2:]])
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.t(), lambda x: x[2:], torch.view_as_real]
+)
 def test_a_custom_backward_that_writes_what_it_has_saved(view: Callable[[Tensor], Tensor]) -> None:
     """What else is made from it is replayed from its old content."""
 
     def scenario(way: Way) -> list[Tensor | None]:
-        x = leaf(6, 6)
+        x = leaf(6, 6, dtype=torch.complex64 if view is torch.view_as_real else torch.float32)
 
         def region(x: Tensor) -> Tensor:
             y = x + 1
             z = (y * 2).tanh()
-            return z.sum() + WritesInBackward.apply(view(y))  # its backward comes first
+            return z.abs().sum() + WritesInBackward.apply(view(y))  # its backward comes first
 
         return gradients(way(region, x), x)
 
