@@ -96,6 +96,7 @@ from lowtide._compat.modules import (
     is_script,
     parameters_and_buffers,
     selective_policy,
+    torchscripts,
 )
 from lowtide._compat.tensors import (
     Counter,
@@ -201,6 +202,7 @@ __all__ = [
     "take_off_saved_tensor_hooks",
     "taken_apart",
     "torch_has",
+    "torchscripts",
     "under_modes",
     "use_recorder_key",
     "version_of",
