@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
@@ -159,6 +160,24 @@ def test_exempt_functions_are_not_warned_about() -> None:
         x = X.clone().requires_grad_()
         with warnings.catch_warnings(action="error"):
             lowtide.checkpoint(lambda v: exempt(eager(v)), x).sum().backward()
+
+
+def test_a_stance_that_is_set_inside_a_recording() -> None:
+    backend = Backend()
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=backend)
+    compiled(X)
+
+    def region(x: Tensor) -> Tensor:
+        with torch.compiler.set_stance("default"):
+            return compiled(x).exp()  # type: ignore[no-any-return]
+
+    x = X.clone().requires_grad_()
+    with pytest.warns(CompiledWarning):
+        lowtide.checkpoint(region, x).sum().backward()
+    assert backend.runs == 1
+    with torch.compiler.set_stance("default"):
+        compiled(X)
+    assert backend.runs == 2
 
 
 def test_dynamo_first_imported_inside_a_recording() -> None:
@@ -357,3 +376,32 @@ def test_inductor() -> None:
     expected = step(model, model)
     with pytest.warns(CompiledWarning):
         assert same(expected, step(model, functools.partial(lowtide.checkpoint, compiled)))
+
+
+@pytest.mark.parametrize("kind", ["products", "convolution"])
+def test_code_of_inductors_that_is_called_without_dynamo(kind: str) -> None:
+    """It writes the results of operators further, by kernels that no recorder sees: kept."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 4, 8, 8), torch.randn(4, 4, 3, 3)
+
+    def features(x: Tensor, weight: Tensor) -> Tensor:
+        if kind == "products":
+            return (torch.mm(x.flatten(1), x.flatten(1).t()).relu() * 0.3 @ x.flatten(1)).relu()
+        return torch.conv2d(x, weight).add(1).relu()
+
+    with torch.no_grad():
+        code = torch._inductor.compile(make_fx(features)(x, weight), [x, weight])
+    scale = torch.randn_like(code(x, weight)).requires_grad_()
+
+    def region(scale: Tensor) -> Tensor:
+        with torch.no_grad():
+            made: Tensor = code(x, weight)
+        return ((scale * made).sin() * (made * 0.1).exp()).sum()
+
+    found = []
+    for way in (lambda f, s: f(s), lowtide.checkpoint):
+        scale.grad = None
+        way(region, scale).backward()
+        found.append(scale.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+    assert scale.grad is not None

@@ -549,3 +549,21 @@ def test_a_copy_of_a_module_that_has_a_budget_has_one_that_begins_anew() -> None
         assert limit.limit == 0.9
         assert limit.report().steps == 0
     assert model.limit.report().steps == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript itself
+def test_a_refusal_inside_of_torchscript_arrives_as_itself() -> None:
+    """TorchScript replaces Python's errors by one of its own, without their text."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = torch.sigmoid(torch.sin(x) * x)
+        return x
+
+    scripted = torch.jit.script(function)
+    x = leaf(256, 256)
+    budget = lowtide.budget(600_000)
+    with pytest.raises(lowtide.BudgetError) as refused, budget:
+        scripted(x)
+    with lowtide.budget(2 * refused.value.minimum):
+        scripted(x).sum().backward()

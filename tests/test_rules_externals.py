@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from against_plain import WAYS, Way, bits, check, counted, gradients, leaf, plainly
@@ -280,3 +281,120 @@ def test_a_parameter_changed_inside_the_region_is_seen() -> None:
         return gradients(way(region, x).sum(), x, *layer.parameters())
 
     check(scenario)
+
+
+@every_way
+@pytest.mark.parametrize("where", ["inference", "between", "backward"])
+def test_statistics_that_move_where_nothing_is_recorded(where: str, way: Way) -> None:
+    """In inference mode, between two backwards of a context, and in a backward inside of it."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        norm, x = nn.BatchNorm1d(64), leaf(512, 64)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            y = x.sin()
+            if where == "backward":
+                y = torch_checkpoint(norm, x, use_reentrant=False)
+            assert norm.running_mean is not None
+            z = x * (norm.running_mean + 1)
+            for _ in range(6):
+                z = z.tanh().sin()
+            return z.exp().sum(), y.sum()
+
+        def step() -> None:
+            z, y = forward()
+            if where == "inference":
+                with torch.inference_mode():
+                    norm(x)
+            else:
+                y.backward(retain_graph=True)
+            if where == "between":
+                with torch.no_grad():
+                    norm(x)
+            z.backward()
+
+        way(step)
+        return [x.grad, *norm.buffers()]
+
+    assert check(scenario, way).operations > 0
+
+
+@every_way
+def test_externals_that_are_written_in_inference_mode(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, average = leaf(64), torch.rand(64)
+
+        def region(x: Tensor) -> Tensor:
+            y = (x * average.sqrt()).tanh().sin()
+            z = (y + average).sin().exp()
+            with torch.inference_mode():
+                average.mul_(0.9).add_(y.mean())
+            return z
+
+        return [*gradients(way(region, x).sum(), x), average]
+
+    check(scenario, way)
+
+
+@every_way
+def test_a_fused_optimizer_between_forward_and_backward_shows_no_version(way: Way) -> None:
+    """Autograd does not notice it, and reads the new weights. What is replayed has read the old."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()), leaf(4, 6)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+        def region(x: Tensor) -> Tensor:
+            y: Tensor = model(x).exp().sum()
+            optimizer.step()
+            return y
+
+        return gradients(way(region, x), x, *model.parameters())
+
+    check(scenario, way)
+
+
+class WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return x.mul_(grad * 3)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.t(), lambda x: x[2:], torch.view_as_real]
+)
+def test_a_custom_backward_that_writes_what_it_has_saved(view: Callable[[Tensor], Tensor]) -> None:
+    """What else is made from it is replayed from its old content."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(6, 6, dtype=torch.complex64 if view is torch.view_as_real else torch.float32)
+
+        def region(x: Tensor) -> Tensor:
+            y = x + 1
+            z = (y * 2).tanh()
+            return z.abs().sum() + WritesInBackward.apply(view(y))  # its backward comes first
+
+        return gradients(way(region, x), x)
+
+    assert check(scenario)["add"] > 1
+
+
+def test_a_custom_backward_that_writes_an_external() -> None:
+    x = leaf(6, 6)
+    given = x + 1
+
+    def region(y: Tensor) -> Tensor:
+        z = (y * 2).tanh()
+        return z.sum() + WritesInBackward.apply(y.t())
+
+    loss = lowtide.checkpoint(region, given)
+    with pytest.raises(lowtide.ReplayError, match="modified by an in-place operation"):
+        loss.backward()

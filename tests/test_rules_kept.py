@@ -491,6 +491,49 @@ def test_complex_with_lazy_conjugation_and_negation() -> None:
 
 
 @every_way
+@pytest.mark.parametrize("part", ["conjugated", "negated"])
+def test_lazily_conjugated_or_negated_before_beside_what_it_is_a_view_of(
+    part: str, way: Way
+) -> None:
+    """Their storage is known from the plain tensor, and does not show what they are."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        number = torch.randn(16, 16, dtype=torch.complex64)
+        if part == "conjugated":
+            plain, lazy, x = number, number.mH, leaf(16, 16, dtype=torch.complex64)
+            assert lazy.is_conj()
+        else:
+            plain, lazy, x = number.imag, number.conj().imag, leaf(16, 16)
+            assert lazy.is_neg()
+
+        def region(x: Tensor) -> Tensor:
+            y = (x * plain).tanh()
+            read = torch.mm(lazy, y).sin() * 0.1  # read by what is replayed
+            saved = (x.sin() * lazy).cos()  # saved as it is
+            return (read.exp() * y).abs() + saved.abs()
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario, way)
+
+
+@every_way
+def test_lazily_conjugated_in_an_earlier_step_of_the_context(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        number, x = torch.randn(16, 16, dtype=torch.complex64), leaf(16, 16, dtype=torch.complex64)
+
+        def steps() -> Tensor:
+            lazy = number.conj()
+            ((x * number).tanh() * lazy).abs().sum().backward()
+            y = (x * number).tanh()
+            return ((y * lazy).sin() * y).abs().sum()
+
+        return gradients(way(steps), x)
+
+    check(scenario, way)
+
+
+@every_way
 def test_sparse(way: Way) -> None:
     def scenario(way: Way) -> list[Tensor | None]:
         x, w = leaf(4, 4), leaf(4, 3)

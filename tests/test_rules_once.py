@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf
 from lowtide.backward.operation import costs, describe
-from lowtide.tape.operators import facts_of
+from lowtide.tape.operators import facts_of, hidden_statistics
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -157,6 +157,42 @@ def test_batch_norm_twice_in_a_region(momentum: float | None) -> None:
 
     replayed = check(scenario)
     assert replayed["native_batch_norm"] == 2
+
+
+class InParts(torch.autograd.Function):
+    """A BatchNorm made of the kernels that `SyncBatchNorm` is made of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        batch_mean, batch_variance = torch.batch_norm_update_stats(x, mean, variance, 0.1)
+        scale = (batch_variance + 1e-5).rsqrt()
+        ctx.save_for_backward(batch_mean, scale)
+        return (x - batch_mean[:, None, None]) * scale[:, None, None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mean, scale = ctx.saved_tensors
+        return grad * scale[:, None, None] + mean[:, None, None], None, None
+
+
+@every_way
+def test_a_batch_norm_in_parts_moves_once(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, mean, variance = leaf(2, 3, 5, 5), torch.zeros(3), torch.ones(3)
+        y = way(lambda x: InParts.apply(x.sin(), mean, variance).tanh(), x)
+        return [*gradients(y.sum(), x), mean, variance]
+
+    replayed = check(scenario, way)
+    if way is lowtide.checkpoint:
+        assert replayed["batch_norm_update_stats"] > 0
+
+
+@pytest.mark.parametrize("name", ["batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"])
+def test_what_a_device_has_of_it_is_known_to_move_statistics(name: str) -> None:
+    facts = facts_of(getattr(torch.ops.aten, name).default)
+    given = dict.fromkeys(range(8), torch.ones(3))
+    assert hidden_statistics(facts, tuple(given.values())) == (3, 4)
+    assert hidden_statistics(facts, (*map(given.get, range(3)), None, None)) == ()
 
 
 def test_spectral_norm_vectors_move_once() -> None:

@@ -225,12 +225,15 @@ class Budget(Planning):
             if decisions.operations:
                 self.where.forward_over()
             known = self._known_refusal(decisions) if error is None else None
+            if isinstance(error, RuntimeError) and _compat.torchscripts(error):
+                known = self._halfway  # TorchScript replaces Python's errors by its own
+            self._halfway = None
             if error is not None or known is not None:  # half a step teaches nothing
                 self._active.remove(decisions)
                 decisions.discard()
             if known is not None:
                 try:
-                    raise known
+                    raise known from error
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
 

@@ -78,6 +78,12 @@ def _compilation_lost() -> None:
         )
 
 
+def _around_generated_code(run: Callable[[], Any]) -> Any:
+    """Run code that Inductor has generated: the recorder sees only what it returns."""
+    recorder = _open.recorder
+    return run() if recorder is None else recorder.unseen(run)
+
+
 # Dynamo must not look into these when they are called under a compiled function.
 for _function in (Recorder.__torch_dispatch__, Recorder.pack, unpack):
     _compat.never_compiled(_function)
@@ -103,6 +109,7 @@ class Recording:
                 "outside of the budget or region, or use torch.autograd.grad in its place."
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
+        _compat.hide_generated_code(_around_generated_code)
         recorder = self.new_recorder(self.tape)
         _push_hooks(recorder)
         try:

@@ -78,6 +78,7 @@ from lowtide._compat.dispatch import (
 )
 from lowtide._compat.dynamo import (
     constant_while_compiling,
+    hide_generated_code,
     is_compiled_module,
     never_compiled,
     run_compiled_eagerly,
@@ -96,10 +97,12 @@ from lowtide._compat.modules import (
     is_script,
     parameters_and_buffers,
     selective_policy,
+    torchscripts,
 )
 from lowtide._compat.tensors import (
     Counter,
     awaited,
+    counting_writes,
     detached_alias,
     dry_run,
     has_own_dispatch,
@@ -136,6 +139,7 @@ __all__ = [
     "casting_now",
     "compiled_before_modes",
     "constant_while_compiling",
+    "counting_writes",
     "counts_bytes",
     "current_device",
     "current_stream",
@@ -152,6 +156,7 @@ __all__ = [
     "frozen_parameter",
     "gradient_of_part",
     "has_own_dispatch",
+    "hide_generated_code",
     "hollow",
     "in_backward",
     "in_functorch",
@@ -199,6 +204,7 @@ __all__ = [
     "take_off_saved_tensor_hooks",
     "taken_apart",
     "torch_has",
+    "torchscripts",
     "under_modes",
     "use_recorder_key",
     "version_of",

@@ -8,6 +8,7 @@ Rejected: `torch.compiler.disable` and its like, which import it.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import sys
@@ -93,6 +94,44 @@ def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]
     users = getattr(dynamo, "_stance", None)
     if users is not None and type(users) is not _EagerWhileRecording:
         dynamo._stance = _EagerWhileRecording(users, recording, lost)
+        _whatever_is_set(dynamo, recording, lost)
+
+
+def _whatever_is_set(dynamo: Any, recording: Callable[[], bool], lost: Callable[[], None]) -> None:
+    """Go on with a stance that the program sets from now on, inside a recording perhaps."""
+    original = dynamo._set_stance
+
+    def set_stance(stance: Any) -> Any:
+        before = original(stance)
+        if type(stance) is not _EagerWhileRecording:
+            dynamo._stance = _EagerWhileRecording(stance, recording, lost)
+        return before
+
+    set_stance._dynamo_forbidden = True  # type: ignore[attr-defined]  # as torch's own
+    dynamo._set_stance = set_stance
+    public = sys.modules.get("torch._dynamo.decorators")  # has its own name for it
+    if hasattr(public, "_set_stance"):
+        public._set_stance = set_stance  # type: ignore[union-attr]
+
+
+def hide_generated_code(around: Callable[[Callable[[], Any]], Any]) -> None:
+    """From now on, call `around(run)` wherever code that Inductor has generated would run.
+
+    Such code calls some operators, and writes their results further by kernels that nothing sees.
+    Dynamo is kept from calling it, but `torch._inductor.compile` and its like return it. It has no
+    public hook.
+    """
+    module: Any = sys.modules.get("torch._inductor.output_code")
+    graph = getattr(module, "CompiledFxGraph", None)
+    if graph is None or "_lowtide_around" in vars(graph):
+        return
+    original = graph.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, inputs: Any) -> Any:
+        return around(lambda: original(self, inputs))
+
+    graph.__call__, graph._lowtide_around = call, around
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -44,3 +44,11 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
         policy: Callable[..., Any] = context.policy_fn
         return policy
     return None
+
+
+def torchscripts(error: RuntimeError) -> bool:
+    """Whether TorchScript's interpreter raised this in place of a Python error inside.
+
+    It says so in the text only, and does not keep that error, or its text.
+    """
+    return type(error) is RuntimeError and "TorchScript interpreter" in str(error)

@@ -13,6 +13,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import MemberDescriptorType
 
@@ -61,8 +62,16 @@ def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     Inside a dispatch mode the key that makes views share their counter is switched off: an alias
     made there would never show that its storage was written.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with counting_writes():
         return tensor.detach()
+
+
+def counting_writes() -> AbstractContextManager[None]:
+    """Let views that are made below autograd share the version counter of what they are part of."""
+    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
 
 
 def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:

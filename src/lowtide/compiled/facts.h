@@ -61,7 +61,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   if (!facts.attr("statistics").is_none()) {
     std::tie(fact.mean, fact.variance, fact.training) =
         facts.attr("statistics").cast<std::tuple<int, int, int>>();
-    fact.always_trains = name.size() > 11 && name.compare(name.size() - 11, 11, "with_update") == 0;
+    fact.always_trains = fact.training < 0;
   }
   auto place = [&](py::handle where) {
     if (py::isinstance<py::int_>(where)) return where.cast<int>();

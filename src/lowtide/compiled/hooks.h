@@ -156,10 +156,13 @@ inline at::Tensor replayed(
   return base;
 }
 
+// A custom backward may write what it is given: a view shows that to the value it is of.
 inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
   if (handle->geometry.fits(base)) return base;
   BelowAutograd below;
-  return handle->geometry.of(base);
+  at::Tensor view = handle->geometry.of(base);
+  view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  return view;
 }
 
 inline at::Tensor unpack_handle(Handle* handle) {

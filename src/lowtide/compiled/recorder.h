@@ -287,7 +287,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     Gil gil;
     fact = learn(op);
   }
-  if (fact != nullptr && (fact->view || state->paused)) {
+  if (fact != nullptr && (fact->view || (state->paused && fact->mean < 0))) {
     // Must not wrap the result in a Python tensor: its caller may be about to give it another class.
     if (!is_none(state->read)) {
       Gil gil;

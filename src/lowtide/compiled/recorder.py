@@ -8,6 +8,7 @@ has been built, the extension. Rejected: subclass tests all over the package; on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ def recorder_class(core: Any) -> type[Recorder]:
             """Run an operator call that the compiled path does not handle."""
             types = {type(tensor) for tensor in tensors_in(args, kwargs)}
             return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+
+        def _aside(self, run: Callable[[], Any]) -> Any:
+            return core.aside(run)
 
         def pack_slowly(self, tensor: torch.Tensor) -> Any:
             if _compat.is_wrapper(type(tensor)):

@@ -62,6 +62,7 @@ class Planning:
         self._measured: tuple[int, tuple[Signature, ...]] | None = None  # the last peak, and whose
         self._peaks = 0, 0  # how many peaks were measured, and the highest of them
         self._refusal: BudgetError | None = None
+        self._halfway: BudgetError | None = None  # raised in the forward that runs
         self._refused = Refusals()
         self._shortage = Shortage()
         self._outside = 0.0  # what a loss outside takes, as a fraction of what the forward saves
@@ -409,7 +410,9 @@ class Planning:
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
         named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
         least += to_come + before
-        raise too_small(name, live, need, self.limit, count, least, named, before)
+        refused = too_small(name, live, need, self.limit, count, least, named, before)
+        self._halfway = refused.again()
+        raise refused
 
     @property
     def keeps_wrappers(self) -> bool:

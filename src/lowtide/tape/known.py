@@ -73,7 +73,7 @@ class Known:
         self.settle = None if where is None else where.settle
         self.sequence = 0  # operations recorded so far
         self.numbers = 0  # values numbered so far
-        self._lazy_bits = False  # some tensor is lazily conjugated or negated
+        self._lazy_bits = False  # some tensor was lazily conjugated or negated here
         self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
         self._group = 0  # the operation at which FSDP2 did so
         self.table: dict[int, Entry] = self.new_table()
@@ -107,7 +107,6 @@ class Known:
             entry = self._enter(storage, None, version)
             self.live[0] -= entry.counted
             entry.counted = 0
-            self._lazy_bits = self._lazy_bits or needs_care(tensor)
         elif entry.version != version and not self._other_counter(entry, tensor):
             if not (entry.loose and version == entry.version - 1):
                 # Written by something that the recorder did not see: it cannot be replayed.
@@ -180,6 +179,13 @@ class Known:
         """All writes that moved versions of wrappers so far were recorded, part by part."""
         for kept in self._wholes:
             kept.renew()
+
+    def _needs_care(self, entry: Entry, tensor: Tensor) -> bool:
+        """Whether a tensor is lazily conjugated or negated: a storage does not show that, so it is
+        kept. Where the storage was there before, such a view of it may have been there too."""
+        if entry.counted and not self._lazy_bits:
+            return False
+        return is_lazy(tensor)
 
     def value_in(self, entry: Entry) -> Value:
         """The value in a storage; a fresh external where the old value is gone."""
@@ -333,9 +339,9 @@ class Known:
                 value.keep = True  # which also keeps readers off the fast path around the check
 
 
-def needs_care(tensor: Tensor) -> bool:
-    """Whether it is lazily conjugated or negated: a storage does not show that, so it is kept."""
-    return (tensor.is_complex() and tensor.is_conj()) or tensor.is_neg()
+def is_lazy(tensor: Tensor) -> bool:
+    """Whether it is lazily conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def covers(ref: Ref, nbytes: int) -> bool:

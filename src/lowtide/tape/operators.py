@@ -116,19 +116,26 @@ _OVERWRITING = frozenset(
 # Operators that fill an argument that autograd has saved *before* the call (its position): backward
 # is meant to see the new content.
 _FILLS_SAVED = {"rrelu_with_noise": 1, "rrelu_with_noise_": 1}
+_ALWAYS = -1  # in place of the position of a training flag: it always trains, and has no such flag
 # `native_batch_norm` and its kin update running statistics, which the schema does not declare.
 # In training no result depends on them, so a replay gets scratch memory in their place
-# (positions of mean, variance and the training flag).
+# (positions of mean, variance and the training flag). The first two are seen in inference mode and
+# below autograd only; the last three are parts of a `SyncBatchNorm`.
 _HIDDEN_STATISTICS = {
+    "aten::batch_norm": (3, 4, 5),
+    "aten::instance_norm": (3, 4, 5),
     "aten::native_batch_norm": (3, 4, 5),
     "aten::cudnn_batch_norm": (3, 4, 5),
     "aten::miopen_batch_norm": (3, 4, 5),
     "aten::_batch_norm_impl_index": (3, 4, 5),
+    "aten::batch_norm_update_stats": (1, 2, _ALWAYS),
+    "aten::batch_norm_gather_stats": (3, 4, _ALWAYS),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4, _ALWAYS),
 }
 # The same where the schema does declare that they are written.
 _DECLARED_STATISTICS = {
     "aten::_native_batch_norm_legit": (3, 4, 5),
-    "aten::_batch_norm_with_update": (3, 4, 5),  # always trains, has no such flag
+    "aten::_batch_norm_with_update": (3, 4, _ALWAYS),
 }
 # Families that consult global switches, which are recorded with each such operation (rule 5).
 _AMBIENT_PARTS = ("conv", "mm", "matmul", "linear", "attention", "rnn", "lstm", "gru", "batch_norm",
@@ -154,7 +161,9 @@ class Facts:
         placing: an in-place write with which code builds a tensor, see `_PLACING`.
         fills: arguments whose old content does not matter, as it is overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
-        statistics: positions (mean, var, training) of running statistics, or None.
+        unversioned: a fused optimizer's, which writes without moving a version counter.
+        statistics: positions (mean, var, training) of running statistics, or None. The last is -1
+            if it always trains.
         lazy_bits: makes a lazily conjugated or negated tensor.
         ambient: recorded with the global switches: a family of kernels that consults them, or a
             factory.
@@ -178,6 +187,7 @@ class Facts:
         "random",
         "simple",
         "statistics",
+        "unversioned",
         "view",
         "writes",
     )
@@ -190,6 +200,7 @@ class Facts:
             self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
+            self.unversioned = False
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = self.has_bodies = True
@@ -212,6 +223,7 @@ class Facts:
         self.blank = base in _BLANK
         self.constant = base in CONSTANTS and makes
         self.placing = base in _PLACING
+        self.unversioned = base.startswith("_fused_") and bool(self.writes) and not schema.returns
         self.chunks = schema.name in _CHUNKS
         fills: set[int | str] = {where for where in self.writes if isinstance(where, str)}
         self.fills_saved = _FILLS_SAVED.get(base)
@@ -265,7 +277,6 @@ def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Positions of running statistics that this call updates and a replay must not."""
     assert facts.statistics is not None
     mean, var, training = facts.statistics
-    always = facts.name.endswith("with_update")
-    if not always and (len(args) <= training or not args[training]):
+    if training != _ALWAYS and (len(args) <= training or not args[training]):
         return ()
     return (mean, var) if isinstance(args[mean], torch.Tensor) else ()

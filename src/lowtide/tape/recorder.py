@@ -20,7 +20,7 @@ from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape import bodies
 from lowtide.tape.generators import states_before
-from lowtide.tape.known import Entry, needs_care, weak_value
+from lowtide.tape.known import Entry, is_lazy, weak_value
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
@@ -81,6 +81,8 @@ class Recorder(Saves, _compat.Mode):
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
+            if facts.statistics is not None:
+                self._statistics_move(facts, args)
             result = _compat.called(func, args, kwargs)
             if self.paused and not facts.view and not facts.writes:
                 self._register(None, result, [])  # only its bytes are counted
@@ -90,10 +92,9 @@ class Recorder(Saves, _compat.Mode):
             or self.next_step is not None
             or self._among_others
             or (types and any(map(_compat.has_own_dispatch, types)))
+            or torch.is_inference_mode_enabled()
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
-        if torch.is_inference_mode_enabled():
-            return _compat.called(func, args, kwargs)
         if facts.simple and not self._careful:
             return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
@@ -125,6 +126,7 @@ class Recorder(Saves, _compat.Mode):
                     and value.region is region
                     and entry.version == _compat.version_of(argument)
                     and storage.resizable()  # see `_given_out`
+                    and entry.counted  # not there before, see `_needs_care`
                     and not self._lazy_bits
                 ):
                     ref = Ref(value, argument)
@@ -198,6 +200,7 @@ class Recorder(Saves, _compat.Mode):
             if place != facts.fills_saved:
                 saved, _ = behind.get(entry.key, (None, None))
                 hidden = place in statistics and place not in facts.writes
+                hidden = hidden or facts.unversioned
                 self._overwriting(entry, hidden or (saved is not None and saved.op is None))
         if self.before is not None and not written:
             self.before(facts, func, args, kwargs)
@@ -266,10 +269,12 @@ class Recorder(Saves, _compat.Mode):
             written = list({e.key: (e, 0) for e in found if e is not None}.values())
         elif facts.writes:
             written += self._written_inside(args, kwargs)
+        if facts.statistics is not None:
+            self._statistics_move(facts, args)
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
         for entry, _ in written:
-            self._overwriting(entry)
+            self._overwriting(entry, facts.unversioned)
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
@@ -323,7 +328,7 @@ class Recorder(Saves, _compat.Mode):
 
     def _reference(self, tensor: Tensor) -> Ref | None:
         entry = self.entry_of(tensor)
-        if entry is None or entry.given_out or (self._lazy_bits and needs_care(tensor)):
+        if entry is None or entry.given_out or self._needs_care(entry, tensor):
             return None
         value = entry.value
         if value is None:
@@ -361,7 +366,9 @@ class Recorder(Saves, _compat.Mode):
                 # A storage that is in the table already: the result is an alias, and no value.
                 if _compat.storage_id(storage) not in table:
                     value = self._enter(storage, op, version).value
-                    if op is not None and value is not None:
+                    if op is None:  # such as a custom operator
+                        self._lazy_bits = self._lazy_bits or is_lazy(tensor)
+                    elif value is not None:
                         op.outputs.append((place, weak_value(value)))
                         made.append(value)
             place += 1
@@ -386,6 +393,17 @@ class Recorder(Saves, _compat.Mode):
             if value.keep and value.held is None and value.saved:
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
+
+    def unseen(self, run: Callable[[], Any]) -> Any:
+        """Run what calls operators that must not be recorded: its results are kept (rule 5)."""
+        result = self._aside(run)
+        if self.next_step is None:
+            self._register(None, result, [])
+        return result
+
+    def _aside(self, run: Callable[[], Any]) -> Any:
+        with _compat.disable_dispatch():
+            return run()
 
     def pause(self) -> None:
         """A backward begins inside the recording. The table forgets its values, as through that of

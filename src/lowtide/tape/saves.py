@@ -16,7 +16,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape import wrapped
-from lowtide.tape.known import Entry, needs_care
+from lowtide.tape.known import Entry
 from lowtide.tape.values import Handle, Kept, Ref
 from lowtide.tape.writes import Writes
 
@@ -53,7 +53,7 @@ class Saves(Writes):
         if self.next_step is not None:
             self.next_step()
         entry = self.entry_of(tensor)
-        if entry is None or (self._lazy_bits and needs_care(tensor)):
+        if entry is None or self._needs_care(entry, tensor):
             return self._kept(tensor)
         value = entry.value
         if value is None:

@@ -136,6 +136,9 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same geometry over a copy of the whole storage."""
+    if torch.is_inference_mode_enabled():  # its tensors have no version
+        with torch.inference_mode(mode=False):
+            return copy_of(tensor)
     storage = tensor.untyped_storage().clone()
     with _compat.below_autograd():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape.known import Entry, Known, covers
-from lowtide.tape.operators import Facts
+from lowtide.tape.operators import Facts, hidden_statistics
 from lowtide.tape.values import Ref, Value, flatten, tensors_in
 
 Tensor = torch.Tensor
@@ -147,6 +147,15 @@ class Writes(Known):
                 if entry is not None:
                     found[entry.key] = (entry, 0)
         return list(found.values())
+
+    def _statistics_move(self, facts: Facts, args: tuple[Any, ...]) -> None:
+        """A call that is not recorded may be about to move running statistics, without a new
+        version: earlier operations, of any recorder, have read the old ones."""
+        for place in hidden_statistics(facts, args):
+            entry = self.entry_of(args[place])
+            if entry is not None and place not in facts.writes:
+                self._overwriting(entry, hidden=True)
+                entry.value = self.new_value(None, entry.nbytes, self.region)
 
     # ------------------------------------------------------------------ inputs
 
