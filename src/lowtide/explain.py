@@ -104,8 +104,9 @@ def explain(
 ) -> Explanation:
     """Explain why a training step takes the memory that it takes, and what would lower it.
 
-    A dry run, like `lowtide.plan`: nothing is executed. Peaks are bytes above what was in memory
-    before the step.
+    A dry run, like `lowtide.plan`: nothing is computed. ``fn`` is called twice, the second time
+    with half the batch, if its arguments show what the batch is. Peaks are bytes above what was in
+    memory before the step.
 
     Args:
         fn: the step, as for `lowtide.plan`.

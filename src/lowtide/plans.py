@@ -301,7 +301,7 @@ def plan(
 ) -> Plan:
     """Plan a training step under a memory limit, without running it.
 
-    Nothing is executed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
+    Nothing is computed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
     fake tensors instead of parameters, buffers and arguments, so even a step that fits on no
     machine can be planned. Bytes come from sizes, times from a model of the device; a budget that
     runs the plan replaces them by what it measures.

@@ -170,7 +170,7 @@ class SavedTensors:
 def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedTensors:
     """List what autograd holds after the forward of a step, by module, operator and line.
 
-    A dry run, like `lowtide.plan`: nothing is executed. If that is not possible, one real step is
+    A dry run, like `lowtide.plan`: nothing is computed. If that is not possible, one real step is
     recorded, with a `DryRunWarning`.
 
     Args:

@@ -34,9 +34,10 @@ _FAR = 1.5  # a prediction of more than this many times the limit is refused wit
 class CompileBudget:
     """A backend for `torch.compile` that keeps compiled training steps inside a limit.
 
-    ``torch.compile(model, backend=lowtide.CompileBudget("2 GiB"))``. What to save between forward
-    and backward and what to recompute is decided for each operation by lowtide's planner; the code
-    is Inductor's. Pass one object to several `torch.compile` calls, and they share the limit.
+    ``torch.compile(loss, backend=lowtide.CompileBudget("2 GiB"))``, where ``loss`` calls the model.
+    What to save between forward and backward and what to recompute is decided for each operation by
+    lowtide's planner; the code is Inductor's. Pass one object to several `torch.compile` calls, and
+    they share the limit.
 
     Args:
         limit: bytes (``int``), text (``"2 GiB"``), or a float in (0, 1]: a fraction of the peak
