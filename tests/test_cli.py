@@ -281,6 +281,16 @@ def test_explain_and_trace(
     assert highest == data["plain"]["peak"]
 
 
+@pytest.mark.parametrize("verb", ["plan", "trace", "snapshot"])
+def test_a_limit_that_is_refused_writes_nothing(
+    program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    path = tmp_path / "written"
+    assert main([verb, f"{program}:build", "--limit", "1%", "-o", str(path)]) == 1
+    assert "does not fit" in capsys.readouterr().err
+    assert not path.exists()
+
+
 def test_the_page_of_a_limit_that_is_refused_shows_one_with_room(
     program: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
