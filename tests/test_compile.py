@@ -198,7 +198,7 @@ def test_fit_of_a_compiled_model() -> None:
         assert same(expected, step(model, compiled))
     assert budget.report().steps == 1
     assert backend.runs == 0
-    budget.detach()
+    budget.remove()
     assert same(expected, step(model, compiled))
     assert backend.runs == 1
 

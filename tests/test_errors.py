@@ -6,6 +6,7 @@ test_rules_externals.py, modules that are already checkpointed also in test_fore
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -192,10 +193,39 @@ def test_fit_twice() -> None:
     first = lowtide.fit(model, 0.5)
     with pytest.raises(lowtide.UsageError) as caught:
         lowtide.fit(model, 0.6)
-    assert "this Linear has a budget already. Call detach()" in str(caught.value)
-    first.detach()
-    first.detach()
-    lowtide.fit(model, 0.6).detach()
+    assert "this Linear has a budget already. Call remove()" in str(caught.value)
+    first.remove()
+    first.remove()
+    lowtide.fit(model, 0.6).remove()
+
+
+def test_a_fitted_budget_takes_itself_off_at_the_end_of_a_with() -> None:
+    """As what `checkpoint_modules` returns does; it opens no step of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with lowtide.fit(model, "1 MiB") as fitted:
+        assert fitted.active
+        assert "on a model" in repr(fitted)
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+    assert fitted.report().steps == 2
+    assert not fitted.active
+    with recorded() as seen:
+        model(torch.randn(3, 4)).sum().backward()
+    assert seen == []
+    with pytest.raises(RuntimeError, match="a fault of the block"), lowtide.fit(model, "1 MiB"):
+        raise RuntimeError("a fault of the block")
+    lowtide.fit(model, "1 MiB").remove()
+
+
+def test_a_copy_of_a_fitted_budget_is_on_no_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fitted = lowtide.fit(model, "1 MiB")
+    model(torch.randn(3, 4)).sum().backward()
+    copied = copy.deepcopy(fitted)
+    assert not copied.active
+    assert copied.report().steps == 0
+    copied.remove()
+    assert fitted.active
 
 
 class Flagged(nn.Module):
@@ -219,7 +249,7 @@ def test_fit_of_a_model_that_checkpoints_itself() -> None:
     assert "Switch the other off first" in text
     model(leaf(3, 4)).sum().backward()
     model[0].use_checkpoint = False
-    lowtide.fit(model, 0.5).detach()
+    lowtide.fit(model, 0.5).remove()
 
 
 def test_a_fitted_model_in_the_wrong_mode_is_the_plain_model() -> None:

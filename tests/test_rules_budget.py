@@ -537,7 +537,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         report = budget.report()
         assert report.planned, share  # no operation differed from the plan
         assert report.replayed_operations
-        budget.detach()
+        budget.remove()
 
 
 @pytest.mark.usefixtures("one_thread", "short_search")

@@ -24,7 +24,7 @@ from lowtide.errors import (
     UsageError,
 )
 from lowtide.explain import Explanation, explain, format_explanation, print_explanation
-from lowtide.fitting import fit
+from lowtide.fitting import FittedBudget, fit
 from lowtide.frontier import Curve, curve
 from lowtide.inductor import CompileBudget, CompileReport
 from lowtide.levels import checkpoint_levels, find_levels
@@ -68,6 +68,7 @@ __all__ = [
     "DeviceWarning",
     "DryRunWarning",
     "Explanation",
+    "FittedBudget",
     "LowtideError",
     "Measurement",
     "Plan",

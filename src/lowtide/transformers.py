@@ -57,9 +57,7 @@ class Enabled:
     def remove(self) -> None:
         """Restore the model's plain forward. A second call does nothing."""
         what, self._what = self._what, None
-        if isinstance(what, FittedBudget):
-            what.detach()
-        elif what is not None:
+        if what is not None:
             what.remove()
 
     def __enter__(self) -> Enabled:
@@ -256,4 +254,4 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _detach(self) -> None:
         if self.budget is not None:
-            self.budget.detach()
+            self.budget.remove()
