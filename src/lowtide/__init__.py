@@ -27,11 +27,12 @@ from lowtide.explain import Explanation, explain, format_explanation, print_expl
 from lowtide.fitting import FittedBudget, fit
 from lowtide.frontier import Curve, curve
 from lowtide.inductor import CompileBudget, CompileReport
-from lowtide.levels import checkpoint_levels, find_levels
+from lowtide.levels import Levels, checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
     ActivationCheckpointing,
     ActivationCheckpointWrapper,
+    CheckpointedModules,
     checkpoint_modules,
 )
 from lowtide.plans import Plan, load_plan, plan
@@ -61,6 +62,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetReport",
+    "CheckpointedModules",
     "CompileBudget",
     "CompileReport",
     "CompiledWarning",
@@ -69,6 +71,7 @@ __all__ = [
     "DryRunWarning",
     "Explanation",
     "FittedBudget",
+    "Levels",
     "LowtideError",
     "Measurement",
     "Plan",

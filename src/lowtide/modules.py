@@ -37,8 +37,8 @@ from lowtide.selection import Every, Which, every, is_container, select
 __all__ = [
     "ActivationCheckpointWrapper",
     "ActivationCheckpointing",
+    "CheckpointedModules",
     "Every",
-    "Handle",
     "Which",
     "checkpoint_modules",
     "every",
@@ -57,7 +57,7 @@ LEVELS = range(6)
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
 
 
-class Handle:
+class CheckpointedModules:
     """The modules that one call checkpointed; `remove()` switches them off again.
 
     Also a context manager that calls `remove()` at the end. It does not keep the model alive.
@@ -87,7 +87,7 @@ class Handle:
         """Describe what was chosen and why, as text."""
         return self._description or "\n".join(name or "(the model itself)" for name in self.names)
 
-    def __enter__(self) -> Handle:
+    def __enter__(self) -> CheckpointedModules:
         return self
 
     def __exit__(
@@ -103,10 +103,14 @@ class Handle:
         more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""
         state = "checkpointed" if self.active or not self.names else "no longer checkpointed"
         modules = "1 module" if len(self.names) == 1 else f"{len(self.names)} modules"
-        return f"<lowtide.Handle: {modules} {state}{': ' if shown else ''}{shown}{more}>"
+        return (
+            f"<lowtide.CheckpointedModules: {modules} {state}{': ' if shown else ''}{shown}{more}>"
+        )
 
 
-def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) -> Handle:
+def checkpoint_modules(
+    model: nn.Module, which: Which, *, policy: Any = None
+) -> CheckpointedModules:
     """Checkpoint the modules of `model` that `which` selects.
 
     Args:
@@ -136,7 +140,7 @@ def switch_on(
     policy: Any,
     caller: str,
     description: str = "",
-) -> Handle:
+) -> CheckpointedModules:
     """Checkpoint all of `chosen`, or none if one cannot be."""
     check_policy(policy, caller)
     refuse_active_checkpointing(model, caller)
@@ -149,7 +153,7 @@ def switch_on(
         for restore in restores:
             restore.remove()
         raise
-    return Handle([name for name, _ in chosen], restores, description)
+    return CheckpointedModules([name for name, _ in chosen], restores, description)
 
 
 def check_model(model: object, caller: str) -> None:

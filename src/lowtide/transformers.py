@@ -22,7 +22,7 @@ from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
 from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
-from lowtide.modules import Handle, check_model, checkpoint_modules, every
+from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules, every
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
 
@@ -49,8 +49,8 @@ class Enabled:
         names: the qualified names of the modules that are regions; empty with a limit.
     """
 
-    def __init__(self, what: FittedBudget | Handle | _OwnFunction) -> None:
-        self._what: FittedBudget | Handle | _OwnFunction | None = what
+    def __init__(self, what: FittedBudget | CheckpointedModules | _OwnFunction) -> None:
+        self._what: FittedBudget | CheckpointedModules | _OwnFunction | None = what
         self.budget = what if isinstance(what, FittedBudget) else None
         self.names = () if isinstance(what, FittedBudget) else what.names
 
