@@ -58,6 +58,15 @@ def test_the_wrapper_twice_is_the_wrapper_once(replayed: Callable[[], int]) -> N
     ActivationCheckpointWrapper.remove(block)
     assert not is_checkpointed(block)
     assert set(vars(block)) == set(vars(Block()))
+
+
+def test_a_policy_for_a_module_that_is_checkpointed_already_is_refused() -> None:
+    """It would have no effect."""
+    block = ActivationCheckpointWrapper(Block())
+    with pytest.raises(UsageError, match="this Block is already checkpointed by lowtide"):
+        ActivationCheckpointWrapper(block, policy=lowtide.policies.KeepProducts())
+    ActivationCheckpointWrapper.remove(block)
+    ActivationCheckpointWrapper(block, policy=lowtide.policies.KeepProducts())
     ActivationCheckpointWrapper.remove(block)
 
 

@@ -225,10 +225,17 @@ class _WrapperType(type):
                 f"ActivationCheckpointWrapper: a {type(module).__name__} has no forward; wrap the "
                 "modules in it instead"
             )
-        if not is_checkpointed(module):
-            caller = "ActivationCheckpointWrapper"
-            switch_on(module, [("", module)], policy=policy, caller=caller)
-            add_entry(_LoadEitherForm(module))
+        if is_checkpointed(module):
+            if policy is not None:  # which of two policies holds must not depend on who was first
+                raise UsageError(
+                    f"ActivationCheckpointWrapper: this {type(module).__name__} is already "
+                    "checkpointed by lowtide, and the policy would have no effect; give it in the "
+                    "first call, or call ActivationCheckpointWrapper.remove(module) before"
+                )
+            return module
+        caller = "ActivationCheckpointWrapper"
+        switch_on(module, [("", module)], policy=policy, caller=caller)
+        add_entry(_LoadEitherForm(module))
         return module
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -241,14 +248,16 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
     around it: type, parameter names, `state_dict` and copies stay as they were, nothing is
     recomputed in eval, and plain weights load. Weights saved through a wrapper (keys that begin
-    with "module.") load too. A module that is already checkpointed is returned as it is.
+    with "module.") load too. A module that is already checkpointed is returned as it is, if no
+    policy is given.
 
     `module` is any module with a forward; `policy` says what to keep inside the region, as for
     `lowtide.checkpoint`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,
-            TorchScript, or checkpointed by its own flag; or the class is subclassed.
+            TorchScript, or checkpointed by its own flag; a policy is given for a module that
+            lowtide already checkpoints; or the class is subclassed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -301,12 +310,13 @@ class ActivationCheckpointing(nn.Module):
 
     `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. The
     call runs as a region if this object is in training mode (`.train()`, `.eval()`; as a submodule
-    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. A call of level 0
-    is therefore a region at every training level, 0 included.
+    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. So a training of
+    level 0 checkpoints nothing but calls of level 0, which are regions at every training level.
 
     Args:
-        fn_checkpoint_level: the level of the call: 0 nothing, 1 single layers, 2 small blocks,
-            3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders.
+        fn_checkpoint_level: the level of the call: 1 single layers, 2 small blocks, 3 transformer
+            layers and decoder blocks, 4 stages, 5 whole encoders and decoders; 0 whatever is
+            always to be a region.
         training_checkpoint_level: the level of the training, 0 to 5. It may be set between steps.
 
     Raises:
@@ -353,7 +363,7 @@ def check_level(level: int, name: str) -> int:
         )
     if level not in LEVELS:
         raise UsageError(
-            f"{name} is {level}, outside 0 to 5: 0 nothing, 1 single layers, 2 small blocks, "
+            f"{name} is {level}, outside 0 to 5: 1 single layers, 2 small blocks, "
             "3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders"
         )
     return level
