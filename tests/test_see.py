@@ -135,6 +135,23 @@ def test_what_cannot_be_printed_is_refused() -> None:
         lowtide.format_saved_tensors(held, rows=-3)
 
 
+def test_what_is_printed_is_what_the_formatter_returns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both take a result; neither takes a step, nor looks at it again."""
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    held = lowtide.saved_tensors(model, batch)
+    lowtide.print_saved_tensors(held, by="kind", rows=1)
+    assert capsys.readouterr().out == lowtide.format_saved_tensors(held, by="kind", rows=1) + "\n"
+    told = lowtide.explain(model, batch)
+    lowtide.print_explanation(told)
+    assert capsys.readouterr().out == lowtide.format_explanation(told) + "\n"
+    with pytest.raises(UsageError, match=r"Write lowtide\.saved_tensors\(step"):
+        lowtide.print_saved_tensors(model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Write lowtide\.explain\(step"):
+        lowtide.print_explanation(model)  # type: ignore[arg-type]
+
+
 def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
     model = nn.Linear(8, 8)
 
