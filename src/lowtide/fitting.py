@@ -162,7 +162,8 @@ def _budget_lost() -> None:
     """Called once each time torch.compile traces a fitted forward."""
     warnings.warn(
         "a model that has a budget from lowtide.fit is being compiled with torch.compile. Compiled "
-        "code is not recorded, so the model runs as if it had no budget. Do not compile it, or use "
+        "code is not recorded, so the model runs as if it had no budget. Do not compile it; or "
+        "compile it with backend=lowtide.CompileBudget(limit), from torch 2.13 on, or with "
         "lowtide.checkpoint in its blocks, which torch.compile understands.",
         CompiledWarning,
         stacklevel=2,
@@ -216,11 +217,12 @@ def fit(
             f"this {type(model).__name__} has a budget already. Call remove() on the budget that "
             "lowtide.fit returned before giving the model another."
         )
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if _compat.is_compiled_in_place(model):
         raise UsageError(
             f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(), "
-            "and its compiled call would bypass the budget. Leave model.compile() out, or use "
-            "lowtide.checkpoint in its blocks, which torch.compile understands."
+            "and its compiled call would bypass the budget. Leave model.compile() out; or leave "
+            "lowtide.fit out and compile with backend=lowtide.CompileBudget(limit), from torch "
+            "2.13 on, or with lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
     if example is not None:

@@ -70,6 +70,7 @@ from lowtide._compat.dispatch import (
     is_operator,
     kernel_at_key,
     modes_of_users,
+    schema_if_any,
     schema_of,
     skips_autograd,
     take_off_mode,
@@ -78,6 +79,7 @@ from lowtide._compat.dispatch import (
 )
 from lowtide._compat.dynamo import (
     constant_while_compiling,
+    is_compiled_in_place,
     is_compiled_module,
     never_compiled,
     run_compiled_eagerly,
@@ -156,6 +158,7 @@ __all__ = [
     "in_functorch",
     "inner_tensors",
     "is_accelerator",
+    "is_compiled_in_place",
     "is_compiled_module",
     "is_operator",
     "is_script",
@@ -181,6 +184,7 @@ __all__ = [
     "refuses_hooks",
     "reset_peak",
     "run_compiled_eagerly",
+    "schema_if_any",
     "schema_of",
     "second_cache",
     "selective_policy",
