@@ -410,11 +410,11 @@ def budget(
     its own, and what that step leaves in memory counts towards the limit of the next.
 
     Args:
-        limit: bytes, as an ``int``; text, such as ``"6 GiB"`` or ``"800 MB"``; a ``float`` in
-            (0, 1], a fraction of the plain step's peak (of the largest one measured so far, if
-            steps differ); or a `Plan`, which is followed from the first step on. A step other than
-            the planned one is noticed at the first operation that differs, and planned like any
-            unknown step.
+        limit: bytes, as an ``int``; text, such as ``"6 GiB"``, ``"800 MB"`` or ``"50%"``; a
+            ``float`` in (0, 1], a fraction of the plain step's peak (of the largest one measured so
+            far, if steps differ); or a `Plan`, which is followed from the first step on. A step
+            other than the planned one is noticed at the first operation that differs, and planned
+            like any unknown step. The limit is then the plan's; the peak of a plan without one.
         device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
             ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.
@@ -429,6 +429,13 @@ def budget(
         UsageError: the limit or the device cannot be used; the group does not exist; or, on
             entering, the budget is already entered, here or on another thread, or another budget
             or region is open on this thread.
-        BudgetError: the limit cannot be met. The error names the smallest limit known to suffice.
+        UnsupportedError: on entering, inside a transform of ``torch.func`` or while a CUDA graph is
+            captured; or by a higher-order operator whose body reads tensors that require grad and
+            are not among its operands.
+        BudgetError: the limit cannot be met. It is raised where that shows: by an operation of the
+            forward, at the end of the ``with``, when backward begins, or on entering the next step,
+            if it was found while this one was measured. The error names the smallest limit known to
+            suffice; for a forward that is refused halfway, the rest of which is not known yet, an
+            estimate.
     """
     return Budget(limit, device=device, group=group)

@@ -104,7 +104,7 @@ def explain(
 ) -> Explanation:
     """Explain why a training step takes the memory that it takes, and what would lower it.
 
-    A dry run, like `lowtide.plan`: nothing is executed. Peaks are bytes above what was in memory
+    A dry run, like `lowtide.plan`: nothing is computed. Peaks are bytes above what was in memory
     before the step.
 
     Args:
@@ -115,9 +115,12 @@ def explain(
             kept is explained, not raised.
         on: the device whose times to model, as for `lowtide.plan`.
 
+    Returns:
+        The figures and the sentences made from them. It prints as the sentences.
+
     Raises:
-        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
-            region, or with grad disabled.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; no rates are known of the
+            device that `on` names; or called inside a budget or region, or with grad disabled.
 
     Examples:
         >>> import torch

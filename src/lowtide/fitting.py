@@ -209,7 +209,10 @@ def fit(
             compiled with ``model.compile()``, or checkpoints parts of itself by its own flag (now,
             or when its first step runs); or an example is given for a model in eval mode or
             together with a plan.
-        BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step.
+        BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step,
+            as for `lowtide.budget`.
+        UnsupportedError: in a step, inside a transform of ``torch.func``, while a CUDA graph is
+            captured, or in a copy that ``nn.DataParallel`` has made for another device.
     """
     check_model(model, "lowtide.fit")
     if has_override(model, _KIND):

@@ -86,9 +86,12 @@ def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs
         on: the device whose times to model, as for `lowtide.plan`.
         kwargs: its keyword arguments.
 
+    Returns:
+        The plans, from the plain step down to the smallest limit.
+
     Raises:
-        UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad
-            disabled.
+        UsageError: ``fn`` cannot be called; no rates are known of the device that `on` names; or
+            called inside a budget or region, or with grad disabled.
     """
     if not callable(fn):
         raise UsageError(

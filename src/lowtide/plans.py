@@ -301,9 +301,10 @@ def plan(
 ) -> Plan:
     """Plan a training step under a memory limit, without running it.
 
-    Nothing is executed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
+    Nothing is computed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
     fake tensors instead of parameters, buffers and arguments, so even a step that fits on no
-    machine can be planned. Bytes come from sizes, times from a model of the device; a budget that
+    machine can be planned. The Python code of `fn` does run: what it prints or counts is printed or
+    counted here too. Bytes come from sizes, times from a model of the device; a budget that
     runs the plan replaces them by what it measures.
 
     If the forward reads the contents of a tensor that depends on parameters or random numbers, one
@@ -322,10 +323,13 @@ def plan(
         on: the device whose times to model, for instance "H100". Default: the one that the model
             is on.
 
+    Returns:
+        The plan: its price, what it keeps and recomputes, and what `lowtide.budget` follows.
+
     Raises:
         BudgetError: no plan keeps the limit. The error names the smallest limit that can be kept.
-        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
-            region, or with grad disabled.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; no rates are known of the
+            device that `on` names; or called inside a budget or region, or with grad disabled.
 
     Examples:
         >>> import torch
@@ -395,6 +399,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Args:
         path: the file to read.
+
+    Returns:
+        The plan that was saved.
 
     Raises:
         UsageError: the file is damaged, is not a plan, or was written by another version.

@@ -170,13 +170,16 @@ class SavedTensors:
 def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedTensors:
     """List what autograd holds after the forward of a step, by module, operator and line.
 
-    A dry run, like `lowtide.plan`: nothing is executed. If that is not possible, one real step is
+    A dry run, like `lowtide.plan`: nothing is computed. If that is not possible, one real step is
     recorded, with a `DryRunWarning`.
 
     Args:
         fn: the step, as for `lowtide.plan`.
         args: its positional arguments.
         kwargs: its keyword arguments.
+
+    Returns:
+        Each storage that autograd holds, with its origin. Prints as a table.
 
     Raises:
         UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad

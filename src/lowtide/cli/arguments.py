@@ -23,15 +23,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="TARGET",
         help="file.py:function or package.module:function that returns (model, batch) or a step; "
-        "or a model class, with --shape",
+        "or a model class, or a function that returns a model, with --shape",
     )
     parser.add_argument(
         "--shape",
         action="append",
         default=[],
         metavar="SIZES",
-        help="an input of a model named by its class: 2x3x64x64, or 4x128:int64; repeat it for "
-        "each input",
+        help="an input of a model that comes without a batch: 2x3x64x64, or 4x128:int64; repeat it "
+        "for each input",
     )
     parser.add_argument(
         "--set",
