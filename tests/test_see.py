@@ -441,6 +441,10 @@ def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
     assert len(peaks) > 1
     assert peaks[0] == min(peaks) > told.plain.peak // 2
     assert f"Half the memory is out of reach here. The nearest: {told.changes[0].what}" in str(told)
+    (lowest,) = [change for change in told.changes if "smallest" in change.what]
+    assert lowest.what == "a limit just above the smallest that can be kept"
+    (limit,) = re.findall(r"budget\((\d+)\)", lowest.how)
+    assert int(limit) > told.study.plain.minimum_peak
 
 
 def test_a_peak_of_gradients_has_advice_about_gradients() -> None:

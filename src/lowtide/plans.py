@@ -114,7 +114,8 @@ class Plan:
     # ------------------------------------------------------------------ what it costs
 
     @cached_property
-    def _simulation(self) -> Simulation:
+    def simulation(self) -> Simulation:
+        """The step under this plan, moment by moment."""
         return Simulator(self.graph).run(self.retention.retain, trace=True)
 
     @property
@@ -125,7 +126,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Predicted peak of the step under this plan, in bytes."""
-        return self._simulation.peak
+        return self.simulation.peak
 
     @cached_property
     def plain_peak(self) -> int:
@@ -144,7 +145,7 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Time spent on replays, as a share of the plain step's time: 0.1 is 10 % more."""
-        return self._share(self._simulation.seconds)
+        return self._share(self.simulation.seconds)
 
     @property
     def lower_bound(self) -> float | None:
@@ -175,7 +176,7 @@ class Plan:
     @cached_property
     def operations(self) -> tuple[OperationDecision, ...]:
         """One decision for each operation of the forward."""
-        graph, trace = self.step.graph, self._simulation.trace
+        graph, trace = self.step.graph, self.simulation.trace
         assert trace is not None
         found = []
         for index, (op, module) in enumerate(zip(graph.ops, self.step.modules, strict=True)):

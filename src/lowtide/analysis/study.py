@@ -92,7 +92,7 @@ class Study:
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest limit to advise: the lowest peak and a little more, since a real step that
+        """The smallest limit to advise, 2.5 % above the smallest that can be kept: a real step that
         takes slightly more than predicted would leave a plan that has no room for it."""
         return int(self.plain.minimum_peak * _ROOM)
 

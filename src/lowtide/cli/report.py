@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
         subject = common.study_of(arguments, progress, target, halve=True)
         progress.stage("planning")
         told = explain_study(subject, limit)
-        if told.refused is not None:  # show the smallest limit that can be kept, and say so
+        if told.refused is not None:  # show one that can be kept, and say so
             told = _least(subject, told)
         progress.stage("planning for a dozen limits")
         curve = subject.curve
