@@ -23,14 +23,14 @@ from lowtide.errors import UsageError
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import format_bytes
 from lowtide.measure import counted_device
 from lowtide.memory import margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.planner import plain_peak
 from lowtide.planner.resume import forward_over, with_margin
-from lowtide.plans import Plan
+from lowtide.plans import Plan, limit_of
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
 from lowtide.running.earlier import Earlier
@@ -63,9 +63,7 @@ class Budget(Planning):
     ):
         self._asked = limit, device, group
         given = limit if isinstance(limit, Plan) else None
-        if isinstance(limit, Plan):
-            limit = limit.limit or max(1, limit.peak)
-        super().__init__(parse_limit(limit), None if group is None else Ranks(group))
+        super().__init__(limit_of(limit), None if group is None else Ranks(group))
         named = None if device is None else counted_device(device, "a budget")
         self.where = Where(named, self._moved)
         self._recording: Recording | None = None
@@ -85,7 +83,7 @@ class Budget(Planning):
 
     def __repr__(self) -> str:
         limit = self.promised()
-        of = "a fraction" if limit is None else f"{limit} bytes"
+        of = f"{self.limit:g} of the plain peak" if limit is None else f"{limit} bytes"
         return f"<lowtide.Budget of {of}, after {self._steps} steps>"
 
     # ------------------------------------------------------------------ the context

@@ -284,6 +284,15 @@ class Plan:
         )
 
 
+def limit_of(limit: int | float | str | Plan) -> int | float:
+    """What a budget of this limit keeps: a plan's own limit, or its peak if it has none.
+
+    Raises:
+        UsageError: the limit cannot be read.
+    """
+    return parse_limit((limit.limit or max(1, limit.peak)) if isinstance(limit, Plan) else limit)
+
+
 def _smallest_limit(least: int, plain: int) -> int:
     """The smallest limit to ask for: at the plain peak no margin is needed."""
     return min(limit_for(least), plain)

@@ -20,9 +20,9 @@ from torch import nn
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
-from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules, every
+from lowtide.plans import Plan, limit_of
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
 
@@ -75,7 +75,7 @@ class Enabled:
 def enable(
     model: nn.Module,
     *,
-    limit: int | float | str | None = None,
+    limit: int | float | str | Plan | None = None,
     policy: Policy | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
@@ -222,12 +222,12 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        limit: int | float | str,
+        limit: int | float | str | Plan,
         *,
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
-        parse_limit(limit)  # report a mistake here, not when training begins
+        limit_of(limit)  # report a mistake here, not when training begins
         self.limit = limit
         self.device = device
         self.group = group
