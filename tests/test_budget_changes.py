@@ -396,3 +396,6 @@ def test_whoever_makes_a_budget_for_every_step_is_told_once(
         one_step(budget)
         one_step(budget)
     assert not caplog.records
+    for more in range(200):  # such a program is not remembered limit by limit
+        one_step(lowtide.budget((1 << 27) + more))
+    assert len(lowtide.budget.__globals__["_beginners"]) <= 64

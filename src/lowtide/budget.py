@@ -49,6 +49,7 @@ _ANEW = 5  # after so many budgets in a row that had one step each, the user is 
 
 _log = logging.getLogger("lowtide")
 _beginners: dict[int | float, int] = {}  # per limit: budgets since one had a second step
+_MOST_LIMITS = 64  # at once; a program may compute a limit anew for each step
 
 
 class Budget(Planning):
@@ -370,8 +371,11 @@ def _tell_of_many(limit: int | float, steps: int) -> None:
     count = _beginners.get(limit, 0)
     if count == _ANEW:  # already warned
         return
-    _beginners[limit] = count + 1 if steps == 1 else 0
-    if _beginners[limit] == _ANEW:
+    count = count + 1 if steps == 1 else 0
+    if len(_beginners) >= _MOST_LIMITS:
+        _beginners.clear()
+    _beginners[limit] = count
+    if count == _ANEW:
         _log.warning(
             "%d budgets of %s had one step each: a budget learns from its first step and plans the "
             "next ones. Make one before the loop, and enter the same object for each step.",
