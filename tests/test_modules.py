@@ -17,12 +17,8 @@ from torch import Tensor, nn
 
 from by_hand import Block, fails, net, same, step
 from lowtide.errors import UsageError
-from lowtide.modules import (
-    checkpoint_modules,
-    every,
-    is_checkpointed,
-)
-from lowtide.selection import name_matches
+from lowtide.modules import checkpoint_modules, is_checkpointed
+from lowtide.selection import every, name_matches
 
 # --- selection --------------------------------------------------------------------------------
 

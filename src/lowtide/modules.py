@@ -21,7 +21,7 @@ from torch import nn
 from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
-from lowtide.models.foreign import find_active_checkpointing, refuse_active_checkpointing
+from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import (
     Call,
     InstanceEntry,
@@ -32,20 +32,13 @@ from lowtide.models.override import (
     override_forward,
 )
 from lowtide.policies import check_policy
-from lowtide.selection import Every, Which, every, is_container, select
+from lowtide.selection import Which, is_container, select
 
 __all__ = [
     "ActivationCheckpointWrapper",
     "ActivationCheckpointing",
     "CheckpointedModules",
-    "Every",
-    "Which",
     "checkpoint_modules",
-    "every",
-    "find_active_checkpointing",
-    "is_container",
-    "override_forward",
-    "refuse_active_checkpointing",
 ]
 
 _T = TypeVar("_T")

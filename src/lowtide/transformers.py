@@ -21,10 +21,11 @@ from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
 from lowtide.models.foreign import refuse_active_checkpointing
-from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules, every
+from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
 from lowtide.plans import Plan, limit_of
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
+from lowtide.selection import every
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
