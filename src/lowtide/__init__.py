@@ -2,9 +2,13 @@
 
 ``with lowtide.budget("6 GiB"):`` around forward and loss keeps a training step inside a memory
 limit by rematerializing activations, with the same bits in every gradient, buffer and random
-number as in the plain step. Importing this package loads torch and nothing else heavy. What needs
-another package (`lowtide.transformers`, `lowtide.lightning`, `lowtide.monai`) is imported on first
-use.
+number as in the plain step.
+
+Problem: users should find everything in one place, and pay for what they use only. Invariant: what
+is exported here is the public interface, and importing it loads torch and nothing else heavy.
+Imports the public modules; those that need another package (`lowtide.transformers`,
+`lowtide.lightning`, `lowtide.monai`) are imported on first use. Rejected: importing integrations
+if their package is there, which takes seconds that most programs do not need.
 """
 
 import importlib
