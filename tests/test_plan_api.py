@@ -157,8 +157,9 @@ def test_keyword_arguments_reach_the_step() -> None:
 
     x = torch.ones(64, 64, requires_grad=True)
     assert lowtide.plan(step, x, scale=2.0).step.graph.ops
-    with pytest.raises(UsageError, match="as a callable"):
-        lowtide.plan(3)  # type: ignore[arg-type]
+    for verb in (lowtide.plan, lowtide.curve, lowtide.explain, lowtide.saved_tensors):
+        with pytest.raises(UsageError, match=r"the step must be a callable .*; got int\."):
+            verb(3)
     with pytest.raises(UsageError, match="cannot read the limit"):
         lowtide.plan(step, x, scale=2.0, limit="much")
 

@@ -13,7 +13,6 @@ from typing import Any, overload
 
 from lowtide import engine
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
 from lowtide.memory.margins import limit_for
 from lowtide.planner import minimum, solve
@@ -93,11 +92,6 @@ def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs
         UsageError: ``fn`` cannot be called; no rates are known of the device that `on` names; or
             called inside a budget or region, or with grad disabled.
     """
-    if not callable(fn):
-        raise UsageError(
-            f"curve needs the step as a callable (a module, or a function of its arguments); got "
-            f"{type(fn).__name__}."
-        )
     return curve_of(dry_run(fn, args, kwargs, on))
 
 

@@ -348,11 +348,6 @@ def plan(
         >>> plan(model, batch, limit=0.6).peak < plan(model, batch).plain_peak
         True
     """
-    if not callable(fn):
-        raise UsageError(
-            f"plan needs the step as a callable (a module, or a function of its arguments); got "
-            f"{type(fn).__name__}."
-        )
     wanted = None if limit is None else parse_limit(limit)
     step = dry_run(fn, args, kwargs, on)
     return plan_step(step, wanted)

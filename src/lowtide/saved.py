@@ -193,11 +193,6 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
         >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
         [('1', 4096)]
     """
-    if not callable(fn):
-        raise UsageError(
-            f"saved_tensors needs the step as a callable (a module, or a function of its "
-            f"arguments); got {type(fn).__name__}."
-        )
     witness = Witness()
     step = dry_run(fn, args, kwargs, witness=witness)
     assert witness.ledger is not None
@@ -292,11 +287,7 @@ def _others(saved: SavedTensors) -> list[str]:
     groups = {group.keys[0]: group for group in saved.by("kind")}
     parts = [
         f"{format_bytes(groups[kind].nbytes)} of {plural}"
-        for kind, plural in (
-            ("parameter", "parameters"),
-            ("buffer", "buffers"),
-            ("input", "inputs"),
-        )
+        for kind, plural in _PLURALS
         if kind in groups
     ]
     text = []
