@@ -167,6 +167,8 @@ def test_plan_writes_what_it_shows(
     assert (plan.peak, plan.limit) == (data["peak"], data["limit"])
     assert plan.overhead == pytest.approx(data["overhead"])
     assert sum(m["recomputed_bytes"] for m in data["modules"]) > 0
+    text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "12")
+    assert text == f"{plan}\n"  # as in Python
     text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "3")
     assert re.search(r"\(\d+ modules not shown\)$", text, re.M)
     assert re.search(r"^predicted peak +[\d.]+ \w+ of [\d.]+ \w+ plain \(\d+%\)$", text, re.M)

@@ -100,8 +100,9 @@ def test_decisions_by_operation_and_by_module(planned: Plan) -> None:
 
 def test_a_plan_prints(planned: Plan) -> None:
     text = str(planned)
-    for part in ("limit", "plain peak", "of the step", "lower bound", "recomputed:", "modelled"):
+    for part in ("limit", "plain (", "more time; no plan", "recomputed", "modelled", "total"):
         assert part in text
+    assert "no plan under" not in str(replace(planned, bound=None))
     assert planned.step.graph.fingerprint[:12] in repr(planned)
 
 
@@ -451,7 +452,7 @@ def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     assert costs[0] == 0
     assert all(a > b for a, b in itertools.pairwise(peaks))
     lines = str(points).splitlines()
-    assert len(lines) == len(points) + 1
+    assert len(lines) == len(points) + 2  # titles and a rule
     assert "overhead" in lines[0]
     assert list(points[1:3]) == [points[1], points[2]]
 

@@ -22,7 +22,6 @@ import torch
 
 from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.memory import margins
@@ -39,10 +38,9 @@ from lowtide.planner import (
     plain_peak,
     solve,
 )
+from lowtide.plantext import format_plan
 from lowtide.report import refusal
 from lowtide.running.prepared import Prepared
-
-_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,33 +241,7 @@ class Plan:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        graph = self.step.graph
-        times = f"{'modelled' if self.source == 'fake' else 'measured'}: {self.step.device}"
-        rows = [
-            ("graph", f"{graph.fingerprint[:12]}, {len(graph.ops)} operations, {self.source}"),
-            ("limit", "none" if self.limit is None else format_bytes(self.limit)),
-            ("peak", format_bytes(self.peak)),
-            ("plain peak", format_bytes(self.plain_peak)),
-            ("overhead", f"{self.overhead:.1%} of the step (times {times})"),
-        ]
-        if self.lower_bound is not None:
-            rows.append(("lower bound", f"{self.lower_bound:.1%}"))
-        width = max(len(label) for label, _ in rows)
-        lines = [f"{label:<{width}}  {text}" for label, text in rows]
-        redone = sorted(
-            (m for m in self.modules if m.recomputed_bytes), key=lambda m: -m.recomputed_bytes
-        )
-        if redone:
-            lines.append("recomputed:")
-        for row in redone[:_ROWS]:
-            lines.append(
-                f"  {row.module or OUTSIDE}: "
-                f"{format_bytes(row.recomputed_bytes)} of "
-                f"{format_bytes(row.recomputed_bytes + row.kept_bytes)}"
-            )
-        if len(redone) > _ROWS:
-            lines.append(f"  and {len(redone) - _ROWS} more modules")
-        return "\n".join(lines)
+        return format_plan(self)
 
     def _repr_html_(self) -> str:
         from lowtide.page.notebook import text_html
