@@ -106,6 +106,12 @@ def test_a_plan_prints(planned: Plan) -> None:
     assert planned.step.graph.fingerprint[:12] in repr(planned)
 
 
+def test_a_plan_without_a_limit_is_a_limit_of_its_peak() -> None:
+    plan = lowtide.plan(loss_on(network()), batch())
+    assert plan.limit is None
+    assert lowtide.budget(plan).report().limit == plan.peak
+
+
 def test_a_fraction_is_of_the_plain_peak() -> None:
     step = loss_on(network())
     share = 0.9
