@@ -163,7 +163,7 @@ def test_a_call_takes_torchs_keyword_and_the_functions_own() -> None:
 
 @pytest.mark.parametrize("level", [-1, 6, 100])
 def test_levels_out_of_range(level: int) -> None:
-    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 0 not"):
+    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 1 sin"):
         ActivationCheckpointing(level, 0)
     call = ActivationCheckpointing(0, 0)
     with pytest.raises(UsageError, match=rf"training_checkpoint_level is {level}, outside 0 to 5"):
