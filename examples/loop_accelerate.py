@@ -65,7 +65,7 @@ def loader(batch: int) -> DataLoader[tuple[Tensor, ...]]:
 
 def train(
     options: argparse.Namespace, limit: float | str | None
-) -> tuple[list[float], list[Tensor], lowtide.Budget | None]:
+) -> tuple[list[float], list[Tensor], lowtide.FittedBudget | None]:
     """Losses of the micro-batches, the weights at the end, and the budget."""
     set_seed(0)
     accelerator = Accelerator(

@@ -37,7 +37,7 @@ def slices(count: int) -> list[dict[str, np.ndarray]]:
 
 def train(
     options: argparse.Namespace, limit: float | str | None
-) -> tuple[list[float], dict[str, Tensor], lowtide.Budget | None]:
+) -> tuple[list[float], dict[str, Tensor], lowtide.FittedBudget | None]:
     """Every loss, the weights at the end, and the budget if there was one."""
     torch.manual_seed(0)
     net = SegResNet(2, init_filters=8, in_channels=1, out_channels=1, dropout_prob=0.1)

@@ -109,7 +109,7 @@ def test_an_unwrapped_model_keeps_its_budget(replayed: Callable[[], int]) -> Non
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         each(torch.randn(64, 16)).square().mean().backward()
     assert budget.report().steps == 2  # a copy is a plain model (rule 11)
-    budget.detach()
+    budget.remove()
     before = replayed()
     model(torch.randn(64, 16)).square().mean().backward()
     assert replayed() == before

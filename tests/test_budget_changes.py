@@ -236,7 +236,7 @@ def test_a_fitted_model_counts_gradients_it_has_not_come_to() -> None:
     fitted = lowtide.fit(model, 500)
     with pytest.raises(lowtide.BudgetError) as caught:
         model(x)
-    fitted.detach()
+    fitted.remove()
     assert caught.value.minimum > nbytes
 
 
@@ -253,7 +253,7 @@ def test_a_layer_that_has_no_parameters_yet_has_no_bytes() -> None:
             loss.backward()
             made.append(loss.detach())
         if fitted is not None:
-            fitted.detach()
+            fitted.remove()
         return made + [p.grad for p in model.parameters() if p.grad is not None]
 
     plain, limit, refusals = losses(None), 4000, 0
@@ -281,8 +281,8 @@ def test_parameters_can_be_swapped_once_their_budget_is_gone(way: str) -> None:
     other = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(model.weight, other)
-    if isinstance(budget, lowtide.fitting.FittedBudget):
-        budget.detach()
+    if isinstance(budget, lowtide.FittedBudget):
+        budget.remove()
     del budget
     gc.collect()
     torch.utils.swap_tensors(model.weight, other)
@@ -321,7 +321,7 @@ def test_following_the_advice_ends_soon(name: str, way: str) -> None:
             named = error.minimum
         finally:
             if fitted is not None:
-                fitted.detach()
+                fitted.remove()
         assert named > nbytes
         nbytes = named
         refusals += 1
@@ -396,3 +396,6 @@ def test_whoever_makes_a_budget_for_every_step_is_told_once(
         one_step(budget)
         one_step(budget)
     assert not caplog.records
+    for more in range(200):  # such a program is not remembered limit by limit
+        one_step(lowtide.budget((1 << 27) + more))
+    assert len(lowtide.budget.__globals__["_beginners"]) <= 64

@@ -6,6 +6,7 @@ test_rules_externals.py, modules that are already checkpointed also in test_fore
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -42,7 +43,7 @@ def trains_on() -> Iterator[None]:
 
 # Limits.
 
-FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
+FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
 UNITS = "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB."
 WHOLE = 'Bytes are a whole number, or a number with a unit: "6 GiB", "800 MB".'
 BAD_LIMITS: list[tuple[Any, str]] = [
@@ -63,16 +64,18 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     ("9" * 5000 + " B", "at most 2**63 - 1 bytes; '99999999999999999999...99999999 B' is more. "),
     ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. To limit nothing"),
     ("6 GiBs", f"cannot read the limit '6 GiBs': write a number and a unit, for instance "
-               f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as a'
-               " number: 0.6."),
+               f'"6 GiB" or "800 MB"; {UNITS} A fraction of the plain step\'s peak is written as '
+               '"60%" or as a number: 0.6.'),
     ("six GiB", "cannot read the limit 'six GiB'"),
-    ("6", "cannot read the limit '6': write a number and a unit"),
+    ("0", "a limit must be positive; '0' is 0 bytes."),
+    ("9" * 5000, "at most 2**63 - 1 bytes; '99999999999999999999...9999999999' is more. "),
     ("", "cannot read the limit ''"),
     ("-6 GiB", "cannot read the limit '-6 GiB'"),
     ("nan GiB", "cannot read the limit 'nan GiB'"),
-    ("50 %", "cannot read the limit '50 %'"),
-    ("60%", "A fraction of the plain step's peak is written as a number: 0.6."),
-    ("0.6", "A fraction of the plain step's peak is written as a number: 0.6."),
+    ("150%", "a limit in percent is a share of the plain step's peak, above 0% and at most 100%; "),
+    ("0 %", "above 0% and at most 100%; got '0 %'."),
+    ("nan%", "above 0% and at most 100%; got 'nan%'."),
+    ("1.5", f"in (0, 1]; got 1.5. {WHOLE}"),
     ("0 GiB", "a limit must be positive; '0 GiB' is 0 bytes."),
     ("0.2 B", "a limit must be positive; '0.2 B' is 0 bytes."),
     (None, f"a limit is {FORMS}; got None of type NoneType."),
@@ -103,6 +106,8 @@ def test_bad_limits(limit: Any, text: str) -> None:
         (1.0, 1.0), (0.25, 0.25), (2**63 - 1, 2**63 - 1), (np.int64(6 << 30), 6 << 30),
         (np.int32(7), 7), (np.float32(0.5), 0.5), (np.float64(0.6), 0.6),
         (Fraction(1, 2), 0.5), (torch.tensor(5), 5),
+        ("50%", 0.5), (" 12.5 % ", 0.125), ("0.6", 0.6), ("1.0", 1.0), ("6442450944", 6 << 30),
+        (str(2**53 + 1), 2**53 + 1),
     ],
 )  # fmt: skip
 def test_good_limits(limit: Any, expected: float) -> None:
@@ -192,10 +197,39 @@ def test_fit_twice() -> None:
     first = lowtide.fit(model, 0.5)
     with pytest.raises(lowtide.UsageError) as caught:
         lowtide.fit(model, 0.6)
-    assert "this Linear has a budget already. Call detach()" in str(caught.value)
-    first.detach()
-    first.detach()
-    lowtide.fit(model, 0.6).detach()
+    assert "this Linear has a budget already. Call remove()" in str(caught.value)
+    first.remove()
+    first.remove()
+    lowtide.fit(model, 0.6).remove()
+
+
+def test_a_fitted_budget_takes_itself_off_at_the_end_of_a_with() -> None:
+    """As what `checkpoint_modules` returns does; it opens no step of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with lowtide.fit(model, "1 MiB") as fitted:
+        assert fitted.active
+        assert "on a model" in repr(fitted)
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+    assert fitted.report().steps == 2
+    assert not fitted.active
+    with recorded() as seen:
+        model(torch.randn(3, 4)).sum().backward()
+    assert seen == []
+    with pytest.raises(RuntimeError, match="a fault of the block"), lowtide.fit(model, "1 MiB"):
+        raise RuntimeError("a fault of the block")
+    lowtide.fit(model, "1 MiB").remove()
+
+
+def test_a_copy_of_a_fitted_budget_is_on_no_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    fitted = lowtide.fit(model, "1 MiB")
+    model(torch.randn(3, 4)).sum().backward()
+    copied = copy.deepcopy(fitted)
+    assert not copied.active
+    assert copied.report().steps == 0
+    copied.remove()
+    assert fitted.active
 
 
 class Flagged(nn.Module):
@@ -219,7 +253,7 @@ def test_fit_of_a_model_that_checkpoints_itself() -> None:
     assert "Switch the other off first" in text
     model(leaf(3, 4)).sum().backward()
     model[0].use_checkpoint = False
-    lowtide.fit(model, 0.5).detach()
+    lowtide.fit(model, 0.5).remove()
 
 
 def test_a_fitted_model_in_the_wrong_mode_is_the_plain_model() -> None:

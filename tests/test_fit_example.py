@@ -69,7 +69,7 @@ def test_refused_before_any_step_runs() -> None:
     assert all(p.grad is None for p in net.parameters())
     budget = lowtide.fit(net, caught.value.minimum, example=x)  # nothing was left behind
     step(net, x)
-    budget.detach()
+    budget.remove()
 
 
 def test_a_plan_is_a_limit() -> None:
@@ -91,7 +91,7 @@ def test_a_plan_needs_no_example() -> None:
 
 def test_an_example_may_be_what_a_collator_returns() -> None:
     model = nn.Linear(4, 4)
-    lowtide.fit(model, "1 GiB", example=UserDict(input=torch.ones(2, 4))).detach()
+    lowtide.fit(model, "1 GiB", example=UserDict(input=torch.ones(2, 4))).remove()
 
 
 def test_another_batch_than_the_example_is_planned_anew() -> None:
@@ -101,7 +101,7 @@ def test_another_batch_than_the_example_is_planned_anew() -> None:
     for _ in range(2):
         step(net, other, scale=0.5)
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    budget.detach()
+    budget.remove()
     step(net, other, scale=0.5)
     assert same(expected, [p.grad for p in net.parameters() if p.grad is not None])
 

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import Flagged, fails, net
-from lowtide.modules import (
-    checkpoint_modules,
-    find_active_checkpointing,
-)
+from lowtide.models.foreign import find_active_checkpointing
+from lowtide.modules import checkpoint_modules
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import torch
 
 from lowtide import _compat
 from once import on_one_recorder
+from pages import BLOCK, agrees, comments, run
 
 pytestmark = on_one_recorder
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks() -> Iterator[object]:
@@ -46,7 +46,7 @@ def fresh_accelerator() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("code", list(blocks()))
-def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_code_block_runs(code: str) -> None:
     for library in ("monai", "transformers", "peft", "accelerate", "lightning.pytorch"):
         if f"from {library}" in code:
             pytest.importorskip(library)
@@ -59,12 +59,20 @@ def test_a_code_block_runs(code: str, capsys: pytest.CaptureFixture[str]) -> Non
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        exec(compile(code, "<guide>", "exec"), {"__name__": "guide"})
+        run(code)
     finally:
         torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    for line in re.findall(r"^\s*(?:print\(.*)?\)  # (.*)$", code, re.MULTILINE):
-        assert line.split("...")[0].strip() in printed
+
+
+def test_each_comment_is_compared_with_its_own_print() -> None:
+    with pytest.raises(AssertionError, match="line 2 printed 'False"):
+        run("print(1 == 1)  # True\nprint(1 == 2)  # True\n")
+    with pytest.raises(AssertionError, match="line 2 did not run"):
+        run("def never():\n    print(3)  # 3\n")
+    run("for n in range(2):\n    print(n < 2)  # True\nprint(\n    'é', 3\n)  # é ...\nprint(4)\n")
+    assert comments("print('# 3', 3)  # 3\nprint(len('print'))\nx = 5  # five\n") == {1: "3"}
+    assert agrees("<Plan: 3>\n", "<Plan...>")
+    assert not agrees("<Plan: 3>\n", "<Plan")
 
 
 def test_the_listing_in_the_levels_guide_is_what_is_printed(

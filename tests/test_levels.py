@@ -42,7 +42,7 @@ def test_level_0_is_off() -> None:
     handle = checkpoint_levels(model, 0)
     assert handle.names == ()
     assert "level 0, nothing is checkpointed" in handle.describe()
-    assert repr(handle) == "<lowtide.Handle: 0 modules checkpointed>"
+    assert repr(handle) == "<lowtide.CheckpointedModules: 0 modules checkpointed>"
     handle.remove()
 
 

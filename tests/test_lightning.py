@@ -258,6 +258,17 @@ def test_resuming(tmp_path: Path, replayed: Callable[[], int]) -> None:
     assert replayed() > 0
 
 
+def test_a_fit_by_a_plan(tmp_path: Path, replayed: Callable[[], int]) -> None:
+    expected = fit(tmp_path, max_epochs=1)
+    module = Net(late=False)
+    plan = lowtide.plan(module.loss, torch.randn(64, 16), limit=0.7)
+    callback = MemoryBudget(plan)
+    assert same(fit(tmp_path, callback, max_epochs=1), expected)
+    assert replayed() > 0
+    assert callback.budget is not None
+    assert callback.budget.report().limit == plan.limit
+
+
 def test_a_fit_that_was_refused_leaves_nothing(tmp_path: Path) -> None:
     module, callback = Net(), MemoryBudget("30 KiB")
     with pytest.raises(BudgetError, match=r"does not fit in 30\.0 KiB"):

@@ -93,7 +93,7 @@ def test_a_loss_that_takes_too_much_is_refused_with_what_would_do() -> None:
     text, least = str(caught.value), caught.value.minimum
     assert "its peak is in the loss, outside the budget" in text
     assert least is not None
-    budget.detach()
+    budget.remove()
     lowtide.fit(model, least)
     peaks, _ = train(model, x, wide)
     assert max(peaks[1:]) <= least

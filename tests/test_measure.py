@@ -71,6 +71,16 @@ def test_views_and_in_place_operations_cost_nothing() -> None:
     assert (result.peak_bytes, result.allocated_bytes) == (0, 0)
 
 
+def test_a_step_gets_its_arguments() -> None:
+    """As in `lowtide.plan` and its siblings."""
+    assert measure(torch.full, (256,), fill_value=2.0, device="cpu").peak_bytes == 1024
+
+    def step(first: int, /, fn: int) -> None:
+        torch.zeros(first + fn)
+
+    assert measure(step, 6, device="cpu", fn=250).peak_bytes == 1024
+
+
 def test_the_returned_value_is_dropped() -> None:
     assert measure(lambda: torch.zeros(256), device="cpu").allocated_bytes == 0
 
@@ -285,9 +295,7 @@ def test_an_exception_passes_through_and_leaves_nothing_behind(error: BaseExcept
 def test_devices_that_do_not_report_are_refused() -> None:
     with pytest.raises(UsageError, match="not on 'meta'"):
         measure(lambda: None, device="meta")
-    with pytest.raises(
-        UsageError, match=r"calls a step without arguments; got NoneType\. Pass a f"
-    ):
+    with pytest.raises(UsageError, match=r"calls a step; got NoneType\. Pass the f"):
         measure(None, device="cpu")  # type: ignore[arg-type]
     assert issubclass(UsageError, LowtideError)
 

@@ -17,12 +17,8 @@ from torch import Tensor, nn
 
 from by_hand import Block, fails, net, same, step
 from lowtide.errors import UsageError
-from lowtide.modules import (
-    checkpoint_modules,
-    every,
-    is_checkpointed,
-)
-from lowtide.selection import name_matches
+from lowtide.modules import checkpoint_modules, is_checkpointed
+from lowtide.selection import every, name_matches
 
 # --- selection --------------------------------------------------------------------------------
 
@@ -269,14 +265,14 @@ def test_the_handle_prints_well() -> None:
     model = net(6)
     handle = checkpoint_modules(model, Block)
     assert repr(handle) == (
-        "<lowtide.Handle: 6 modules checkpointed: "
+        "<lowtide.CheckpointedModules: 6 modules checkpointed: "
         "layers.0, layers.1, layers.2, layers.3, and 2 more>"
     )
     assert handle.describe().splitlines()[5] == "layers.5"
     handle.remove()
     assert "6 modules no longer checkpointed" in repr(handle)
     assert repr(checkpoint_modules(model, "head")) == (
-        "<lowtide.Handle: 1 module checkpointed: head>"
+        "<lowtide.CheckpointedModules: 1 module checkpointed: head>"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.errors import BudgetError, UsageError
-from lowtide.modules import find_active_checkpointing
+from lowtide.models.foreign import find_active_checkpointing
 
 pytest.importorskip("monai")
 

@@ -19,12 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from by_hand import Block, fails, net, same, step
-from lowtide.modules import (
-    ActivationCheckpointWrapper,
-    checkpoint_modules,
-    is_checkpointed,
-    override_forward,
-)
+from lowtide.models.override import override_forward
+from lowtide.modules import ActivationCheckpointWrapper, checkpoint_modules, is_checkpointed
 
 
 def test_names_and_types_are_those_of_the_plain_model() -> None:

@@ -24,7 +24,7 @@ pytestmark = on_one_recorder
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "lowtide"
 # One integration per file; each imports its library, so none is imported unless asked for.
-INTEGRATIONS = {"lowtide.accelerate", "lowtide.lightning", "lowtide.monai", "lowtide.transformers"}
+INTEGRATIONS = {"lowtide.lightning", "lowtide.monai", "lowtide.transformers"}
 
 
 def modules() -> dict[str, Path]:
@@ -37,6 +37,10 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+
+
+def test_the_integrations_are_there() -> None:
+    assert set(MODULES) > INTEGRATIONS
 
 
 def fresh(program: str, *flags: str) -> str:
@@ -95,8 +99,11 @@ def test_docstring_examples(name: str) -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
+    """The problem, what always holds, what it imports, and what was rejected."""
     for name, path in MODULES.items():
-        assert ast.get_docstring(ast.parse(path.read_text())), name
+        said = ast.get_docstring(ast.parse(path.read_text())) or ""
+        for part in (r"Problem:", r"Invariant\b.*?:", r"[Ii]mports?\b", r"Rejected:"):
+            assert re.search(part, said, re.DOTALL), (name, part)
 
 
 # --- the direction of imports -----------------------------------------------------------------
@@ -286,20 +293,30 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 # Of its tensors, storages, operators and modules.
 PRIVATE = {"_cdata", "_version", "_base", "_schema", "_parameters", "_buffers", "_modules",
-           "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_saved_tensors"}  # fmt: skip
+           "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_saved_tensors",
+           "_compiled_call_impl"}  # fmt: skip
+BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
 
 
 def private_attributes(tree: ast.AST) -> set[str]:
-    """Which of `PRIVATE` a file reads, except as attributes of `self`."""
-    return PRIVATE & {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self"
-    }
+    """Which of `PRIVATE` a file reads, by its name or as text, except as attributes of `self`; and
+    whatever private name it hands to `getattr` and the like as text, but a named tuple's."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            found |= {node.attr} & PRIVATE
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value} & PRIVATE
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_NAME:
+            texts = (a.value for a in node.args if isinstance(a, ast.Constant))
+            found |= {t for t in texts if isinstance(t, str) and re.match(r"_(?!_|fields$)", t)}
+    return found
 
 
 def test_private_names_of_torch_stand_in_one_place() -> None:
     assert list(private_names(ast.parse(MODULES["lowtide._compat.dispatch"].read_text())))
+    program = "a._base\nb['_schema']\ngetattr(c, '_named', None)\nself._buffers"
+    assert private_attributes(ast.parse(program)) == {"_base", "_schema", "_named"}
     for name, path in MODULES.items():
         if name not in under("lowtide._compat"):
             tree = ast.parse(path.read_text())

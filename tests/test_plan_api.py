@@ -100,9 +100,16 @@ def test_decisions_by_operation_and_by_module(planned: Plan) -> None:
 
 def test_a_plan_prints(planned: Plan) -> None:
     text = str(planned)
-    for part in ("limit", "plain peak", "of the step", "lower bound", "recomputed:", "modelled"):
+    for part in ("limit", "plain (", "more time; no plan", "recomputed", "modelled", "total"):
         assert part in text
+    assert "no plan under" not in str(replace(planned, bound=None))
     assert planned.step.graph.fingerprint[:12] in repr(planned)
+
+
+def test_a_plan_without_a_limit_is_a_limit_of_its_peak() -> None:
+    plan = lowtide.plan(loss_on(network()), batch())
+    assert plan.limit is None
+    assert lowtide.budget(plan).report().limit == plan.peak
 
 
 def test_a_fraction_is_of_the_plain_peak() -> None:
@@ -157,8 +164,9 @@ def test_keyword_arguments_reach_the_step() -> None:
 
     x = torch.ones(64, 64, requires_grad=True)
     assert lowtide.plan(step, x, scale=2.0).step.graph.ops
-    with pytest.raises(UsageError, match="as a callable"):
-        lowtide.plan(3)  # type: ignore[arg-type]
+    for verb in (lowtide.plan, lowtide.curve, lowtide.explain, lowtide.saved_tensors):
+        with pytest.raises(UsageError, match=r"the step must be a callable .*; got int\."):
+            verb(3)
     with pytest.raises(UsageError, match="cannot read the limit"):
         lowtide.plan(step, x, scale=2.0, limit="much")
 
@@ -450,7 +458,7 @@ def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     assert costs[0] == 0
     assert all(a > b for a, b in itertools.pairwise(peaks))
     lines = str(points).splitlines()
-    assert len(lines) == len(points) + 1
+    assert len(lines) == len(points) + 2  # titles and a rule
     assert "overhead" in lines[0]
     assert list(points[1:3]) == [points[1], points[2]]
 

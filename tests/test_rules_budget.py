@@ -345,7 +345,7 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
     assert report.measured_steps >= 3
     assert f"of {report.measured_steps} steps measured" in str(report)
     assert repr(limit) == f"<lowtide.Budget of {2**30} bytes, after 6 steps>"
-    assert repr(lowtide.budget(0.5)) == "<lowtide.Budget of a fraction, after 0 steps>"
+    assert repr(lowtide.budget(0.5)) == "<lowtide.Budget of 0.5 of the plain peak, after 0 steps>"
 
 
 class Whole(Tensor):
@@ -537,7 +537,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         report = budget.report()
         assert report.planned, share  # no operation differed from the plan
         assert report.replayed_operations
-        budget.detach()
+        budget.remove()
 
 
 @pytest.mark.usefixtures("one_thread", "short_search")

@@ -338,7 +338,7 @@ def test_a_fitted_model_in_eval_records_nothing() -> None:
         net(x).sum().backward()
         assert seen
         seen.clear()
-        fitted.detach()
+        fitted.remove()
         net(x).sum().backward()
         assert seen == []
 

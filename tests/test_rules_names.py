@@ -48,7 +48,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 
 def fitted(model: nn.Module) -> Callable[[], None]:
-    return lowtide.fit(model, 0.95).detach
+    return lowtide.fit(model, 0.95).remove
 
 
 def by_module(model: nn.Module) -> Callable[[], None]:
@@ -160,4 +160,4 @@ def test_a_deleted_model_is_freed_with_its_budget_alive() -> None:
     gc.collect()
     assert reference() is None
     assert budget.report().steps == 2
-    budget.detach()
+    budget.remove()

@@ -135,6 +135,23 @@ def test_what_cannot_be_printed_is_refused() -> None:
         lowtide.format_saved_tensors(held, rows=-3)
 
 
+def test_what_is_printed_is_what_the_formatter_returns(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Both take a result; neither takes a step, nor looks at it again."""
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    held = lowtide.saved_tensors(model, batch)
+    lowtide.print_saved_tensors(held, by="kind", rows=1)
+    assert capsys.readouterr().out == lowtide.format_saved_tensors(held, by="kind", rows=1) + "\n"
+    told = lowtide.explain(model, batch)
+    lowtide.print_explanation(told)
+    assert capsys.readouterr().out == lowtide.format_explanation(told) + "\n"
+    with pytest.raises(UsageError, match=r"Write lowtide\.saved_tensors\(step"):
+        lowtide.print_saved_tensors(model)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Write lowtide\.explain\(step"):
+        lowtide.print_explanation(model)  # type: ignore[arg-type]
+
+
 def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
     model = nn.Linear(8, 8)
 
@@ -167,8 +184,6 @@ def test_sums_by_a_key_that_is_not_there_are_refused() -> None:
     held = lowtide.saved_tensors(nn.Linear(2, 2), torch.randn(1, 2))
     with pytest.raises(UsageError, match="cannot be summed by 'size': use one or more of module,"):
         held.by("size")
-    with pytest.raises(UsageError, match=r"needs the step as a callable .* got Tensor"):
-        lowtide.saved_tensors(torch.ones(1))
 
 
 # ---------------------------------------------------------------------------- timelines
@@ -424,6 +439,10 @@ def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
     assert len(peaks) > 1
     assert peaks[0] == min(peaks) > told.plain.peak // 2
     assert f"Half the memory is out of reach here. The nearest: {told.changes[0].what}" in str(told)
+    (lowest,) = [change for change in told.changes if "smallest" in change.what]
+    assert lowest.what == "a limit just above the smallest that can be kept"
+    (limit,) = re.findall(r"budget\((\d+)\)", lowest.how)
+    assert int(limit) > told.study.plain.minimum_peak
 
 
 def test_a_peak_of_gradients_has_advice_about_gradients() -> None:

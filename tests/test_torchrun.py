@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,7 @@ print("rank", rank, "came to the end")
 
 
 def torchrun(processes: int, *arguments: str | Path) -> tuple[int, str]:
-    """The exit code and the output of a run."""
+    """The exit code and the output of a run, which has less time than a collective's half hour."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
          str(processes), *map(str, arguments)],
@@ -93,12 +92,10 @@ def test_a_rank_that_is_refused_ends_the_others_with_its_own_error(tmp_path: Pat
     """It is refused in the middle of a step, while the other rank waits for it in backward."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    began = time.monotonic()
     code, said = torchrun(2, program, "apart")
     assert code != 0
     assert "came to the end" not in said
     assert said.count("lowtide.errors.BudgetError: the step does not fit in 195.3 KiB") == 1
-    assert time.monotonic() - began < 120  # not the half hour of a collective's timeout
 
 
 def test_the_ranks_of_a_group_are_refused_with_one_error(tmp_path: Path) -> None:

@@ -348,6 +348,19 @@ def test_trainer_callback(tmp_path: Path, replayed: Callable[[], int]) -> None:
     assert not any(name.startswith("lowtide") for name in vars(model))
 
 
+def test_trainer_callback_follows_a_plan(tmp_path: Path) -> None:
+    """As `lowtide.fit` does, from the first step on."""
+    _, expected = train(llama(), tmp_path)
+    model = llama()
+    row = torch.zeros(3, 40, dtype=torch.int64)
+    plan = lowtide.plan(lambda: model(input_ids=row, labels=row).loss, limit=0.7)
+    callback = MemoryBudget(plan)
+    _, found = train(model, tmp_path, (callback,))
+    assert same(found, expected)
+    assert callback.budget is not None
+    assert callback.budget.report().limit == plan.limit
+
+
 def test_trainer_callback_after_a_training_that_failed(tmp_path: Path) -> None:
     model, callback = llama(), MemoryBudget("50 KiB")
     with pytest.raises(BudgetError):

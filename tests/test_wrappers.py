@@ -58,6 +58,15 @@ def test_the_wrapper_twice_is_the_wrapper_once(replayed: Callable[[], int]) -> N
     ActivationCheckpointWrapper.remove(block)
     assert not is_checkpointed(block)
     assert set(vars(block)) == set(vars(Block()))
+
+
+def test_a_policy_for_a_module_that_is_checkpointed_already_is_refused() -> None:
+    """It would have no effect."""
+    block = ActivationCheckpointWrapper(Block())
+    with pytest.raises(UsageError, match="this Block is already checkpointed by lowtide"):
+        ActivationCheckpointWrapper(block, policy=lowtide.policies.KeepProducts())
+    ActivationCheckpointWrapper.remove(block)
+    ActivationCheckpointWrapper(block, policy=lowtide.policies.KeepProducts())
     ActivationCheckpointWrapper.remove(block)
 
 
@@ -154,7 +163,7 @@ def test_a_call_takes_torchs_keyword_and_the_functions_own() -> None:
 
 @pytest.mark.parametrize("level", [-1, 6, 100])
 def test_levels_out_of_range(level: int) -> None:
-    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 0 not"):
+    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5: 1 sin"):
         ActivationCheckpointing(level, 0)
     call = ActivationCheckpointing(0, 0)
     with pytest.raises(UsageError, match=rf"training_checkpoint_level is {level}, outside 0 to 5"):

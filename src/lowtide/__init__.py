@@ -2,9 +2,13 @@
 
 ``with lowtide.budget("6 GiB"):`` around forward and loss keeps a training step inside a memory
 limit by rematerializing activations, with the same bits in every gradient, buffer and random
-number as in the plain step. Importing this package loads torch and nothing else heavy. What needs
-another package (`lowtide.transformers`, `lowtide.lightning`, `lowtide.monai`) is imported on first
-use.
+number as in the plain step.
+
+Problem: users should find everything in one place, and pay for what they use only. Invariant: what
+is exported here is the public interface, and importing it loads torch and nothing else heavy.
+Imports the public modules; those that need another package (`lowtide.transformers`,
+`lowtide.lightning`, `lowtide.monai`) are imported on first use. Rejected: importing integrations
+if their package is there, which takes seconds that most programs do not need.
 """
 
 import importlib
@@ -24,14 +28,15 @@ from lowtide.errors import (
     UsageError,
 )
 from lowtide.explain import Explanation, explain, format_explanation, print_explanation
-from lowtide.fitting import fit
+from lowtide.fitting import FittedBudget, fit
 from lowtide.frontier import Curve, curve
 from lowtide.inductor import CompileBudget, CompileReport
-from lowtide.levels import checkpoint_levels, find_levels
+from lowtide.levels import Levels, checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
     ActivationCheckpointing,
     ActivationCheckpointWrapper,
+    CheckpointedModules,
     checkpoint_modules,
 )
 from lowtide.plans import Plan, load_plan, plan
@@ -61,6 +66,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetReport",
+    "CheckpointedModules",
     "CompileBudget",
     "CompileReport",
     "CompiledWarning",
@@ -68,6 +74,8 @@ __all__ = [
     "DeviceWarning",
     "DryRunWarning",
     "Explanation",
+    "FittedBudget",
+    "Levels",
     "LowtideError",
     "Measurement",
     "Plan",

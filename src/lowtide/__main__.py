@@ -1,4 +1,8 @@
-"""``python -m lowtide``: the command line, if the script is not on the path. Imports cli."""
+"""``python -m lowtide``: the command line.
+
+Problem: the script may not be on the path. Invariant: it does what the script does. Imports cli.
+Rejected: anything of its own.
+"""
 
 from lowtide.cli import main
 

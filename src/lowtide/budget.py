@@ -23,14 +23,14 @@ from lowtide.errors import UsageError
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
-from lowtide.limits import format_bytes, parse_limit
+from lowtide.limits import format_bytes
 from lowtide.measure import counted_device
 from lowtide.memory import margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.planner import plain_peak
 from lowtide.planner.resume import forward_over, with_margin
-from lowtide.plans import Plan
+from lowtide.plans import Plan, limit_of
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
 from lowtide.running.earlier import Earlier
@@ -49,6 +49,7 @@ _ANEW = 5  # after so many budgets in a row that had one step each, the user is 
 
 _log = logging.getLogger("lowtide")
 _beginners: dict[int | float, int] = {}  # per limit: budgets since one had a second step
+_MOST_LIMITS = 64  # at once; a program may compute a limit anew for each step
 
 
 class Budget(Planning):
@@ -63,9 +64,7 @@ class Budget(Planning):
     ):
         self._asked = limit, device, group
         given = limit if isinstance(limit, Plan) else None
-        if isinstance(limit, Plan):
-            limit = limit.limit or max(1, limit.peak)
-        super().__init__(parse_limit(limit), None if group is None else Ranks(group))
+        super().__init__(limit_of(limit), None if group is None else Ranks(group))
         named = None if device is None else counted_device(device, "a budget")
         self.where = Where(named, self._moved)
         self._recording: Recording | None = None
@@ -85,7 +84,7 @@ class Budget(Planning):
 
     def __repr__(self) -> str:
         limit = self.promised()
-        of = "a fraction" if limit is None else f"{limit} bytes"
+        of = f"{self.limit:g} of the plain peak" if limit is None else f"{limit} bytes"
         return f"<lowtide.Budget of {of}, after {self._steps} steps>"
 
     # ------------------------------------------------------------------ the context
@@ -375,8 +374,11 @@ def _tell_of_many(limit: int | float, steps: int) -> None:
     count = _beginners.get(limit, 0)
     if count == _ANEW:  # already warned
         return
-    _beginners[limit] = count + 1 if steps == 1 else 0
-    if _beginners[limit] == _ANEW:
+    count = count + 1 if steps == 1 else 0
+    if len(_beginners) >= _MOST_LIMITS:
+        _beginners.clear()
+    _beginners[limit] = count
+    if count == _ANEW:
         _log.warning(
             "%d budgets of %s had one step each: a budget learns from its first step and plans the "
             "next ones. Make one before the loop, and enter the same object for each step.",
@@ -413,11 +415,11 @@ def budget(
     its own, and what that step leaves in memory counts towards the limit of the next.
 
     Args:
-        limit: bytes, as an ``int``; text, such as ``"6 GiB"`` or ``"800 MB"``; a ``float`` in
-            (0, 1], a fraction of the plain step's peak (of the largest one measured so far, if
-            steps differ); or a `Plan`, which is followed from the first step on. A step other than
-            the planned one is noticed at the first operation that differs, and planned like any
-            unknown step.
+        limit: bytes, as an ``int``; text, such as ``"6 GiB"``, ``"800 MB"`` or ``"50%"``; a
+            ``float`` in (0, 1], a fraction of the plain step's peak (of the largest one measured so
+            far, if steps differ); or a `Plan`, which is followed from the first step on. A step
+            other than the planned one is noticed at the first operation that differs, and planned
+            like any unknown step. The limit is then the plan's; the peak of a plan without one.
         device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
             ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.
@@ -432,6 +434,13 @@ def budget(
         UsageError: the limit or the device cannot be used; the group does not exist; or, on
             entering, the budget is already entered, here or on another thread, or another budget
             or region is open on this thread.
-        BudgetError: the limit cannot be met. The error names the smallest limit known to suffice.
+        UnsupportedError: on entering, inside a transform of ``torch.func`` or while a CUDA graph is
+            captured; or by a higher-order operator whose body reads tensors that require grad and
+            are not among its operands.
+        BudgetError: the limit cannot be met. It is raised where that shows: by an operation of the
+            forward, at the end of the ``with``, when backward begins, or on entering the next step,
+            if it was found while this one was measured. The error names the smallest limit known to
+            suffice; for a forward that is refused halfway, the rest of which is not known yet, an
+            estimate.
     """
     return Budget(limit, device=device, group=group)

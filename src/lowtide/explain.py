@@ -18,7 +18,7 @@ from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import Timeline
 from lowtide.dryrun.ledger import Output
 from lowtide.dryrun.standins import OUTSIDE
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.plans import Plan
 from lowtide.saved import standing_text
@@ -116,9 +116,12 @@ def explain(
             kept is explained, not raised.
         on: the device whose times to model, as for `lowtide.plan`.
 
+    Returns:
+        The figures and the sentences made from them. It prints as the sentences.
+
     Raises:
-        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
-            region, or with grad disabled.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; no rates are known of the
+            device that `on` names; or called inside a budget or region, or with grad disabled.
 
     Examples:
         >>> import torch
@@ -277,10 +280,22 @@ def _change(change: Change, plain: int) -> str:
 
 
 def format_explanation(told: Explanation) -> str:
-    """Return the sentences of an explanation as text, one per line."""
+    """Return the sentences of an explanation as text, one per line.
+
+    Args:
+        told: from `explain`.
+
+    Raises:
+        UsageError: ``told`` is something else, such as the step itself.
+    """
+    if not isinstance(told, Explanation):
+        raise UsageError(
+            "format_explanation and print_explanation take what lowtide.explain returns; got "
+            f"{type(told).__name__}. Write lowtide.explain(step, ...) around the step."
+        )
     return "\n".join(told.sentences)
 
 
-def print_explanation(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Explain a step and print the sentences; the arguments are those of `explain`."""
-    print(format_explanation(explain(fn, *args, **kwargs)))  # noqa: T201
+def print_explanation(told: Explanation) -> None:
+    """Print the sentences of an explanation, as `format_explanation` returns them."""
+    print(format_explanation(told))  # noqa: T201

@@ -2,9 +2,10 @@
 
 Problem: people who train through a framework have no place to put a ``with``. Invariant: the model
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
-the plain one. Imports budget, plans and override. Rejected: a wrapper module, which renames
-parameters; running the first batch on fake tensors unasked, which would run user code twice
-(rule 2).
+the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
+around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
+plans and override. Rejected: a wrapper module, which renames parameters; running the first batch on
+fake tensors unasked, which would run user code twice (rule 2).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,39 +28,24 @@ from lowtide.models.override import Restore, has_override, override_forward
 from lowtide.modules import check_model
 from lowtide.observing.observer import Observer
 from lowtide.plans import Plan, plan
+from lowtide.report import BudgetReport
 from lowtide.step import current_recorder, recordable
 
 _KIND = "lowtide.fit"
 
 
-class FittedBudget(Budget):
-    """A budget around the training forward of a model, made by `fit`; `detach` removes it."""
+class _ForwardBudget(Budget):
+    """What a fitted forward enters. It knows whose gradients are still to come."""
 
-    def __init__(
-        self,
-        limit: int | float | str | Plan,
-        device: torch.device | str | None = None,
-        group: Any = None,
-    ) -> None:
-        super().__init__(limit, device=device, group=group)
-        self._restore: Restore | None = None
-        self._model: weakref.ref[torch.nn.Module] | None = None
+    model: weakref.ref[torch.nn.Module] | None = None
 
     @property
     def begun(self) -> bool:
         """Whether a step has run."""
         return self._steps > 0
 
-    def attach(self, model: torch.nn.Module) -> None:
-        reference = weakref.ref(model)
-        self._model = reference
-        make = functools.partial(_inside, self, reference)
-        self._restore = override_forward(
-            model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
-        )
-
     def gradients_to_come(self, observer: Observer) -> int:
-        model = self._model() if self._model is not None else None
+        model = self.model() if self.model is not None else None
         if model is None:
             return 0
         return sum(
@@ -71,15 +58,68 @@ class FittedBudget(Budget):
             and id(parameter) not in observer.leaves.gradients
         )
 
-    def detach(self) -> None:
+
+class FittedBudget:
+    """The budget around the training forward of a model, made by `fit`; `remove()` takes it off.
+
+    Also a context manager that calls `remove()` at the end.
+    """
+
+    def __init__(
+        self,
+        limit: int | float | str | Plan,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        self._asked = limit, device, group
+        self._budget = _ForwardBudget(limit, device=device, group=group)
+        self._restore: Restore | None = None
+
+    def attach(self, model: torch.nn.Module) -> None:
+        reference = weakref.ref(model)
+        self._budget.model = reference
+        make = functools.partial(_inside, self._budget, reference)
+        self._restore = override_forward(
+            model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether the model still has this budget."""
+        return self._restore is not None and self._restore.active
+
+    def report(self) -> BudgetReport:
+        """Return what the last finished step did, as a `BudgetReport`."""
+        return self._budget.report()
+
+    def remove(self) -> None:
         """Restore the model's plain forward. A second call does nothing."""
         restore, self._restore = self._restore, None
         if restore is not None:
             restore.remove()
 
+    def __enter__(self) -> FittedBudget:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy (say, of a model that holds it) has the limit, but is on no model."""
+        return FittedBudget, self._asked
+
+    def __repr__(self) -> str:
+        state = "on a model" if self.active else "on no model"
+        return f"<lowtide.FittedBudget, {state}: {self._budget!r}>"
+
 
 def _inside(
-    budget: FittedBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+    budget: _ForwardBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -122,7 +162,8 @@ def _budget_lost() -> None:
     """Called once each time torch.compile traces a fitted forward."""
     warnings.warn(
         "a model that has a budget from lowtide.fit is being compiled with torch.compile. Compiled "
-        "code is not recorded, so the model runs as if it had no budget. Do not compile it, or use "
+        "code is not recorded, so the model runs as if it had no budget. Do not compile it; or "
+        "compile it with backend=lowtide.CompileBudget(limit), from torch 2.13 on, or with "
         "lowtide.checkpoint in its blocks, which torch.compile understands.",
         CompiledWarning,
         stacklevel=2,
@@ -141,7 +182,7 @@ def fit(
 
         budget = lowtide.fit(model, "6 GiB")
         ...  # train as before
-        budget.detach()
+        budget.remove()
 
     The limit covers the same as that of a `lowtide.budget` entered where the model's forward
     begins. What a loss outside the forward stores, and takes for itself, is counted but not
@@ -160,27 +201,31 @@ def fit(
             The first step follows that plan.
 
     Returns:
-        The budget, whose ``report()`` tells what the last step took and whose ``detach()`` removes
-        it.
+        The budget, whose ``report()`` tells what the last step took and whose ``remove()`` takes it
+        off again. In a ``with`` statement it takes itself off at the end of the block.
 
     Raises:
         UsageError: the limit cannot be read; ``model`` is not a module, has a budget already, was
             compiled with ``model.compile()``, or checkpoints parts of itself by its own flag (now,
             or when its first step runs); or an example is given for a model in eval mode or
             together with a plan.
-        BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step.
+        BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step,
+            as for `lowtide.budget`.
+        UnsupportedError: in a step, inside a transform of ``torch.func``, while a CUDA graph is
+            captured, or in a copy that ``nn.DataParallel`` has made for another device.
     """
     check_model(model, "lowtide.fit")
     if has_override(model, _KIND):
         raise UsageError(
-            f"this {type(model).__name__} has a budget already. Call detach() on the budget that "
+            f"this {type(model).__name__} has a budget already. Call remove() on the budget that "
             "lowtide.fit returned before giving the model another."
         )
-    if getattr(model, "_compiled_call_impl", None) is not None:
+    if _compat.is_compiled_in_place(model):
         raise UsageError(
             f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(), "
-            "and its compiled call would bypass the budget. Leave model.compile() out, or use "
-            "lowtide.checkpoint in its blocks, which torch.compile understands."
+            "and its compiled call would bypass the budget. Leave model.compile() out; or leave "
+            "lowtide.fit out and compile with backend=lowtide.CompileBudget(limit), from torch "
+            "2.13 on, or with lowtide.checkpoint in its blocks, which torch.compile understands."
         )
     refuse_active_checkpointing(model, "lowtide.fit")
     if example is not None:

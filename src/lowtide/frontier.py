@@ -1,8 +1,8 @@
 """`lowtide.curve`: the time of a step against its memory, over all limits.
 
 Problem: which limit is worth its price shows when prices are side by side. Invariant: each point is
-a plan that can be run; a smaller limit never costs less than a larger one. Imports plans, dryrun,
-planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
+a plan that can be run; a smaller limit never costs less than a larger one. Imports plans, plantext,
+dryrun, planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, overload
 
 from lowtide import engine
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.errors import UsageError
-from lowtide.limits import format_bytes
 from lowtide.memory.margins import limit_for
 from lowtide.planner import minimum, solve
 from lowtide.plans import Plan, from_solution, plan_step
+from lowtide.plantext import POINT, plan_cells
+from lowtide.texttable import table
 
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
 
@@ -64,15 +64,8 @@ class Curve(Sequence[Plan]):
         return text_html(str(self))
 
     def __str__(self) -> str:
-        lines = [f"{'peak':>12}  {'of plain':>8}  {'overhead':>8}  {'at least':>8}"]
-        for plan in self.plans:
-            bound = plan.lower_bound
-            share = plan.peak / self.plain_peak if self.plain_peak else 1.0
-            lines.append(
-                f"{format_bytes(plan.peak):>12}  {share:>8.1%}  {plan.overhead:>8.1%}  "
-                f"{'?' if bound is None else f'{bound:.1%}':>8}"
-            )
-        return "\n".join(lines)
+        cells = [plan_cells(plan, self.plain_peak) for plan in self.plans]
+        return "\n".join(table(POINT, cells, right=4))
 
 
 def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs: Any) -> Curve:
@@ -86,15 +79,13 @@ def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs
         on: the device whose times to model, as for `lowtide.plan`.
         kwargs: its keyword arguments.
 
+    Returns:
+        The plans, from the plain step down to the smallest limit.
+
     Raises:
-        UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad
-            disabled.
+        UsageError: ``fn`` cannot be called; no rates are known of the device that `on` names; or
+            called inside a budget or region, or with grad disabled.
     """
-    if not callable(fn):
-        raise UsageError(
-            f"curve needs the step as a callable (a module, or a function of its arguments); got "
-            f"{type(fn).__name__}."
-        )
     return curve_of(dry_run(fn, args, kwargs, on))
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
-from lowtide.modules import LEVELS, Handle, check_level, check_model, switch_on
+from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
 
 _TITLES = {
     1: "single layers",
@@ -109,7 +109,7 @@ def find_levels(model: nn.Module) -> Levels:
 
 def checkpoint_levels(
     model: nn.Module, level: int, *, nested: bool = True, policy: Any = None
-) -> Handle:
+) -> CheckpointedModules:
     """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 
     Args:
@@ -132,7 +132,9 @@ def checkpoint_levels(
     check_model(model, "checkpoint_levels")
     check_level(level, "level")
     if level == 0:
-        return Handle((), (), f"{type(model).__name__}: level 0, nothing is checkpointed")
+        return CheckpointedModules(
+            (), (), f"{type(model).__name__}: level 0, nothing is checkpointed"
+        )
     levels = find_levels(model)
     regions = levels.regions(level, nested=nested)
     if not regions:

@@ -4,8 +4,8 @@ Problem: Lightning calls ``training_step`` itself, so a script has no place for 
 layers may not exist before ``configure_model`` has run. Invariant: the budget is around
 ``training_step`` alone, that is forward and loss (under manual optimization, all that it does),
 from the first batch of a fit to its end; validation and the module itself are untouched. Imports
-lightning, budget, foreign, override. Rejected: a budget around the module's ``forward``, which many
-training steps never call.
+lightning, budget, plans, foreign, override. Rejected: a budget around the module's ``forward``,
+which many training steps never call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import nn
 
 from lowtide.budget import Budget
 from lowtide.errors import UsageError
-from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import InstanceEntry
+from lowtide.plans import Plan, limit_of
 from lowtide.report import LOGGED, logged
 
 try:
@@ -78,14 +78,14 @@ class MemoryBudget(Callback):
 
     def __init__(
         self,
-        limit: int | float | str,
+        limit: int | float | str | Plan,
         *,
         device: torch.device | str | None = None,
         group: Any = None,
         log: bool = True,
     ) -> None:
         super().__init__()
-        parse_limit(limit)
+        limit_of(limit)  # report a mistake here, not when training begins
         self.limit = limit
         self.device = device
         self.group = group

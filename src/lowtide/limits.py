@@ -1,12 +1,14 @@
 """Memory limits as users write them, and bytes as people read them.
 
-Problem: "6 GiB", 6442450944 and 0.5 all mean a limit. Invariant: in the API a size is an `int`
-number of bytes; only this file reads text and writes it. Imports errors. Rejected: guessing that a
-small int means GiB.
+Problem: "6 GiB", 6442450944, 0.5 and "50%" all mean a limit. Invariant: in the API a size is an
+`int` number of bytes; only this file reads text and writes it; a number means the same as its text,
+so that a command line and a configuration file say what Python says. Imports errors. Rejected:
+guessing that a small int means GiB.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import re
@@ -25,8 +27,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
-_FORMS = 'bytes (an int), text such as "6 GiB" or "800 MB", or a float in (0, 1]'
+_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+_FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
 _MOST = 2**63 - 1  # the most that byte counters hold
 _NO_LIMIT = "To limit nothing, leave the limit out."
 
@@ -72,22 +74,39 @@ def _in_range(nbytes: int) -> int:
     return nbytes
 
 
-def _parse_text(text: str) -> int:
+def _parse_text(text: str) -> int | float:
+    if text.rstrip().endswith("%"):
+        return _share(text.strip())
     match = _TEXT.fullmatch(text)
-    unit = _UNITS.get(match[2].lower()) if match else None
+    unit = _UNITS.get(match[2].lower() or "b") if match else None
     if match is None or unit is None:
         raise UsageError(
             f"cannot read the limit {text!r}: write a number and a unit, for instance "
             f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}. A fraction of the '
-            "plain step's peak is written as a number: 0.6."
+            'plain step\'s peak is written as "60%" or as a number: 0.6.'
         )
+    if not match[2] and "." in match[1]:
+        return parse_limit(float(match[1]))
     size = float(match[1]) * unit
     if size > _MOST:
         raise UsageError(f"a limit is at most 2**63 - 1 bytes; {_short(text)} is more. {_NO_LIMIT}")
-    nbytes = int(size)
+    nbytes = int(size) if match[2] else int(match[1])  # the latter to the byte
     if nbytes <= 0:
         raise UsageError(f"a limit must be positive; {text!r} is {nbytes} bytes.")
     return nbytes
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(
+            "a limit in percent is a share of the plain step's peak, above 0% and at most 100%; "
+            f"got {text!r}."
+        )
+    return share
 
 
 def _short(text: str) -> str:

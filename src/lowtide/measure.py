@@ -9,9 +9,11 @@ which changes by pages, keeps freed memory and includes everything else that the
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,38 +48,48 @@ class Measurement:
         return f"peak {peak}, left allocated {left}, {self.seconds:.3f} s on {self.device}"
 
 
-def measure(step: Callable[[], object], *, device: torch.device | str | None = None) -> Measurement:
-    """Call `step` once and count the bytes it allocates and the seconds it takes.
+def measure(
+    fn: Callable[..., object],
+    /,
+    *args: Any,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> Measurement:
+    """Call ``fn(*args, **kwargs)`` once and count the bytes it allocates and the seconds it takes.
 
     On the CPU every allocation that torch makes for this thread and for autograd is counted, with
     torch's own profiler. It does not report the release of memory that was allocated before the
     call, so that is not subtracted: clear old gradients before the call, not in it. Threads that
-    `step` starts itself are not seen. On an accelerator its allocator's peak counter is used:
+    `fn` starts itself are not seen. On an accelerator its allocator's peak counter is used:
     `torch.accelerator.reset_peak_memory_stats` is called for the device, so peaks that your program
     was collecting start anew.
 
     Args:
-        step: called without arguments; what it returns is discarded.
+        fn: the step, backward included; what it returns is discarded.
+        args: its positional arguments.
+        kwargs: its keyword arguments. One of its own named ``device`` needs a lambda around it.
         device: the device whose bytes are counted. Default: the accelerator's current device (CUDA,
             ROCm, XPU, MPS, ...) if the process uses it already, else the CPU.
 
+    Returns:
+        The peak, what is left allocated, and the time.
+
     Raises:
-        UsageError: `step` cannot be called; the device is not there, or torch counts no bytes on
-            it; or, on the CPU, a profiler is active, another measurement is running, or either was
-            started while `step` ran.
+        UsageError: `fn` cannot be called; the device is not there, or torch counts no bytes on it;
+            or, on the CPU, a profiler is active, another measurement is running, or either was
+            started while `fn` ran.
 
     Examples:
         >>> import torch
-        >>> def step():
-        ...     torch.zeros(256)
-        >>> measure(step, device="cpu").peak_bytes
+        >>> measure(torch.zeros, 256, device="cpu").peak_bytes
         1024
     """
-    if not callable(step):
+    if not callable(fn):
         raise UsageError(
-            f"lowtide.measure calls a step without arguments; got {type(step).__name__}. Pass a "
-            "function, as in lowtide.measure(lambda: step(batch))."
+            f"lowtide.measure calls a step; got {type(fn).__name__}. Pass the function and then "
+            "its arguments, as in lowtide.measure(step, batch)."
         )
+    step = functools.partial(fn, *args, **kwargs)
     where = _device(device)
     if where.type != "cpu":
         return _measure_device(step, where)

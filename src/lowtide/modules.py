@@ -21,7 +21,7 @@ from torch import nn
 from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
-from lowtide.models.foreign import find_active_checkpointing, refuse_active_checkpointing
+from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import (
     Call,
     InstanceEntry,
@@ -32,20 +32,13 @@ from lowtide.models.override import (
     override_forward,
 )
 from lowtide.policies import check_policy
-from lowtide.selection import Every, Which, every, is_container, select
+from lowtide.selection import Which, is_container, select
 
 __all__ = [
     "ActivationCheckpointWrapper",
     "ActivationCheckpointing",
-    "Every",
-    "Handle",
-    "Which",
+    "CheckpointedModules",
     "checkpoint_modules",
-    "every",
-    "find_active_checkpointing",
-    "is_container",
-    "override_forward",
-    "refuse_active_checkpointing",
 ]
 
 _T = TypeVar("_T")
@@ -57,7 +50,7 @@ LEVELS = range(6)
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
 
 
-class Handle:
+class CheckpointedModules:
     """The modules that one call checkpointed; `remove()` switches them off again.
 
     Also a context manager that calls `remove()` at the end. It does not keep the model alive.
@@ -87,7 +80,7 @@ class Handle:
         """Describe what was chosen and why, as text."""
         return self._description or "\n".join(name or "(the model itself)" for name in self.names)
 
-    def __enter__(self) -> Handle:
+    def __enter__(self) -> CheckpointedModules:
         return self
 
     def __exit__(
@@ -103,10 +96,14 @@ class Handle:
         more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""
         state = "checkpointed" if self.active or not self.names else "no longer checkpointed"
         modules = "1 module" if len(self.names) == 1 else f"{len(self.names)} modules"
-        return f"<lowtide.Handle: {modules} {state}{': ' if shown else ''}{shown}{more}>"
+        return (
+            f"<lowtide.CheckpointedModules: {modules} {state}{': ' if shown else ''}{shown}{more}>"
+        )
 
 
-def checkpoint_modules(model: nn.Module, which: Which, *, policy: Any = None) -> Handle:
+def checkpoint_modules(
+    model: nn.Module, which: Which, *, policy: Any = None
+) -> CheckpointedModules:
     """Checkpoint the modules of `model` that `which` selects.
 
     Args:
@@ -136,7 +133,7 @@ def switch_on(
     policy: Any,
     caller: str,
     description: str = "",
-) -> Handle:
+) -> CheckpointedModules:
     """Checkpoint all of `chosen`, or none if one cannot be."""
     check_policy(policy, caller)
     refuse_active_checkpointing(model, caller)
@@ -149,7 +146,7 @@ def switch_on(
         for restore in restores:
             restore.remove()
         raise
-    return Handle([name for name, _ in chosen], restores, description)
+    return CheckpointedModules([name for name, _ in chosen], restores, description)
 
 
 def check_model(model: object, caller: str) -> None:
@@ -221,10 +218,17 @@ class _WrapperType(type):
                 f"ActivationCheckpointWrapper: a {type(module).__name__} has no forward; wrap the "
                 "modules in it instead"
             )
-        if not is_checkpointed(module):
-            caller = "ActivationCheckpointWrapper"
-            switch_on(module, [("", module)], policy=policy, caller=caller)
-            add_entry(_LoadEitherForm(module))
+        if is_checkpointed(module):
+            if policy is not None:  # which of two policies holds must not depend on who was first
+                raise UsageError(
+                    f"ActivationCheckpointWrapper: this {type(module).__name__} is already "
+                    "checkpointed by lowtide, and the policy would have no effect; give it in the "
+                    "first call, or call ActivationCheckpointWrapper.remove(module) before"
+                )
+            return module
+        caller = "ActivationCheckpointWrapper"
+        switch_on(module, [("", module)], policy=policy, caller=caller)
+        add_entry(_LoadEitherForm(module))
         return module
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -237,14 +241,16 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
     around it: type, parameter names, `state_dict` and copies stay as they were, nothing is
     recomputed in eval, and plain weights load. Weights saved through a wrapper (keys that begin
-    with "module.") load too. A module that is already checkpointed is returned as it is.
+    with "module.") load too. A module that is already checkpointed is returned as it is, if no
+    policy is given.
 
     `module` is any module with a forward; `policy` says what to keep inside the region, as for
     `lowtide.checkpoint`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,
-            TorchScript, or checkpointed by its own flag; or the class is subclassed.
+            TorchScript, or checkpointed by its own flag; a policy is given for a module that
+            lowtide already checkpoints; or the class is subclassed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -297,12 +303,13 @@ class ActivationCheckpointing(nn.Module):
 
     `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. The
     call runs as a region if this object is in training mode (`.train()`, `.eval()`; as a submodule
-    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. A call of level 0
-    is therefore a region at every training level, 0 included.
+    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. So a training of
+    level 0 checkpoints nothing but calls of level 0, which are regions at every training level.
 
     Args:
-        fn_checkpoint_level: the level of the call: 0 nothing, 1 single layers, 2 small blocks,
-            3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders.
+        fn_checkpoint_level: the level of the call: 1 single layers, 2 small blocks, 3 transformer
+            layers and decoder blocks, 4 stages, 5 whole encoders and decoders; 0 whatever is
+            always to be a region.
         training_checkpoint_level: the level of the training, 0 to 5. It may be set between steps.
 
     Raises:
@@ -349,7 +356,7 @@ def check_level(level: int, name: str) -> int:
         )
     if level not in LEVELS:
         raise UsageError(
-            f"{name} is {level}, outside 0 to 5: 0 nothing, 1 single layers, 2 small blocks, "
+            f"{name} is {level}, outside 0 to 5: 1 single layers, 2 small blocks, "
             "3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders"
         )
     return level

@@ -22,7 +22,6 @@ import torch
 
 from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.memory import margins
@@ -39,10 +38,9 @@ from lowtide.planner import (
     plain_peak,
     solve,
 )
+from lowtide.plantext import format_plan
 from lowtide.report import refusal
 from lowtide.running.prepared import Prepared
-
-_ROWS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,8 @@ class Plan:
     # ------------------------------------------------------------------ what it costs
 
     @cached_property
-    def _simulation(self) -> Simulation:
+    def simulation(self) -> Simulation:
+        """The step under this plan, moment by moment."""
         return Simulator(self.graph).run(self.retention.retain, trace=True)
 
     @property
@@ -125,7 +124,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Predicted peak of the step under this plan, in bytes."""
-        return self._simulation.peak
+        return self.simulation.peak
 
     @cached_property
     def plain_peak(self) -> int:
@@ -144,7 +143,7 @@ class Plan:
     @property
     def overhead(self) -> float:
         """Time spent on replays, as a share of the plain step's time: 0.1 is 10 % more."""
-        return self._share(self._simulation.seconds)
+        return self._share(self.simulation.seconds)
 
     @property
     def lower_bound(self) -> float | None:
@@ -175,7 +174,7 @@ class Plan:
     @cached_property
     def operations(self) -> tuple[OperationDecision, ...]:
         """One decision for each operation of the forward."""
-        graph, trace = self.step.graph, self._simulation.trace
+        graph, trace = self.step.graph, self.simulation.trace
         assert trace is not None
         found = []
         for index, (op, module) in enumerate(zip(graph.ops, self.step.modules, strict=True)):
@@ -242,33 +241,7 @@ class Plan:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        graph = self.step.graph
-        times = f"{'modelled' if self.source == 'fake' else 'measured'}: {self.step.device}"
-        rows = [
-            ("graph", f"{graph.fingerprint[:12]}, {len(graph.ops)} operations, {self.source}"),
-            ("limit", "none" if self.limit is None else format_bytes(self.limit)),
-            ("peak", format_bytes(self.peak)),
-            ("plain peak", format_bytes(self.plain_peak)),
-            ("overhead", f"{self.overhead:.1%} of the step (times {times})"),
-        ]
-        if self.lower_bound is not None:
-            rows.append(("lower bound", f"{self.lower_bound:.1%}"))
-        width = max(len(label) for label, _ in rows)
-        lines = [f"{label:<{width}}  {text}" for label, text in rows]
-        redone = sorted(
-            (m for m in self.modules if m.recomputed_bytes), key=lambda m: -m.recomputed_bytes
-        )
-        if redone:
-            lines.append("recomputed:")
-        for row in redone[:_ROWS]:
-            lines.append(
-                f"  {row.module or OUTSIDE}: "
-                f"{format_bytes(row.recomputed_bytes)} of "
-                f"{format_bytes(row.recomputed_bytes + row.kept_bytes)}"
-            )
-        if len(redone) > _ROWS:
-            lines.append(f"  and {len(redone) - _ROWS} more modules")
-        return "\n".join(lines)
+        return format_plan(self)
 
     def _repr_html_(self) -> str:
         from lowtide.page.notebook import text_html
@@ -281,6 +254,15 @@ class Plan:
             f"<Plan for graph {self.step.graph.fingerprint[:12]}: peak {format_bytes(self.peak)}, "
             f"limit {limit}, overhead {self.overhead:.1%}>"
         )
+
+
+def limit_of(limit: int | float | str | Plan) -> int | float:
+    """What a budget of this limit keeps: a plan's own limit, or its peak if it has none.
+
+    Raises:
+        UsageError: the limit cannot be read.
+    """
+    return parse_limit((limit.limit or max(1, limit.peak)) if isinstance(limit, Plan) else limit)
 
 
 def _smallest_limit(least: int, plain: int) -> int:
@@ -303,7 +285,8 @@ def plan(
 
     Nothing is computed and no tensor is allocated: ``fn(*args, **kwargs)`` and its backward run on
     fake tensors instead of parameters, buffers and arguments, so even a step that fits on no
-    machine can be planned. Bytes come from sizes, times from a model of the device; a budget that
+    machine can be planned. The Python code of `fn` does run: what it prints or counts is printed or
+    counted here too. Bytes come from sizes, times from a model of the device; a budget that
     runs the plan replaces them by what it measures.
 
     If the forward reads the contents of a tensor that depends on parameters or random numbers, one
@@ -322,10 +305,13 @@ def plan(
         on: the device whose times to model, for instance "H100". Default: the one that the model
             is on.
 
+    Returns:
+        The plan: its price, what it keeps and recomputes, and what `lowtide.budget` follows.
+
     Raises:
         BudgetError: no plan keeps the limit. The error names the smallest limit that can be kept.
-        UsageError: ``fn`` cannot be called; the limit cannot be read; or called inside a budget or
-            region, or with grad disabled.
+        UsageError: ``fn`` cannot be called; the limit cannot be read; no rates are known of the
+            device that `on` names; or called inside a budget or region, or with grad disabled.
 
     Examples:
         >>> import torch
@@ -334,11 +320,6 @@ def plan(
         >>> plan(model, batch, limit=0.6).peak < plan(model, batch).plain_peak
         True
     """
-    if not callable(fn):
-        raise UsageError(
-            f"plan needs the step as a callable (a module, or a function of its arguments); got "
-            f"{type(fn).__name__}."
-        )
     wanted = None if limit is None else parse_limit(limit)
     step = dry_run(fn, args, kwargs, on)
     return plan_step(step, wanted)
@@ -395,6 +376,9 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
     Args:
         path: the file to read.
+
+    Returns:
+        The plan that was saved.
 
     Raises:
         UsageError: the file is damaged, is not a plan, or was written by another version.

@@ -178,6 +178,9 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
         args: its positional arguments.
         kwargs: its keyword arguments.
 
+    Returns:
+        Each storage that autograd holds, with its origin. Prints as a table.
+
     Raises:
         UsageError: ``fn`` cannot be called; or called inside a budget or region, or with grad
             disabled.
@@ -190,11 +193,6 @@ def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Saved
         >>> [(row.module, row.nbytes) for row in held.rows if row.kind == "activation"]
         [('1', 4096)]
     """
-    if not callable(fn):
-        raise UsageError(
-            f"saved_tensors needs the step as a callable (a module, or a function of its "
-            f"arguments); got {type(fn).__name__}."
-        )
     witness = Witness()
     step = dry_run(fn, args, kwargs, witness=witness)
     assert witness.ledger is not None
@@ -252,8 +250,14 @@ def format_saved_tensors(
         rows: how many rows to print; one more row sums up the others. None: all.
 
     Raises:
-        UsageError: an unknown key, or a negative number of rows.
+        UsageError: an unknown key, a negative number of rows, or ``saved`` is something else, such
+            as the step itself.
     """
+    if not isinstance(saved, SavedTensors):
+        raise UsageError(
+            "format_saved_tensors and print_saved_tensors take what lowtide.saved_tensors returns; "
+            f"got {type(saved).__name__}. Write lowtide.saved_tensors(step, ...) around the step."
+        )
     keys = (by,) if isinstance(by, str) else tuple(by)
     if rows is not None and rows < 0:
         raise UsageError(f"rows is how many rows to print, 0 or more, or None for all; got {rows}.")
@@ -283,11 +287,7 @@ def _others(saved: SavedTensors) -> list[str]:
     groups = {group.keys[0]: group for group in saved.by("kind")}
     parts = [
         f"{format_bytes(groups[kind].nbytes)} of {plural}"
-        for kind, plural in (
-            ("parameter", "parameters"),
-            ("buffer", "buffers"),
-            ("input", "inputs"),
-        )
+        for kind, plural in _PLURALS
         if kind in groups
     ]
     text = []
@@ -320,6 +320,11 @@ def _cells(nbytes: int, total: int, count: int, labels: list[str]) -> list[str]:
     return [f"{nbytes:,}", format_bytes(nbytes), share, str(count), *labels]
 
 
-def print_saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """List what autograd holds and print the table; the arguments are those of `saved_tensors`."""
-    print(format_saved_tensors(saved_tensors(fn, *args, **kwargs)))  # noqa: T201
+def print_saved_tensors(
+    saved: SavedTensors,
+    *,
+    by: str | Iterable[str] = ("module", "operator", "line"),
+    rows: int | None = _ROWS,
+) -> None:
+    """Print what autograd holds as a table; the arguments are those of `format_saved_tensors`."""
+    print(format_saved_tensors(saved, by=by, rows=rows))  # noqa: T201

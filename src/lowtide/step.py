@@ -72,7 +72,8 @@ def _compilation_lost() -> None:
             "a function compiled with torch.compile was called inside a lowtide budget or region: "
             "it runs eagerly there, with the right result but without its compilation, because "
             "the operations inside compiled code cannot be recorded yet. Call it outside, or do "
-            "not compile it.",
+            "not compile it. From torch 2.13 on, backend=lowtide.CompileBudget(limit) keeps "
+            "compiled code inside a limit, outside of budgets and regions.",
             CompiledWarning,
             stacklevel=5,
         )

@@ -20,11 +20,12 @@ from torch import nn
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
-from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
-from lowtide.modules import Handle, check_model, checkpoint_modules, every
+from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
+from lowtide.plans import Plan, limit_of
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
+from lowtide.selection import every
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -49,17 +50,15 @@ class Enabled:
         names: the qualified names of the modules that are regions; empty with a limit.
     """
 
-    def __init__(self, what: FittedBudget | Handle | _OwnFunction) -> None:
-        self._what: FittedBudget | Handle | _OwnFunction | None = what
+    def __init__(self, what: FittedBudget | CheckpointedModules | _OwnFunction) -> None:
+        self._what: FittedBudget | CheckpointedModules | _OwnFunction | None = what
         self.budget = what if isinstance(what, FittedBudget) else None
         self.names = () if isinstance(what, FittedBudget) else what.names
 
     def remove(self) -> None:
         """Restore the model's plain forward. A second call does nothing."""
         what, self._what = self._what, None
-        if isinstance(what, FittedBudget):
-            what.detach()
-        elif what is not None:
+        if what is not None:
             what.remove()
 
     def __enter__(self) -> Enabled:
@@ -77,7 +76,7 @@ class Enabled:
 def enable(
     model: nn.Module,
     *,
-    limit: int | float | str | None = None,
+    limit: int | float | str | Plan | None = None,
     policy: Policy | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
@@ -224,12 +223,12 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(
         self,
-        limit: int | float | str,
+        limit: int | float | str | Plan,
         *,
         device: torch.device | str | None = None,
         group: Any = None,
     ) -> None:
-        parse_limit(limit)  # report a mistake here, not when training begins
+        limit_of(limit)  # report a mistake here, not when training begins
         self.limit = limit
         self.device = device
         self.group = group
@@ -256,4 +255,4 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _detach(self) -> None:
         if self.budget is not None:
-            self.budget.detach()
+            self.budget.remove()

@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from accelerator.test_bits import of
 from by_hand import counted_replays
+from lowtide.cli import main, report
 from lowtide.errors import BudgetError, DeviceWarning, UsageError
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import start_marks
@@ -279,6 +281,31 @@ def test_a_plan_of_a_dry_run_is_kept_on_the_device() -> None:
     for _ in range(3):
         training_step(model, x, limit)
     assert measured(lambda: training_step(model, x, limit)) < plain
+
+
+def test_a_page_looks_for_room_on_the_device_that_the_step_is_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the accelerator that the process happens to use."""
+    torch.ones(1, device=ZERO)
+    asked: list[torch.device] = []
+
+    def fits(peak: int, device: torch.device) -> bool:
+        asked.append(device)
+        return False
+
+    monkeypatch.setattr(report, "fits", fits)
+    for device in ("cpu", "emulated:1"):
+        program = tmp_path / f"on_{device[:3]}.py"
+        program.write_text(
+            "import torch\n"
+            "def build():\n"
+            "    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())\n"
+            f"    return model.to({device!r}), torch.ones(4, 8, device={device!r})\n"
+        )
+        page = tmp_path / f"{device[:3]}.html"
+        assert main(["report", f"{program}:build", "--limit", "100%", "-o", str(page)]) == 0
+    assert set(asked) == {torch.device("cpu"), ONE}
 
 
 def test_levels_and_peaks_are_the_allocators() -> None:

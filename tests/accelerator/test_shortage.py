@@ -133,6 +133,7 @@ def test_a_limit_of_more_than_there_is(
     assert report.device_room < 0.8 * peak
     assert "the device had room for" in str(report)
     assert [r.message[:28] for r in caplog.records] == ["the device ran out of memory"]
+    assert [r.name for r in caplog.records] == ["lowtide"]  # one logger for all of it
 
 
 @pytest.mark.parametrize("kind", KINDS)

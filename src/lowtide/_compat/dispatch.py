@@ -20,6 +20,11 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Name, arguments and mutability of an overload. Unnecessary when `OpOverload` has public ones."""
 
 
+def schema_if_any(func: Any) -> Any:
+    """The same; None for a higher-order operator, which has none."""
+    return getattr(func, "_schema", None)
+
+
 def is_operator(thing: object) -> bool:
     """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one. Unnecessary when
     torch names their classes in public."""

@@ -153,13 +153,18 @@ def never_compiled(function: Callable[..., Any]) -> None:
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
 
 
+def is_compiled_in_place(module: object) -> bool:
+    """Whether ``module.compile()`` was called. Unnecessary when torch tells."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
 def is_compiled_module(module: object) -> bool:
     """Whether `module` is what `torch.compile(module)` returned, or was compiled in place.
 
     Recognised by name: importing torch._dynamo takes seconds, and unless it is imported there is no
     such module. Unnecessary when torch tells.
     """
-    return module.__dict__.get("_compiled_call_impl") is not None or any(
+    return is_compiled_in_place(module) or any(
         c.__name__ == "OptimizedModule" and c.__module__ == "torch._dynamo.eval_frame"
         for c in type(module).__mro__
     )

@@ -100,7 +100,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def reasons(subject: Study, plan: Plan) -> tuple[Kept, ...]:
-    graph, trace = subject.step.graph, plan._simulation.trace
+    graph, trace = subject.step.graph, plan.simulation.trace
     assert trace is not None
     dropped = [
         (graph.ops[node.producer].seconds, node.nbytes)
@@ -182,7 +182,7 @@ def changes(subject: Study) -> tuple[Change, ...]:
             plan = subject.plan(limit_bytes)
             found.append(
                 Change(
-                    "the smallest limit that can be kept",
+                    "a limit just above the smallest that can be kept",
                     f"with lowtide.budget({limit_bytes}): around forward and loss",
                     plan.peak,
                     plan.overhead,

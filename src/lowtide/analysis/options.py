@@ -115,10 +115,7 @@ def _at_level(found: Found, names: dict[int, str], level: int) -> tuple[Region, 
     regions: list[Region] = []
     for root in found.roots.values():
         prefix = names.get(id(root), "")
-        try:
-            chosen = find_levels(root).regions(level)
-        except ValueError:  # nothing in it has parameters
-            continue
+        chosen = find_levels(root).regions(level)
         regions += [(".".join(filter(None, (prefix, choice.name))),) for choice in chosen]
     return tuple(region for region in regions if region[0])
 

@@ -22,7 +22,7 @@ from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import Dry, dry_run
 from lowtide.dryrun.standins import Found
 from lowtide.dryrun.witness import Witness
-from lowtide.errors import BudgetError, LowtideError, UsageError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.frontier import Curve, curve_of
 from lowtide.plans import Plan, plan_step
 from lowtide.saved import SavedTensors, from_ledger
@@ -92,7 +92,7 @@ class Study:
 
     @cached_property
     def smallest(self) -> int:
-        """The smallest limit to advise: the lowest peak and a little more, since a real step that
+        """The smallest limit to advise, 2.5 % above the smallest that can be kept: a real step that
         takes slightly more than predicted would leave a plan that has no room for it."""
         return int(self.plain.minimum_peak * _ROOM)
 
@@ -124,11 +124,6 @@ def study(
     Raises:
         UsageError: `fn` cannot be called; called inside a budget or with grad disabled.
     """
-    if not callable(fn):
-        raise UsageError(
-            "the step must be a callable (a module, or a function of its arguments); got "
-            f"{type(fn).__name__}."
-        )
     kwargs = kwargs or {}
     witness = Witness()
     step = dry_run(fn, args, kwargs, on, witness)

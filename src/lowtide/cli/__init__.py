@@ -27,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
         prog="lowtide",
         description="See where the memory of a training step goes, and what a limit would cost.",
         epilog="TARGET is file.py:function or package.module:function, where the function returns "
-        "(model, batch) or a step to call; or a model class, with --shape: "
-        "monai:UNet, transformers:LlamaForCausalLM.",
+        "(model, batch) or a step to call; or, with --shape, a model class or a function that "
+        "returns a model: monai:UNet, transformers:LlamaForCausalLM.",
     )
     made.add_argument("--version", action="version", version=f"lowtide {lowtide.__version__}")
     verbs = made.add_subparsers(metavar="VERB", required=True)

@@ -8,13 +8,12 @@ Rejected: a parent parser, which hides from a verb's own file what it takes.
 from __future__ import annotations
 
 import argparse
-import math
 import warnings
 
 from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
-from lowtide.errors import DryRunWarning, UsageError
+from lowtide.errors import DryRunWarning
 from lowtide.limits import parse_limit
 
 
@@ -24,15 +23,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="TARGET",
         help="file.py:function or package.module:function that returns (model, batch) or a step; "
-        "or a model class, with --shape",
+        "or a model class, or a function that returns a model, with --shape",
     )
     parser.add_argument(
         "--shape",
         action="append",
         default=[],
         metavar="SIZES",
-        help="an input of a model named by its class: 2x3x64x64, or 4x128:int64; repeat it for "
-        "each input",
+        help="an input of a model that comes without a batch: 2x3x64x64, or 4x128:int64; repeat it "
+        "for each input",
     )
     parser.add_argument(
         "--set",
@@ -61,30 +60,7 @@ def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> No
 
 def limit_of(arguments: argparse.Namespace) -> int | float | None:
     """The limit as bytes or as a share; None if none was given."""
-    text: str | None = arguments.limit
-    if text is None:
-        return None
-    text = text.strip()
-    if text.endswith("%"):
-        return _share(text)
-    try:
-        number = float(text) if "." in text else int(text)
-    except ValueError:
-        return parse_limit(text)
-    return parse_limit(number)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text[:-1]) / 100
-    except ValueError:
-        share = math.nan
-    if not 0 < share <= 1:
-        raise UsageError(
-            "a limit in percent is a share of the plain step's peak, above 0% and at most 100%; "
-            f"got {text!r}."
-        )
-    return share
+    return None if arguments.limit is None else parse_limit(arguments.limit)
 
 
 def target_of(arguments: argparse.Namespace) -> Target:

@@ -1,8 +1,8 @@
 """``lowtide curve TARGET``: time against memory, compared with what people do today.
 
 Problem: which limit is worth its price shows when prices are side by side. Invariant: the table has
-every figure, so that the plot is never needed. Imports study, document, plot. Rejected: a picture
-file: ``lowtide report`` makes one.
+every figure, so that the plot is never needed. Imports study, document, plantext, plot.
+Rejected: a picture file: ``lowtide report`` makes one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.cli.output import show, show_json
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.export.document import curve_rows, option_rows
-from lowtide.limits import format_bytes
+from lowtide.plantext import POINT, plan_cells, point_cells
 from lowtide.texttable import table
 
 _LETTERS = "ABCDEFGHIJ"
@@ -48,15 +48,11 @@ def main(arguments: argparse.Namespace) -> None:
 def format_curve(subject: Study) -> str:
     """The frontier and the options as tables and as a plot."""
     points, options = subject.curve, subject.options
-    plain = max(1, points.plain_peak)
     marks = [Mark(p.peak, p.overhead, "o") for p in points]
     cells = [
         [
             "o",
-            format_bytes(p.peak),
-            f"{p.peak / plain:.0%}",
-            f"{p.overhead:.1%}",
-            "?" if p.lower_bound is None else f"{p.lower_bound:.1%}",
+            *plan_cells(p, points.plain_peak),
             "plain" if p.limit is None else f"lowtide.budget({p.limit})",
         ]
         for p in points
@@ -66,15 +62,11 @@ def format_curve(subject: Study) -> str:
         cells.append(
             [
                 letter,
-                format_bytes(option.peak),
-                f"{option.peak / plain:.0%}",
-                f"{option.overhead:.1%}",
-                "",
+                *point_cells(option.peak, points.plain_peak, option.overhead, ""),
                 f"{option.name}: {option.how}",
             ]
         )
-    titles = ("", "peak", "of plain", "overhead", "at least", "how")
-    text = table(titles, cells, right=5)
+    text = table(("", *POINT, "how"), cells, right=5)
     return "\n".join([*text, "", *plot(marks), "", *_legend(len(options))])
 
 

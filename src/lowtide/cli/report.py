@@ -13,9 +13,10 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import add_output, free_place, show_json, write, wrote
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target
+from lowtide.dryrun.standins import Found
 from lowtide.explain import Explanation, explain_study
 from lowtide.export.document import document
-from lowtide.export.trials import Tried, fits, try_steps
+from lowtide.export.trials import Tried, device_of, fits, try_steps
 from lowtide.page import page
 
 
@@ -39,7 +40,7 @@ def main(arguments: argparse.Namespace) -> None:
         subject = common.study_of(arguments, progress, target, halve=True)
         progress.stage("planning")
         told = explain_study(subject, limit)
-        if told.refused is not None:  # show the smallest limit that can be kept, and say so
+        if told.refused is not None:  # show one that can be kept, and say so
             told = _least(subject, told)
         progress.stage("planning for a dozen limits")
         curve = subject.curve
@@ -61,12 +62,7 @@ def _least(subject: Study, told: Explanation) -> Explanation:
 
 def _trials(subject: Study, told: Explanation, target: Target, progress: Progress) -> Tried:
     """Real steps, if they fit with room to spare."""
-    import torch
-
-    from lowtide import _compat
-
-    used = _compat.accelerator_in_use()
-    device = _compat.current_device() if used else torch.device("cpu")
+    device = device_of(Found(target.function, target.args, target.kwargs))
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()

@@ -4,10 +4,11 @@ Problem: a step is Python, and a shell has only words. Invariant: a target gives
 one-line error that says what was looked for, where, and how to write it. Imports errors, limits,
 _compat and torch. Rejected: a configuration file, which is one more language.
 
-A target is ``file.py:function`` or ``package.module:function``. The function takes no arguments and
-returns ``(model, batch)``, ``(step, batch)`` or a step without arguments. A batch is a tensor, a
-tuple of arguments, or a dictionary of keyword arguments. A model class can also be named, with the
-shapes of its inputs.
+A target is ``file.py:function`` or ``package.module:function``. The function is called with the
+arguments of ``--set``, if there are any, and returns ``(model, batch)``, ``(step, batch)`` or a
+step without arguments. A batch is a tensor, a tuple of arguments, or a dictionary of keyword
+arguments. With ``--shape``, a model class, a model or a function that returns a model can be named:
+it is called with random inputs of these shapes.
 """
 
 from __future__ import annotations

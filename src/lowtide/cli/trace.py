@@ -1,7 +1,8 @@
 """``lowtide trace TARGET -o trace.json``: live bytes over the step, for Perfetto and Chrome.
 
 Problem: some people work in their trace viewer. Invariant: the counters are the moments on the
-page, plain and planned. Imports tracing. Rejected: torch's own profiler format, which needs a run.
+page, plain and planned; a limit that cannot be kept is refused, and nothing is written. Imports
+explain, tracing. Rejected: torch's own profiler format, which needs a run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 from lowtide.cli import arguments as common
 from lowtide.cli.output import add_output, free_place, show_json, write, wrote
 from lowtide.cli.progress import Progress
-from lowtide.explain import explain_study
+from lowtide.explain import Explanation
 from lowtide.tracing import trace_events
 
 
@@ -29,7 +30,7 @@ def main(arguments: argparse.Namespace) -> None:
     with Progress(3) as progress:
         subject = common.study_of(arguments, progress)
         progress.stage("planning")
-        made = trace_events(explain_study(subject, limit))
+        made = trace_events(Explanation(subject, subject.plan(limit)))
     write(path, json.dumps(made, separators=(",", ":")) + "\n")
     wrote(path)
     if arguments.json:

@@ -1,4 +1,9 @@
-"""``python -m lowtide.compiled``: build the extension now; prints its path, or why it failed."""
+"""``python -m lowtide.compiled``: build the extension now; prints its path, or why it failed.
+
+Problem: the first step of a program would wait a minute for the compiler, and where it fails the
+reason is not shown. Invariant: it builds what `lowtide` would build. Imports build. Rejected:
+building at installation, when torch may not be there yet.
+"""
 
 from __future__ import annotations
 

@@ -258,9 +258,14 @@ def dry_run(
     `witness` records where everything comes from. Without `real`, no real step is run.
 
     Raises:
-        UsageError: called inside a budget or region, or with grad disabled; or a real step is
-            needed, but the model has no memory, or `real` is false.
+        UsageError: `function` cannot be called; called inside a budget or region, or with grad
+            disabled; or a real step is needed, but the model has no memory, or `real` is false.
     """
+    if not callable(function):
+        raise UsageError(
+            "the step must be a callable (a module, or a function of its arguments); got "
+            f"{type(function).__name__}."
+        )
     if current_recorder() is not None or not recordable():
         raise UsageError(
             "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "

@@ -75,7 +75,7 @@ def try_steps(
     the measured one.
     """
     found = Found(function, args, kwargs)
-    device = _device(found)
+    device = device_of(found)
     budget = None if plan is None else Budget(plan, device=device)
     trials: list[Trial] = []
 
@@ -117,11 +117,12 @@ def run_step(
     """One real step under a plan, starting without gradients; puts back what it changes."""
     found = Found(function, args, kwargs)
     with _put_back(found):
-        limit = None if plan.limit is None else Budget(plan, device=_device(found))
+        limit = None if plan.limit is None else Budget(plan, device=device_of(found))
         _step(function, args, kwargs, limit, own_backward)
 
 
-def _device(found: Found) -> torch.device:
+def device_of(found: Found) -> torch.device:
+    """The device that a step's tensors are on, whose bytes its trials count."""
     return next((t.device for t in (*found.state(), *found.tensors)), torch.device("cpu"))
 
 

@@ -40,8 +40,8 @@ class CompileBudget:
     they share the limit.
 
     Args:
-        limit: bytes (``int``), text (``"2 GiB"``), or a float in (0, 1]: a fraction of the peak
-            of the same step as torch alone would compile it. It counts what compiled code
+        limit: bytes (``int``), text (``"2 GiB"``, ``"50%"``), or a float in (0, 1]: a fraction of
+            the peak of the same step as torch alone would compile it. It counts what compiled code
             allocates above what was in memory before: saved activations, temporaries, gradients
             and results; not parameters, inputs, or anything outside compiled code.
         several_calls: set this if a step calls compiled code more than once, for example if blocks
@@ -50,11 +50,11 @@ class CompileBudget:
         compiler: ``"inductor"``, or ``"aot_eager"``, which runs the same split without generating
             code, for debugging.
 
-    Raises (when it is created):
+    Raises:
+        UsageError: the limit cannot be read, or the compiler is neither of the two.
         UnsupportedError: torch is older than 2.13.
-
-    Raises (when a graph is compiled or called):
-        BudgetError: the limit cannot be kept; the error names the smallest limit that can.
+        BudgetError: when a graph is compiled or called: the limit cannot be kept. The error names
+            the smallest limit that can.
     """
 
     __name__ = "lowtide"  # for Dynamo's messages

@@ -256,5 +256,5 @@ class CompiledGraph:
             plain_saved_bytes=plain.saved,
             peak=mine.peak,
             plain_peak=plain.peak,
-            seconds=mine.seconds / plain.seconds if plain.seconds else 1.0,
+            time_ratio=mine.seconds / plain.seconds if plain.seconds else 1.0,
         )

@@ -23,7 +23,7 @@ class GraphReport:
         plain_saved_bytes: the same if torch alone decides what to save.
         peak: peak of its forward and backward.
         plain_peak: the same if torch alone decides what to save.
-        seconds: modelled time, as a ratio to that if torch alone decides what to save.
+        time_ratio: modelled time, divided by that if torch alone decides what to save.
     """
 
     operations: int
@@ -32,7 +32,7 @@ class GraphReport:
     plain_saved_bytes: int
     peak: int
     plain_peak: int
-    seconds: float
+    time_ratio: float
 
 
 @dataclass(frozen=True, slots=True)

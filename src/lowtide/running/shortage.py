@@ -13,7 +13,7 @@ import logging
 
 from lowtide.limits import format_bytes
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lowtide")
 
 _LESS = 20  # 1/20 less where a backward ran out, which shows less exactly what did not fit
 

@@ -3,7 +3,7 @@
 Problem: a recorder sees an operator overload and must know, at once, whether it makes memory,
 writes memory, draws random numbers, or does something that must not happen twice. Invariant:
 this is the only file that knows facts about particular operators; each exception has its reason,
-and a test. Facts are computed once per overload from its schema and tags. Imports torch only.
+and a test. Facts are computed once per overload from its schema and tags. Imports _compat.
 Rejected: a hand-written table of all operators, which is wrong for the next release.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from lowtide import _compat
 
 # Namespaces whose operators are pure functions of their arguments, save for what the schema and
 # tags declare. Everything else (c10d, fsdp, user libraries, compiled kernels) may talk to other
@@ -194,7 +196,7 @@ class Facts:
 
     def __init__(self, func: Any) -> None:
         self.func = func
-        schema = getattr(func, "_schema", None)
+        schema = _compat.schema_if_any(func)
         if schema is None:  # a higher-order operator: its body is Python, run as it is
             self.name = str(func)
             self.lazy_bits = False
