@@ -197,7 +197,7 @@ def map_of_the_code() -> tuple[dict[str, int], dict[str, set[str]]]:
     shown = page.partition("## Reading the code")[2].split("```")[1]
     for number, line in enumerate(shown.splitlines()):
         if line.startswith(" " * 16):
-            files[names[-1]] = set(line.split())
+            files.setdefault(names[-1], set()).update(line.split())
         elif line and not line.startswith(" "):
             names = re.split(r" {2,}", line)[0].replace("/", "").split()
             lines.update(dict.fromkeys(names, number))
