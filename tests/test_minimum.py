@@ -205,6 +205,33 @@ def test_the_minimum_that_is_named_is_kept(name: str) -> None:
     assert max(first, *(measured_step(model, x, budget) for _ in range(2))) <= least
 
 
+@exact_workspaces
+def test_a_first_step_that_drops_too_little_is_planned_for_the_next_time() -> None:
+    """It decides while it runs; the plan from its first operation on needs a fifth less."""
+    model, x = made("masked")
+    limit = int(1.08 * lowtide.plan(model, x).minimum_peak)
+    budget = lowtide.budget(limit)
+    with pytest.raises(lowtide.BudgetError, match="run it again with the same budget") as refused:
+        measured_step(model, x, budget)
+    assert refused.value.minimum > 1.1 * limit  # what a first step needs
+    assert max(measured_step(model, x, budget) for _ in range(3)) <= limit
+    report = budget.report()
+    assert report.planned
+    assert report.replayed_operations > 0
+    with pytest.raises(lowtide.BudgetError, match="run it again"):  # one that knows nothing
+        measured_step(model, x, lowtide.budget(limit))
+    assert measured_step(model, x, lowtide.budget(refused.value.minimum)) <= refused.value.minimum
+
+
+def test_a_limit_that_no_plan_keeps_is_refused_again() -> None:
+    model, x = made("masked")
+    budget = lowtide.budget(lowtide.plan(model, x).minimum_peak // 2)
+    for _ in range(2):
+        with pytest.raises(lowtide.BudgetError) as refused:
+            measured_step(model, x, budget)
+        assert "run it again" not in str(refused.value)
+
+
 # ---------------------------------------------------------------------------- what is learned
 
 

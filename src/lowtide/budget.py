@@ -300,7 +300,7 @@ class Budget(Planning):
         limit = self._limit(plain, self.before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         strict = measured or (isinstance(self.limit, int) and not decisions.keeps_wrappers)
-        graph = forward_over(graph, held)
+        whole, graph = graph, forward_over(graph, held)
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
@@ -310,7 +310,10 @@ class Budget(Planning):
         if found.result.peak > allowed and strict:
             observer.mark_end()
             decisions.begun = False  # a second call of backward is refused again
-            raise self._refusing(graph, allowed, found.retain, self.before, measured=measured)
+            again = prepared is None and self.planned_from_the_start(whole, observer)
+            raise self._refusing(
+                graph, allowed, found.retain, self.before, measured=measured, again=again
+            )
         self._shortage.needs(found.result.peak + self.before)
         decisions.settle(found.retain)
 

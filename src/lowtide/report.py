@@ -144,13 +144,15 @@ def refusal(
     before: int = 0,
     modules: Sequence[str] = (),
     named: int | None = None,
+    again: bool = False,
 ) -> BudgetError:
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
 
     `predicted`: the peak that a dry run predicted for the plan that was followed. `before`: bytes
     that earlier steps of the same context have left; they count towards the limit. `modules`: the
     name of the module that each operation ran in, if known. `named`: the smallest limit, if the
-    caller knows which one it accepts.
+    caller knows which one it accepts. `again`: the step was not planned, and now is: it fits when
+    it comes again.
     """
     result, plain = Simulator(graph).run(retain), plain_peak(graph)
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
@@ -172,14 +174,21 @@ def refusal(
             f" The plan that was followed was predicted, from sizes, to take "
             f"{format_bytes(predicted)}; now the step has been measured."
         )
+    way_out = "Use a smaller batch or a larger limit."
+    if again:
+        way_out = (
+            "A first step decides what to drop before it has seen the rest. This budget has "
+            "planned the step now, from its first operation on: run it again with the same budget "
+            "object, and it fits, if its backward takes what was computed. Or use a smaller batch "
+            "or a larger limit."
+        )
     return BudgetError(
         f"the step does not fit in {format_bytes(limit)}{_left(before)}; its plain peak is "
         f"{format_bytes(plain)}. The smallest limit known to suffice is {minimum} bytes "
         f"({format_bytes(minimum)}): its peak is {_stands(graph, result.peak_at, modules)}, "
         f"with {format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
-        f"kernel workspace{_names(graph, result.peak_at)}.{known} Use a smaller batch or a larger "
-        "limit.",
+        f"kernel workspace{_names(graph, result.peak_at)}.{known} {way_out}",
         limit=limit,
         minimum=minimum,
     )

@@ -385,6 +385,17 @@ class Planning:
     ) -> BudgetError:
         return refusal(graph, limit + before, retain, before=before, **known)
 
+    def planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:
+        """An unplanned step is refused at its backward, as its forward has dropped too little:
+        whether there is a plan for it that fits, which the next step like it will follow."""
+        if self._ranks is not None:  # the other ranks would not know
+            return False
+        learned = Learned(graph, observer.seen(), None, measured=False, lessons=0)
+        found = learned.search(self._limit(learned.plain_peak, self.before))
+        if found is not None:
+            self._plans.add(found)
+        return found is not None
+
     def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
         """The refusal of a step that was measured before and that no plan can fit."""
         observer = decisions.observer
@@ -412,7 +423,10 @@ class Planning:
         least += to_come + before
         refused = too_small(name, live, need, self.limit, count, least, named, before)
         self._halfway = refused.again()
-        raise refused
+        try:
+            raise refused
+        finally:
+            del refused  # otherwise its traceback and this frame would hold each other
 
     @property
     def keeps_wrappers(self) -> bool:
