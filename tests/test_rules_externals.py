@@ -47,6 +47,55 @@ def test_a_backward_writes_no_external() -> None:
     assert {name: (bits(t), t._version) for name, t in state.items()} == before
 
 
+def flat(*tensors: nn.Parameter) -> None:
+    """Make parameters pieces of one memory, each with its version counter."""
+    memory = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    parts = memory.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.data = part.view_as(tensor)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_change_of_any_piece_of_a_flat_buffer_is_noticed(changed: int) -> None:
+    pieces = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    flat(*pieces)
+
+    def forward(x: Tensor) -> Tensor:
+        for piece in pieces:
+            x = (x * piece).sin()
+        return x
+
+    y = lowtide.checkpoint(forward, leaf(3, 4))
+    with torch.no_grad():
+        pieces[changed].add_(1)
+    with pytest.raises(lowtide.ReplayError, match=r"modified by an in-place operation.*version 1"):
+        y.sum().backward()
+    trains_on()
+
+
+@every_way
+def test_pieces_of_a_flat_buffer_change_inside_and_between_steps(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        pieces = [nn.Parameter(torch.randn(4), requires_grad=False) for _ in range(3)]
+        flat(*pieces)
+        x = leaf(3, 4)
+
+        def forward(x: Tensor) -> Tensor:
+            pieces[1].mul_(0.5)
+            for piece in (*pieces, *pieces):
+                x = (x * piece.sin()).tanh()
+                pieces[2].add_(0.25)
+            return x
+
+        found = []
+        for _ in range(2):
+            found += gradients(way(forward, x).square().sum(), x)
+            pieces[0].sub_(0.1)
+        return [*found, *pieces]
+
+    assert check(scenario).operations > 0
+
+
 @pytest.mark.parametrize("way", [lowtide.checkpoint], ids=["checkpoint"])
 def test_an_optimizer_step_before_backward_is_an_error(way: Way) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())

@@ -2,7 +2,7 @@
 //
 // Problem: rare paths, decisions and tests are in Python and use one interface. Invariant: every attribute
 // and method of `Value` and `Handle` in `lowtide/tape/values.py` that other files use is here under its
-// name, except `wholes`, as this recorder knows no wrappers. Rejected: adding them one by one.
+// name. Rejected: adding them one by one.
 #pragma once
 
 #include "records.h"
@@ -21,11 +21,12 @@ inline PyObject* value_new(PyTypeObject*, PyObject* args, PyObject*) {
 inline void value_delete(PyObject* self) {
   leave<Value>(self);
   auto* value = as<Value>(self);
-  PyObject *op = value->op, *region = value->region, *scope = value->scope;
+  PyObject *op = value->op, *region = value->region, *scope = value->scope, *wholes = value->wholes;
   free_record<Value>(self);
   give_up(op);
   Py_XDECREF(region);
   Py_XDECREF(scope);
+  Py_XDECREF(wholes);
 }
 
 inline PyObject* value_held(PyObject* self, void*) {
@@ -112,6 +113,7 @@ inline PyGetSetDef value_getset[] = {
     {"op", get_object<Value, &Value::op>, set_object<Value, &Value::op>},
     {"region", get_object<Value, &Value::region>, set_object<Value, &Value::region>},
     {"scope", get_object<Value, &Value::scope>, set_object<Value, &Value::scope>},
+    {"wholes", get_object<Value, &Value::wholes>, set_object<Value, &Value::wholes>},
     {"held", value_held, value_set_held},
     {"home", value_home, value_set_home},
     {"nbytes", get_number<Value, &Value::nbytes>, set_number<Value, &Value::nbytes>},

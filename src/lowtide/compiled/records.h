@@ -126,6 +126,7 @@ struct Value : Record {
   PyObject* op = nullptr;
   PyObject* region = nullptr;
   PyObject* scope = nullptr;
+  PyObject* wholes = nullptr;
   at::Tensor held;
   Geometry whole;  // of the first tensor that was recorded for it, which most refs share
   Handle* handles = nullptr;  // those that autograd still has, as a linked list
@@ -161,10 +162,19 @@ inline void settle(Value* value) {
   give_up(std::exchange(value->op, nullptr));
 }
 
+inline PyObject* python_versions;
+
 // As `Value.intact`.
 inline bool intact(const Value* value) {
-  return value->held._version() == value->version &&
-      static_cast<int64_t>(value->held.storage().nbytes()) >= value->nbytes;
+  if (value->held._version() != value->version) return false;
+  if (value->wholes != nullptr) {
+    auto* self = const_cast<PyObject*>(reinterpret_cast<const PyObject*>(value));
+    Owned versions(checked(PyObject_CallOneArg(python_versions, self)));
+    Owned now(checked(PySequence_GetItem(versions.get(), 0)));
+    Owned then(checked(PySequence_GetItem(versions.get(), 1)));
+    if (integer(now.get()) != integer(then.get())) return false;
+  }
+  return static_cast<int64_t>(value->held.storage().nbytes()) >= value->nbytes;
 }
 
 // As `in_memory` of `lowtide/replay.py`; null if it is not.

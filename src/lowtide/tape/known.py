@@ -166,6 +166,19 @@ class Known:
             for whole in wholes:
                 self._count_writes(value.wholes[1], whole)
 
+    def _know_piece(self, entry: Entry, value: Value, tensor: Tensor) -> None:
+        """A piece of an external that is no view of it, as `.data = flat[a:b]` makes: it may have a
+        version counter of its own, and a write that moves only that one changes the value too."""
+        if value.wholes is None:
+            value.wholes = entry.key, []
+        known = value.wholes[1]
+        place = tensor.storage_offset(), tensor.shape
+        for kept in known:
+            same = (kept.tensor.storage_offset(), kept.shape) == place
+            if same and _compat.shares_counter(kept.tensor, tensor):
+                return
+        known.append(Kept(_compat.detached_alias(tensor)))
+
     def _count_writes(self, known: list[Kept], whole: Tensor) -> None:
         for kept in known:
             if _compat.shares_counter(kept.tensor, whole):

@@ -339,6 +339,8 @@ class Recorder(Saves, _compat.Mode):
             value.read = True
             if value.held is None:
                 self._hold(entry, value, tensor)
+            elif tensor.nbytes != entry.nbytes and not _compat.is_view(tensor):
+                self._know_piece(entry, value, tensor)
             if self._read is not None:
                 self._read[entry.key] = entry
             return Ref(value, tensor)

@@ -73,7 +73,8 @@ class Value:
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
         wholes: for a part of wrapper subclasses: its storage's key, and the wrappers with their
-            versions. A write to a wrapper moves only the wrapper's version.
+            versions. A write to a wrapper moves only the wrapper's version. For an external of
+            which pieces have versions of their own (flat buffers): those pieces.
     """
 
     version: int
@@ -201,11 +202,12 @@ class Ref:
 
 def versions(value: Value) -> tuple[int, int]:
     """The version of what is held, now and when its content was this value. If they are equal and
-    it is part of a wrapper that was written (and no copy), those of the wrapper."""
+    it is part of a wrapper that was written (and no copy), those of the wrapper; if a piece of it
+    was written, those of the piece."""
     held = value.held
     assert held is not None
     now: int = _compat.version_of(held)
-    wholes = getattr(value, "wholes", None)  # no value of the compiled recorder has any
+    wholes = value.wholes
     if wholes is not None and now == value.version and wholes[0] == _compat.storage_key(held):
         for whole in wholes[1]:
             if not whole.intact():
