@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import lowtide
+from lowtide import _compat
+from lowtide.kernels.workspace import kernel_workspace
 from lowtide.memory.counting import Counting
 from once import on_one_recorder
 
@@ -85,7 +87,7 @@ def test_a_call_takes_what_is_counted(call: Call) -> None:
 @pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
 def test_a_product_of_halves_is_not_counted_too_low(batched: bool, copied: bool) -> None:
-    """oneDNN takes a whole batch at once, and with AMX packs what it multiplies."""
+    """oneDNN takes a whole batch at once, and packs what it multiplies or sums in float32."""
     batch = (4,) if batched else ()
     left, right = (*batch, 96, 64), (*batch, 64, 80)
     made = _apart(*left, dtype=torch.bfloat16) if copied else torch.ones(left).bfloat16()
@@ -98,3 +100,18 @@ def test_a_product_of_halves_is_not_counted_too_low(batched: bool, copied: bool)
         function(*hollow)
     assert counting.peak + (4 << 10) >= peak
     assert counting.peak <= peak + sum(t.nbytes for t in args) + (32 << 10)
+
+
+@pytest.mark.skipif(
+    not _compat.onednn_takes(torch.bfloat16), reason="oneDNN takes no bfloat16 here"
+)
+def test_a_batch_of_halves_that_is_one_matrix_expanded_is_copied() -> None:
+    one, other = torch.ones(64, 48).bfloat16(), torch.ones(48, 80).bfloat16()
+    args = one.expand(6, 64, 48), other.expand(6, 48, 80)
+    copies = 6 * (one.nbytes + other.nbytes)
+    aten.bmm.default(*args)
+    peak = lowtide.measure(lambda: aten.bmm.default(*args), device="cpu").peak_bytes
+    made = 6 * 64 * 80 * 2
+    counted = made + kernel_workspace("aten::bmm", list(args), args, made)
+    assert made + copies <= peak <= counted + (4 << 10)
+    assert kernel_workspace("aten::bmm", list(args), args, made, "cuda") < copies  # oneDNN's alone

@@ -88,6 +88,7 @@ from lowtide._compat.dynamo import (
 from lowtide._compat.kernels import (
     onednn_instructions,
     onednn_is_on,
+    onednn_multiplies,
     onednn_takes,
     onednn_tiles,
     second_cache,
@@ -180,6 +181,7 @@ __all__ = [
     "on_stream",
     "onednn_instructions",
     "onednn_is_on",
+    "onednn_multiplies",
     "onednn_takes",
     "onednn_tiles",
     "parameters_and_buffers",

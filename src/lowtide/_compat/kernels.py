@@ -62,6 +62,14 @@ def onednn_tiles(dtype: torch.dtype) -> bool:
     return allowed and onednn_is_on() and bool(known.get("amx_tile")) and bool(known.get(part))
 
 
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has instructions that multiply this half-precision dtype. If not, it takes it
+    all the same, by way of float32."""
+    part = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype, "")
+    allowed = _most_instructions() not in (*_LESS, "AVX512_CORE", "AVX512_CORE_VNNI")
+    return onednn_tiles(dtype) or (allowed and bool(_capabilities().get(part)))
+
+
 def second_cache() -> int:
     """Bytes of a core's second-level cache, which decides how much oneDNN unfolds at a time."""
     return int(_capabilities().get("l2_cache_size") or _SECOND_CACHE)

@@ -94,11 +94,14 @@ def scratchpad(name: str) -> int:
     return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
 
 
-def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
+def workspace_of(
+    name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
+) -> int:
     """At most the bytes that a kernel allocates and frees while it runs, forward or backward.
 
     `tensors` are the tensors that are read (`read_by`), `args` the arguments, `made` the bytes of
-    the outputs, also of those that are written into memory there was.
+    the outputs, also of those that are written into memory there was. `device` is the type of
+    device to assume if the tensors have no memory.
     """
     name = out_of_place(name)
     if "convolution" in name and len(tensors) >= 2:
@@ -109,7 +112,8 @@ def workspace_of(name: str, tensors: list[torch.Tensor], args: Any, made: int) -
         return sum(map(_bytes, tensors[:1]))
     if name in _COPIED:
         return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
-    product = product_workspace(name, tensors)
+    device = device or (tensors[0].device.type if tensors else "")
+    product = product_workspace(name, tensors, device)
     if product is not None:
         return product
     if tensors and name in _COMPOSED:
@@ -255,7 +259,7 @@ def kernel_workspace(
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
         # Tensors without memory do not tell their device, so `workspace_of` has not converted them.
-        known = workspace_of(name, tensors, args, made)
+        known = workspace_of(name, tensors, args, made, device)
         return known or (converted(name, tensors, args) if cpu else 0)
     shift = 1 if backward else 0
     if len(tensors) < shift + 2 or len(args) < 7:
