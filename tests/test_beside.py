@@ -79,17 +79,17 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
     for _ in range(6):  # the first step is planned at once, the second in the background
         step()
     assert gate.threads == {"lowtide-plans"}
-    [first] = limit._plans
+    [first] = limit._loop._plans
     assert limit.report().planned
     assert replayed()
     gate.open.set()
-    limit._beside.wait()
+    limit._loop._beside.wait()
     step()
-    [better] = limit._plans
-    assert better is limit._active[-1].prepared
+    [better] = limit._loop._plans
+    assert better is limit._loop._active[-1].prepared
     assert first.lessons == better.lessons == LESSONS  # searched for only once
     assert better.graph != first.graph
-    assert not limit._beside.busy
+    assert not limit._loop._beside.busy
 
 
 def test_a_much_smaller_step_does_not_wait_for_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,16 +98,16 @@ def test_a_much_smaller_step_does_not_wait_for_its_plan(monkeypatch: pytest.Monk
     limit = lowtide.budget(share)
     for _ in range(4):
         peak_of(model, rows(600), limit)
-    limit._beside.wait()
+    limit._loop._beside.wait()
     gate = Gate(monkeypatch)
     for _ in range(3):
         assert peak_of(model, rows(400), limit) <= share
-        assert limit._active[-1].covered
+        assert limit._loop._active[-1].covered
     gate.open.set()
-    limit._beside.wait()
+    limit._loop._beside.wait()
     assert peak_of(model, rows(400), limit) <= share
     assert limit.report().planned
-    assert not limit._active or not limit._active[-1].covered
+    assert not limit._loop._active or not limit._loop._active[-1].covered
 
 
 def test_what_goes_wrong_there_is_raised_where_steps_are_taken() -> None:
@@ -116,8 +116,8 @@ def test_what_goes_wrong_there_is_raised_where_steps_are_taken() -> None:
     def wrong() -> Prepared | None:
         raise ArithmeticError("no such plan")
 
-    limit._beside.ask(wrong)
-    limit._beside.wait()
+    limit._loop._beside.ask(wrong)
+    limit._loop._beside.wait()
     with pytest.raises(ArithmeticError, match="no such plan"), limit:
         pass
     with limit:  # it is said once

@@ -134,8 +134,8 @@ def test_a_step_that_differed_is_not_watched_for_ever() -> None:
     def watched() -> bool:
         peak_of(model, x, limit)
         limit.report()
-        assert limit._last is not None
-        return limit._last.observer is not None
+        assert limit._loop._last is not None
+        return limit._loop._last.observer is not None
 
     assert [watched() for _ in range(4)] == [True, True, False, False]
     model.gated = True
@@ -367,10 +367,10 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
         assert lowtide.measure(step, device="cpu").peak_bytes <= limit
         assert torch.equal(model.weight.grad, gradient)
     budget.report()
-    plan = budget._plans.expected(0)
+    plan = budget._loop._plans.expected(0)
     assert ANCHOR in plan.choices  # the product is held although nothing saves it
-    assert budget._last is not None
-    assert not budget._last.switched
+    assert budget._loop._last is not None
+    assert not budget._loop._last.switched
 
 
 def test_whoever_makes_a_budget_for_every_step_is_told_once(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from lowtide.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -67,13 +68,13 @@ def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) ->
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets one entry for each plan that is made."""
     made: list[int] = []
-    plan_next: Callable[..., None] = lowtide.Budget._plan_next
+    plan_next: Callable[..., None] = Loop._plan_next
 
     def counted(*args: object) -> None:
         made.append(1)
         plan_next(*args)
 
-    monkeypatch.setattr(lowtide.Budget, "_plan_next", counted)
+    monkeypatch.setattr(Loop, "_plan_next", counted)
     return made
 
 
@@ -173,7 +174,7 @@ def test_steps_that_take_turns_are_all_measured_and_planned_no_more(planned: lis
             assert peak_of(model, x, limit) <= share
         if number == 4:
             made = len(planned)
-    assert [prepared.measured for prepared in limit._plans] == [True, True]
+    assert [prepared.measured for prepared in limit._loop._plans] == [True, True]
     assert len(planned) == made
 
 

@@ -94,7 +94,7 @@ def train(model: nn.Module, limit: lowtide.Budget, batches: Iterable[Any]) -> li
     for number, x in enumerate(batches):
         peak_of(twin, x)
         peak = peak_of(model, x, limit)
-        decisions = limit._active[-1]
+        decisions = limit._loop._active[-1]
         ways.append(
             "none" if decisions.prepared is None else "covered" if decisions.covered else "planned"
         )
@@ -167,7 +167,7 @@ def test_a_fraction_is_one_of_the_largest_step_that_was_measured() -> None:
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(0.6)
     train(model, limit, map(rows, (400, 404, 408, 412, 416)))
-    decisions = limit._active[-1]
+    decisions = limit._loop._active[-1]
     assert decisions.covered
     assert decisions.prepared is not None
     assert decisions.prepared.allocates > 1.1 * sum(sum(made) for _, made, *_ in decisions.seen)
@@ -353,11 +353,13 @@ def test_a_step_that_leaves_the_plan_of_a_larger_one_is_known_by_its_own_bytes()
     for _ in range(3):
         run(large, limit, False)
     assert run(small, limit, True) <= share
-    decisions = limit._active[-1]
+    decisions = limit._loop._active[-1]
     assert decisions.switched
     made = sum(sum(made) for _, made, *_ in decisions.seen)
     limit.report()  # what was learned from it
-    [learned] = [known for known in limit._plans if len(known.signatures) == len(decisions.seen)]
+    [learned] = [
+        known for known in limit._loop._plans if len(known.signatures) == len(decisions.seen)
+    ]
     assert sum(sum(made) for _, made, *_ in learned.signatures) == made
 
 
@@ -369,11 +371,11 @@ def test_a_much_smaller_step_gets_a_plan_of_its_own() -> None:
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
     train(model, limit, map(rows, [600] * 4))
-    [largest] = limit._plans
+    [largest] = limit._loop._plans
     ways = train(model, limit, map(rows, (420, 410, 415, 405)))
     assert ways == ["covered"] * 4
-    assert len(list(limit._plans)) == 2
-    followed = limit._active[-1].prepared
+    assert len(list(limit._loop._plans)) == 2
+    followed = limit._loop._active[-1].prepared
     assert followed is not None
     assert followed.allocates < 0.8 * largest.allocates
     assert followed.bytes()[1] < 0.5 * largest.bytes()[1]
@@ -387,7 +389,7 @@ def test_a_step_that_comes_again_gets_a_plan_of_its_own() -> None:
     train(model, limit, map(rows, [600] * 4))
     ways = train(model, limit, map(rows, [580] * 8))
     assert ways == ["covered"] * 3 + ["planned"] * 5
-    assert [prepared.measured for prepared in limit._plans] == [True, True]
+    assert [prepared.measured for prepared in limit._loop._plans] == [True, True]
     assert limit.report().measured_alike
 
 
@@ -405,9 +407,9 @@ def test_steps_that_grow_fast_are_outgrown_too() -> None:
     ways = []
     for count in range(2, 242, 8):
         ways += train(model, limit, [rows(count)])
-        limit._beside.wait()
+        limit._loop._beside.wait()
     assert ways.count("covered") >= 15
-    assert not any(known.grown and not known.measured for known in limit._plans)
+    assert not any(known.grown and not known.measured for known in limit._loop._plans)
 
 
 def test_what_gradients_a_call_wants() -> None:
@@ -438,14 +440,14 @@ def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:
     model = nn.Sequential(*(tower() for _ in range(6)))
     limit = lowtide.budget(int(0.6 * peak_of(model, rows(600))))
     train(model, limit, map(rows, [600] * 3))
-    [larger] = limit._plans
+    [larger] = limit._loop._plans
     peak_of(model, rows(590), limit)
-    decisions = limit._active[-1]
+    decisions = limit._loop._active[-1]
     assert decisions.covered
     observer = lowtide.observing.observer.Observer(None)
     observer.timeline = lowtide.memory.events.Timeline([0], [limit.limit + 1], [0])
     assert limit._outdone(larger, decisions, observer)
-    assert not list(limit._plans)
+    assert not list(limit._loop._plans)
 
 
 def prepared_for(count: int) -> Prepared:

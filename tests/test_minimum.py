@@ -238,14 +238,14 @@ def test_a_limit_that_no_plan_keeps_is_refused_again() -> None:
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that budgets learn from now on."""
     graphs: list[Graph] = []
-    module = sys.modules["lowtide.budget"]
-    learn = module.Budget._learn
+    module = sys.modules["lowtide.loop"]
+    learn = module.Loop._learn
 
     def learning(self: Any, observer: Observer, decisions: Any) -> None:
         graphs.append(observer.graph())
         learn(self, observer, decisions)
 
-    monkeypatch.setattr(module.Budget, "_learn", learning)
+    monkeypatch.setattr(module.Loop, "_learn", learning)
     return graphs
 
 

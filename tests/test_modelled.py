@@ -36,9 +36,9 @@ def modelled_and_measured(
     monkeypatch: pytest.MonkeyPatch, step: Any, limit: float = 1.0
 ) -> tuple[Graph, Graph]:
     """A first step's graph as modelled when its backward begins, and as measured at its end."""
-    module = sys.modules["lowtide.budget"]
+    module = sys.modules["lowtide.loop"]
     graphs: list[Graph] = []
-    settle, learn = module.Budget._settle, module.Budget._learn
+    settle, learn = module.Loop._settle, module.Loop._learn
 
     def settling(self: Any, decisions: Any, observer: Observer) -> None:
         graphs.append(observer.graph())
@@ -48,8 +48,8 @@ def modelled_and_measured(
         graphs.append(observer.graph())
         learn(self, observer, decisions)
 
-    monkeypatch.setattr(module.Budget, "_settle", settling)
-    monkeypatch.setattr(module.Budget, "_learn", learning)
+    monkeypatch.setattr(module.Loop, "_settle", settling)
+    monkeypatch.setattr(module.Loop, "_learn", learning)
     budget = lowtide.budget(limit)
     # The CPU's recorder of memory events may report late; `measure` waits for it.
     lowtide.measure(lambda: step(budget), device="cpu")

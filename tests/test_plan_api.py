@@ -425,13 +425,13 @@ def test_steps_of_a_plan_that_was_given_are_soon_no_longer_watched(
         observers.append(Observer(*args))
         return observers[-1]
 
-    monkeypatch.setattr(sys.modules["lowtide.budget"], "Observer", watching)
+    monkeypatch.setattr(sys.modules["lowtide.loop"], "Observer", watching)
     watched = []
     for _ in range(8):
         run(model, x, budget)
         assert budget.report().planned
         watched.append(len(observers))
-    assert len(list(budget._plans)) == 2
+    assert len(list(budget._loop._plans)) == 2
     assert 2 <= watched[3] == watched[-1]
 
 

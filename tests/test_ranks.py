@@ -168,7 +168,7 @@ def plans_alike() -> Outcome:
     plain = steps(contextlib.nullcontext(), [256] * 5)
     with slowed():
         outcome = compare(plain, steps(limit, [256] * 5))
-    prepared, report = limit._plans.expected(0), limit.report()
+    prepared, report = limit._loop._plans.expected(0), limit.report()
     return {
         **outcome,
         "retain": prepared.plan.retain,
@@ -201,8 +201,8 @@ def plans_apart() -> Outcome:
     limit = lowtide.budget(0.7)
     with slowed():
         steps(limit, [256] * 5)
-    limit._beside.wait()  # else its annealing would be counted in the next scenario
-    return {"retain": limit._plans.expected(0).plan.retain}
+    limit._loop._beside.wait()  # else its annealing would be counted in the next scenario
+    return {"retain": limit._loop._plans.expected(0).plan.retain}
 
 
 def engines_that_differ() -> Outcome:
@@ -234,7 +234,7 @@ def engines_that_differ() -> Outcome:
                 with limit:
                     loss = model(torch.randn(256, 8)).square().mean()
                 loss.backward()
-                plans.append([prepared.plan.retain for prepared in limit._plans])
+                plans.append([prepared.plan.retain for prepared in limit._loop._plans])
     finally:
         auto.polish = polish
     return {"plans": plans, "annealed": len(annealed), "core": core}

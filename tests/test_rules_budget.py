@@ -474,7 +474,7 @@ def test_what_was_dropped_is_not_counted_twice(
         loss.backward()
         names.clear()
         dropped = limit.report().replayed_operations
-        graph = limit._plans.expected(0).graph
+        graph = limit._loop._plans.expected(0).graph
         blocks.zero_grad()
         return graph, dropped
 

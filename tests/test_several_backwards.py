@@ -287,7 +287,7 @@ def test_what_an_optimizer_does_after_backward_is_no_part_of_the_step() -> None:
     for _ in range(3):
         with budget:
             model(x).square().mean().backward()
-            forward = budget._active[-1].operations
+            forward = budget._loop._active[-1].operations
             optimizer.step()
             optimizer.zero_grad()
         assert budget.report().recorded_operations == forward

@@ -66,9 +66,9 @@ def planned(model: nn.Module, limit: lowtide.Budget, steps: int) -> Graph:
     for _ in range(steps):
         step(model, limit)
     limit.report()
-    for found in limit._beside.found():  # the next step would do this
-        limit._plans.add(found)
-    return limit._plans.expected(0).graph
+    for found in limit._loop._beside.found():  # the next step would do this
+        limit._loop._plans.add(found)
+    return limit._loop._plans.expected(0).graph
 
 
 def seconds(graph: Graph, name: str) -> set[float]:
@@ -91,7 +91,9 @@ def test_one_slow_call_among_many_alike_changes_no_plan(timed: Callable[[Times],
     graph = planned(Tower(), disturbed, 1)
     assert slow
     assert seconds(graph, "gelu") == {1e-3}
-    assert disturbed._plans.expected(0).plan.retain == even._plans.expected(0).plan.retain
+    assert (
+        disturbed._loop._plans.expected(0).plan.retain == even._loop._plans.expected(0).plan.retain
+    )
 
 
 def test_a_call_unlike_others_has_its_own_time(timed: Callable[[Times], None]) -> None:
@@ -121,7 +123,7 @@ def test_a_step_that_is_not_watched_knows_the_times_of_calls_it_has_seen() -> No
     """It leaves the planned step: operations from there on were not timed in it."""
     model, limit = Tower(), lowtide.budget(0.6)
     planned(model, limit, 4)
-    assert limit._active == []
+    assert limit._loop._active == []
     model.last = 3
     graph = planned(model, limit, 1)
     assert [op.name for op in graph.ops].count("aten::gelu") == 3

@@ -103,12 +103,16 @@ def test_regions_and_their_names() -> None:
     with enable(model, every_n_layers=2) as enabled:
         assert enabled.names == ("model.layers.0", "model.layers.2")
         assert enabled.budget is None
+        assert enabled.active
         assert not model.is_activation_checkpointing
+    assert not enabled.active
     own = set_checkpointing_function(model, every_n_layers=2)
     assert own.names == ("model.layers.0", "model.layers.2")
     assert model.is_activation_checkpointing
+    assert own.active
     model.activation_checkpointing_disable()
     assert not model.is_activation_checkpointing
+    assert not own.active
     own.remove()
 
 

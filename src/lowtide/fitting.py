@@ -14,19 +14,17 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
 from lowtide.budget import Budget
 from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, has_override, override_forward
+from lowtide.models.removable import Removable
 from lowtide.modules import check_model
-from lowtide.observing.observer import Observer
 from lowtide.plans import Plan, plan
 from lowtide.report import BudgetReport
 from lowtide.step import current_recorder, recordable
@@ -37,29 +35,16 @@ _KIND = "lowtide.fit"
 class _ForwardBudget(Budget):
     """What a fitted forward enters. It knows whose gradients are still to come."""
 
-    model: weakref.ref[torch.nn.Module] | None = None
+    def for_model(self, model: weakref.ref[torch.nn.Module]) -> None:
+        self._loop.model = model
 
     @property
     def begun(self) -> bool:
         """Whether a step has run."""
-        return self._steps > 0
-
-    def gradients_to_come(self, observer: Observer) -> int:
-        model = self.model() if self.model is not None else None
-        if model is None:
-            return 0
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in model.parameters()
-            if parameter.requires_grad
-            and parameter.grad is None
-            and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
-            and self.where.counts in (None, parameter.device)
-            and id(parameter) not in observer.leaves.gradients
-        )
+        return self._loop.steps > 0
 
 
-class FittedBudget:
+class FittedBudget(Removable):
     """The budget around the training forward of a model, made by `fit`; `remove()` takes it off.
 
     Also a context manager that calls `remove()` at the end.
@@ -77,7 +62,7 @@ class FittedBudget:
 
     def attach(self, model: torch.nn.Module) -> None:
         reference = weakref.ref(model)
-        self._budget.model = reference
+        self._budget.for_model(reference)
         make = functools.partial(_inside, self._budget, reference)
         self._restore = override_forward(
             model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
@@ -97,17 +82,6 @@ class FittedBudget:
         restore, self._restore = self._restore, None
         if restore is not None:
             restore.remove()
-
-    def __enter__(self) -> FittedBudget:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy (say, of a model that holds it) has the limit, but is on no model."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from lowtide.models.override import (
     has_override,
     override_forward,
 )
+from lowtide.models.removable import Removable
 from lowtide.policies import check_policy
 from lowtide.selection import Which, is_container, select
 
@@ -50,7 +50,7 @@ LEVELS = range(6)
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
 
 
-class CheckpointedModules:
+class CheckpointedModules(Removable):
     """The modules that one call checkpointed; `remove()` switches them off again.
 
     Also a context manager that calls `remove()` at the end. It does not keep the model alive.
@@ -79,17 +79,6 @@ class CheckpointedModules:
     def describe(self) -> str:
         """Describe what was chosen and why, as text."""
         return self._description or "\n".join(name or "(the model itself)" for name in self.names)
-
-    def __enter__(self) -> CheckpointedModules:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         shown = ", ".join(name or "(the model itself)" for name in self.names[:4])

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, fit
 from lowtide.models.foreign import refuse_active_checkpointing
+from lowtide.models.removable import Removable
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
 from lowtide.plans import Plan, limit_of
 from lowtide.policies import Policy, check_policy
@@ -39,7 +39,7 @@ except ImportError as error:
 __all__ = ["Enabled", "MemoryBudget", "enable", "set_checkpointing_function"]
 
 
-class Enabled:
+class Enabled(Removable):
     """What `enable` or `set_checkpointing_function` switched on; `remove()` switches it off again.
 
     Also a context manager that calls `remove()` at the end.
@@ -55,22 +55,14 @@ class Enabled:
         self.budget = what if isinstance(what, FittedBudget) else None
         self.names = () if isinstance(what, FittedBudget) else what.names
 
+    @property
+    def active(self) -> bool:
+        return self._what is not None and self._what.active
+
     def remove(self) -> None:
-        """Restore the model's plain forward. A second call does nothing."""
         what, self._what = self._what, None
         if what is not None:
             what.remove()
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.remove()
 
 
 def enable(
@@ -131,7 +123,7 @@ def _check_layers(model: nn.Module, caller: str) -> None:
         )
 
 
-class _OwnFunction:
+class _OwnFunction(Removable):
     """A model whose own checkpointing calls lowtide's function."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -141,6 +133,10 @@ class _OwnFunction:
             for name, module in model.named_modules()
             if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
         )
+
+    @property
+    def active(self) -> bool:
+        return bool(self.model.is_activation_checkpointing)
 
     def remove(self) -> None:
         self.model.activation_checkpointing_disable()

@@ -1,10 +1,10 @@
 """How a budget gets the plans of its steps.
 
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
-room than that one had, and may not fit at all. Invariant: a step may take the limit minus what
-earlier steps of its context have left in memory; all plans and refusals use this number. Imports
-engine, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
-Rejected: planning in `lowtide.budget`, which says when, not how.
+room than that one had, and may not fit at all. Invariant: every plan is for what the allowance says
+the step may take, and only a step that no plan brings below that is refused. Imports engine,
+allowance, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
+Rejected: planning in `lowtide.loop`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from lowtide import _compat, engine
 from lowtide.errors import BudgetError
+from lowtide.learning.allowance import Allowance
 from lowtide.learning.beside import Beside
 from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
@@ -32,7 +33,6 @@ from lowtide.planner.resume import forward_over, from_held
 from lowtide.report import refusal, too_small, unrecorded
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
-from lowtide.running.shortage import Shortage
 
 _ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
 
@@ -41,15 +41,13 @@ class Planning:
     """The part of a budget that plans.
 
     Attributes:
-        before: bytes in memory that earlier steps of the context have left.
+        allowance: what steps may take.
         place: of the running step among those of the context.
-        limit_now: what the running step may take, in bytes; None if not known yet.
     """
 
     def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
-        self.limit = limit
-        self.before = self.place = 0
-        self.limit_now: int | None = None
+        self.allowance = Allowance(limit)
+        self.place = 0
         self._ranks = ranks
         self._news: Learned | None = None  # what the ranks have not planned yet
         self._plans = KnownPlans()
@@ -57,82 +55,20 @@ class Planning:
         self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
-        self._plain_peak: int | None = None
-        self._largest = 0  # largest plain peak of measured steps, including what was there before
         self._measured: tuple[int, tuple[Signature, ...]] | None = None  # the last peak, and whose
         self._peaks = 0, 0  # how many peaks were measured, and the highest of them
         self._refusal: BudgetError | None = None
         self._halfway: BudgetError | None = None  # raised in the forward that runs
         self._refused = Refusals()
-        self._shortage = Shortage()
-        self._outside = 0.0  # what a loss outside takes, as a fraction of what the forward saves
-
-    # ------------------------------------------------------------------ limits
-
-    def target(self, live: int, dropped: int) -> int:
-        """Bytes that an unplanned forward may have live, when `live` are and `dropped` were.
-
-        A fraction is relative to this step's own plain peak, as far as it is known by now, or to
-        that of the largest step. A loss outside of the context is taken to be proportional to the
-        forward, as in the last step.
-        """
-        outside = int(self._outside * (live + dropped)) + self.before
-        if isinstance(self.limit, int):
-            return int(self._shortage.within(self.limit) * (1 - margins.MODELLED)) - outside
-        known = self._largest * (1 - margins.MODELLED)
-        granted = int(self.limit * max(live + dropped + outside, known))
-        if self._shortage.room is not None:
-            granted = min(granted, int(self._shortage.room * (1 - margins.MODELLED)))
-        return granted - outside
-
-    def promised(self) -> int | None:
-        """What the running step may take by its limit; None for a fraction of a peak that is not
-        known yet."""
-        if isinstance(self.limit, float) and self._plain_peak is None:
-            return None
-        return self._allowed(self._plain_peak or 0, self.before)
-
-    def limit_bytes(self) -> int | None:
-        """The same, or less if the device was found to have less room."""
-        promised = self.promised()
-        return None if promised is None else self._limit(self._plain_peak or 0, self.before)
-
-    def _limit(self, plain: int, before: int) -> int:
-        """Bytes that a step of this plain peak is planned for: what it may take, or less if the
-        device was found to have less room."""
-        return self._shortage.within(self._allowed(plain, before) + before) - before
-
-    def _allowed(self, plain: int, before: int) -> int:
-        """Bytes that a step of this plain peak may take: what is left of the whole limit.
-
-        A fraction is relative to the largest step so far: others may take what that one may.
-        """
-        if isinstance(self.limit, int):
-            return self.limit - before
-        return int(self.limit * max(plain + before, self._largest)) - before
-
-    def ran_out(self, live: int) -> None:
-        """The device ran out of memory while `live` bytes of this step were live."""
-        self._shortage.ran_out(live + self.before, self.limit)
-        self.limit_now = self.limit_bytes()
-
-    def backward_ran_out(self, decisions: StepDecisions) -> None:
-        """The device had no room for this step's backward."""
-        followed = decisions.followed
-        peak = self.limit_now if followed is None else followed.peak
-        if peak is not None:
-            self._shortage.backward_ran_out(peak + self.before, self.limit)
 
     def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
         """Note what a watched step would take plain, and what its loss takes."""
-        self._plain_peak, self._outside = learned.plain_peak, learned.outside
+        allowance = self.allowance
+        allowance.plain_peak, allowance.outside = learned.plain_peak, learned.outside
         if self._ranks is not None and ranks is None:
             return  # the other ranks would not know, and would plan for other limits
-        whole = learned.plain_peak + learned.seen.before
-        if learned.measured and whole > self._largest:
-            self._largest = whole
-            if isinstance(self.limit, float):  # what did not fit into a smaller limit may now
-                self._refused = Refusals()
+        if learned.measured and allowance.measured(learned.plain_peak + learned.seen.before):
+            self._refused = Refusals()  # what did not fit into a smaller limit may now
 
     # ------------------------------------------------------------------ plans
 
@@ -147,8 +83,8 @@ class Planning:
         found = self._plans.of_step(seen, self.place, whole=whole, other_than=other_than)
         if found is None:
             return None
-        self._plain_peak = found.plain_peak  # a fraction is relative to it
-        self.limit_now = self.limit_bytes()
+        self.allowance.plain_peak = found.plain_peak  # a fraction is relative to it
+        self.allowance.renew()
         return self._fitting(found)
 
     def covering(
@@ -158,8 +94,7 @@ class Planning:
         found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
         if found is None:
             return None
-        self._plain_peak = self._claim(found, self.before)
-        self.limit_now = self.limit_bytes()
+        self.allowance.follows(found.plain_peak)
         return self._fitting(found)
 
     def _for_this_backward(self, prepared: Prepared) -> Prepared:
@@ -177,29 +112,24 @@ class Planning:
         seen = replace(seen, parameters={**seen.parameters, **appeared})
         if retains:
             graph, seen = graph.retained(), replace(seen, retains=True)
-        limit = self.limit_bytes()
-        assert limit is not None
-        return self._planned_again(prepared, graph, seen, limit)
-
-    def _claim(self, larger: Prepared, before: int) -> int:
-        """The plain peak that a fraction is relative to, for a step that follows this plan: at most
-        the largest measured one, less the bytes that were there `before`."""
-        largest = self._largest - before if self._largest else larger.plain_peak
-        return min(larger.plain_peak, largest)
+        self.allowance.renew()
+        assert self.allowance.now is not None
+        return self._planned_again(prepared, graph, seen, self.allowance.now)
 
     def _fitting(self, prepared: Prepared) -> Prepared | None:
         """This plan, or another for the same step if earlier steps have left less room than when
         the plan was made; None: it would not fit."""
-        limit = self._limit(self._plain_peak or 0, self.before)
-        room = self._shortage.room
-        short = room is not None and prepared.peak + self.before > room
-        if prepared.peak <= limit or (self.before <= prepared.seen.before and not short):
+        allowance, before = self.allowance, self.allowance.before
+        plain, room = allowance.plain_peak or 0, allowance.shortage.room
+        limit = allowance.planned(plain, before)
+        short = room is not None and prepared.peak + before > room
+        if prepared.peak <= limit or (before <= prepared.seen.before and not short):
             return prepared
-        seen = replace(prepared.seen, before=self.before)
+        seen = replace(prepared.seen, before=before)
         found = self._planned_again(prepared, prepared.graph, seen, limit)
-        fits = found.peak <= self._allowed(self._plain_peak or 0, self.before)
+        fits = found.peak <= allowance.of(plain, before)
         if fits:
-            self._shortage.needs(found.peak + self.before)
+            allowance.shortage.needs(found.peak + before)
         return found if fits else None
 
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
@@ -241,7 +171,7 @@ class Planning:
             return
         graph = observer.graph()
         if not measured:  # the loss of an earlier step is the best guess
-            graph = replace(graph, turn=int(self._outside * graph.saved))
+            graph = replace(graph, turn=int(self.allowance.outside * graph.saved))
         lessons = measured + (0 if followed is None else followed.lessons)
         learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
         if self._ranks is None:
@@ -252,7 +182,7 @@ class Planning:
         if self._ranks is not None:
             self._news = learned  # planned where all ranks enter the next step
             return
-        limit = self._limit(learned.plain_peak, learned.seen.before)
+        limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
         if not (covered or (timeline and not kept) or self._worth_planning(decisions)):
             return
@@ -271,10 +201,10 @@ class Planning:
             return
         before, peak = observer.before, observer.timeline.peak + observer.before
         if not before:
-            self._largest = max(self._largest, peak)
-        elif isinstance(self.limit, float):
+            self.allowance.measured(peak)
+        elif isinstance(self.allowance.limit, float):
             return
-        limit = self._allowed(peak - before, before) + before
+        limit = self.allowance.of(peak - before, before) + before
         if peak > limit:
             self._refusal = unrecorded(limit, peak, before)
             if self._ranks is None:
@@ -284,7 +214,7 @@ class Planning:
         """Whether a measured step that followed the plan for a larger one should have its own."""
         assert observer.timeline is not None
         before = observer.before
-        if observer.timeline.peak > self._limit(self._claim(larger, before), before):
+        if observer.timeline.peak > self.allowance.under_plan_of(larger.plain_peak, before):
             self._plans.remove(larger)
             return True
         self._plans.confirm(larger)
@@ -301,13 +231,13 @@ class Planning:
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._know(learned, ranks)
         before = learned.seen.before
-        limit = self._limit(learned.plain_peak, before)
+        limit = self.allowance.planned(learned.plain_peak, before)
         # A plan from a model is soon replaced by one from a measurement: not worth annealing.
         search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
         plan, peak = search() if ranks is None else ranks.of_first(search)
-        allowed = self._allowed(learned.plain_peak, before)
+        allowed = self.allowance.of(learned.plain_peak, before)
         if peak <= allowed:
-            self._shortage.needs(peak + before)
+            self.allowance.shortage.needs(peak + before)
         elif learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
@@ -337,7 +267,7 @@ class Planning:
             return
         smaller = Learned.of(larger).of_sizes(seen)
         before = larger.seen.before
-        limit = self._limit(self._claim(larger, before), before)
+        limit = self.allowance.under_plan_of(larger.plain_peak, before)
         polish = engine.annealing()
 
         def search() -> Prepared | None:
@@ -356,7 +286,7 @@ class Planning:
         if nearest is None or ratio > most:
             return False
         before = observer.before
-        limit = self._limit(self._claim(nearest, before), before)
+        limit = self.allowance.under_plan_of(nearest.plain_peak, before)
         larger = Learned.of(nearest).larger(ratio)
         found = larger.search(limit, engine.annealing())
         if found is None:
@@ -370,7 +300,7 @@ class Planning:
         news, self._news = self._news, None
         if not ranks.any(news is not None or self._refusal is not None):
             return
-        common = ranks.common(News(None if news is None else news.graph, self.limit))
+        common = ranks.common(News(None if news is None else news.graph, self.allowance.limit))
         if news is not None:
             alike = news if common is None else replace(news, graph=common)
             self._plan_next(alike, None if common is None else ranks)
@@ -391,7 +321,7 @@ class Planning:
         if self._ranks is not None:  # the other ranks would not know
             return False
         learned = Learned(graph, observer.seen(), None, measured=False, lessons=0)
-        found = learned.search(self._limit(learned.plain_peak, self.before))
+        found = learned.search(self.allowance.planned(learned.plain_peak, self.allowance.before))
         if found is not None:
             self._plans.add(found)
         return found is not None
@@ -405,8 +335,8 @@ class Planning:
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
-        before = self.before
-        if not isinstance(self.limit, int) or live + need <= self.limit - before:
+        limit, before = self.allowance.limit, self.allowance.before
+        if not isinstance(limit, int) or live + need <= limit - before:
             return
         if self.keeps_wrappers:
             return
@@ -421,7 +351,7 @@ class Planning:
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
         named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
         least += to_come + before
-        refused = too_small(name, live, need, self.limit, count, least, named, before)
+        refused = too_small(name, live, need, limit, count, least, named, before)
         self._halfway = refused.again()
         try:
             raise refused

@@ -26,7 +26,7 @@ from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
 
 if TYPE_CHECKING:
-    from lowtide.budget import Budget
+    from lowtide.loop import Loop
 
 _SPARE = 200  # 1/200 of the limit is left for bytes that no tape counts
 
@@ -48,7 +48,7 @@ class ForwardDecisions:
         self,
         prepared: Prepared | None,
         observer: Observer | None,
-        owner: Budget,
+        owner: Loop,
         *,
         check_up: bool = False,
     ) -> None:
@@ -108,7 +108,7 @@ class ForwardDecisions:
     def _ceiling(self, prepared: Prepared) -> int | None:
         """Bytes that a planned forward may have live: its plan's peak, or the limit less a small
         share for what the tape does not count, if that is more."""
-        limit = self.owner.limit_now
+        limit = self.owner.allowance.now
         return None if limit is None else min(limit, max(prepared.peak, limit - limit // _SPARE))
 
     def _on_our_own(self) -> None:
@@ -138,7 +138,7 @@ class ForwardDecisions:
             )
             self.observer.only(self.where)
             self.observer.place = self.prepared.seen.place
-            self.observer.before = self.owner.before
+            self.observer.before = self.owner.allowance.before
         return self.observer
 
     @property
@@ -331,7 +331,7 @@ class ForwardDecisions:
             self._follower.catch_up()
         if self.begun or elsewhere(self.owner, args):
             return False
-        self.owner.ran_out(self.live[0])
+        self.owner.allowance.ran_out(self.live[0])
         room = self._crowd() if self._room is None else self._room
         need = room_for(facts.name, func, args, kwargs)
         return room.give(max(need, room.largest, 1) << attempt)

@@ -22,7 +22,7 @@ from lowtide.tape.operators import Facts
 from lowtide.tape.values import Value, tensors_in
 
 if TYPE_CHECKING:
-    from lowtide.budget import Budget
+    from lowtide.loop import Loop
 
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
 
@@ -32,7 +32,7 @@ class Room:
 
     def __init__(
         self,
-        owner: Budget,
+        owner: Loop,
         observer: Observer,
         live: list[int],
         drop: Callable[[Value], None],
@@ -57,7 +57,7 @@ class Room:
         self._observer.anew()  # values dropped earlier may have been freed just now
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
-        target = self._owner.target(live, evictor.dropped_bytes)
+        target = self._owner.allowance.target(live, evictor.dropped_bytes)
         if plenty <= target and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
@@ -68,7 +68,7 @@ class Room:
 
     def target(self, need: int) -> int:
         """Bytes that may be live, with those that are about to be allocated."""
-        return self._owner.target(self._live[0] + need, self._evictor.dropped_bytes)
+        return self._owner.allowance.target(self._live[0] + need, self._evictor.dropped_bytes)
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run: if it made more than foreseen, make room now."""
@@ -102,7 +102,7 @@ class Room:
         self._owner.cannot_fit(self._observer, name, self._live[0], need)
 
 
-def elsewhere(owner: Budget, args: Any) -> bool:
+def elsewhere(owner: Loop, args: Any) -> bool:
     """Whether a call runs on a device whose bytes do not count."""
     counts = owner.where.counts
     if counts is None:

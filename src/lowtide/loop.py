@@ -1,0 +1,339 @@
+"""The steps of a training loop under one limit, from opening a recording to learning from it.
+
+Problem: a backward may come after its forward's recording has closed, inside it, late, in part or
+never, and several steps may be under way at once. Invariant: a step is learned from once, after its
+backward has ended, and a refused step teaches nothing; a backward ends a step, also while the
+recording is open, and what is saved after it belongs to the next step. Imports step, planning,
+decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+
+from lowtide import _compat
+from lowtide.learning.known_plans import PLACES
+from lowtide.learning.planning import Planning
+from lowtide.learning.ranks import Ranks
+from lowtide.memory import margins
+from lowtide.memory.marks import start_marks
+from lowtide.observing.observer import Observer
+from lowtide.planner import plain_peak
+from lowtide.planner.resume import forward_over, with_margin
+from lowtide.report import BudgetReport
+from lowtide.running.decide import StepDecisions
+from lowtide.running.earlier import Earlier
+from lowtide.running.forward import Tally
+from lowtide.running.prepared import Prepared
+from lowtide.running.shortage import Shortage
+from lowtide.running.where import Where
+from lowtide.step import Recording
+
+if TYPE_CHECKING:
+    from lowtide.tape.tape import Tape
+
+_LEARNING_STEPS = 2
+_MEASURE_EVERY = 50
+
+
+class Loop(Planning):
+    """The steps under one limit, one after the other.
+
+    Attributes:
+        where: the device whose bytes count.
+        steps: how many have begun.
+        model: the model whose forward is recorded, if that is known: gradients of its parameters
+            are still to come.
+    """
+
+    def __init__(
+        self, limit: int | float, device: torch.device | None, ranks: Ranks | None
+    ) -> None:
+        super().__init__(limit, ranks)
+        self.where = Where(device, self._moved)
+        self.steps = 0
+        self.model: weakref.ref[torch.nn.Module] | None = None
+        self._recording: Recording | None = None
+        self._alike = _LEARNING_STEPS  # steps in a row that went as planned
+        self._earlier = Earlier(self.where)  # finished steps of this context
+        self._active: list[StepDecisions] = []  # steps whose backward has not finished
+
+    def follow(self, plan: Prepared) -> None:
+        """Let steps like the plan's follow it, from the first one on."""
+        self._plans.add(plan)
+        self.allowance.plain_peak = plan.plain_peak
+
+    # ------------------------------------------------------------------ the context
+
+    def open(self) -> None:
+        """Begin a step, and record it."""
+        failed = next((step for step in self._active if not step.ended), None)
+        for decisions in tuple(self._active):
+            self._finish(decisions)
+        for found in self._beside.found():
+            self._plans.add(found)
+        if self._ranks is not None:
+            self._agree(self._ranks)
+        if self._refusal is not None:
+            again, self._refusal = self._refusal.again, None  # the step after it may differ
+            raise again()
+        self.where.look()
+        last, self._earlier = self._earlier, Earlier(self.where)
+        self.allowance.before = self.place = 0
+        if self._ranks is not None:
+            self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
+        elif failed is not None and self._earlier.failures > last.failures:
+            self.backward_ran_out(failed)
+        decisions = self._next_decisions()
+        recording = Recording(decisions, timed=decisions.observer is not None)
+        try:
+            tape = recording.__enter__()
+        except BaseException:
+            decisions.discard()
+            raise
+        self._started(decisions, tape)
+        self._recording = recording
+
+    def _next_decisions(self) -> StepDecisions:
+        check_up = not self.steps % _MEASURE_EVERY
+        prepared, plans = self._expected(), self._plans.version
+        observer = self._observer(prepared, check_up)
+        if plans != self._plans.version:  # starting to measure delivered the last step's result
+            prepared = self._expected()
+        if prepared is not None:
+            self.allowance.plain_peak = prepared.plain_peak
+            prepared = self._fitting(prepared)
+        if prepared is None and observer is None:
+            observer = self._observer(None, check_up)
+        self.allowance.renew()
+        decisions = StepDecisions(prepared, observer, self, check_up=check_up)
+        if observer is not None and observer.memory is not None:
+            observer.memory.of_step(decisions.pending)
+        return decisions
+
+    def _started(self, decisions: StepDecisions, tape: Tape) -> None:
+        decisions.attach(tape)
+        self.steps += 1
+        self._active.append(decisions)
+
+    def _moved(self) -> None:
+        """The limit applies to another device than assumed: what was measured so far is void."""
+        self._earlier.begin()
+        for decisions in self._active:
+            decisions.stop_measuring()
+
+    @property
+    def keeps_wrappers(self) -> bool:
+        return bool(self._active) and self._active[-1].keeps_wrappers
+
+    def next_step(self) -> None:
+        """Called when autograd saves something after a backward that ran inside the context."""
+        recording, over = self._recording, self._active[-1]
+        if recording is None or _compat.in_backward() or not recording.at_its_root:
+            return
+        over.drop_replayed()
+        self._finish(over)
+        self._earlier.add(recording.recorder)
+        self.allowance.before = self._earlier.nbytes
+        self.place = min(self._earlier.steps, PLACES - 1)
+        decisions = self._next_decisions()
+        self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))
+
+    def close(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop recording, for this reason if `error` is not None."""
+        recording, self._recording = self._recording, None
+        assert recording is not None
+        decisions = self._active[-1]  # a step begins only when those before it are over
+        try:
+            try:
+                decisions.forward_ends()
+            finally:
+                recording.__exit__(kind, error, trace)
+        finally:
+            decisions.forward_over()
+            if decisions.operations:
+                self.where.forward_over()
+            known = self._known_refusal(decisions) if error is None else None
+            if isinstance(error, RuntimeError) and _compat.torchscripts(error):
+                known = self._halfway  # TorchScript replaces Python's errors by its own
+            self._halfway = None
+            if error is not None or known is not None:  # half a step teaches nothing
+                self._active.remove(decisions)
+                decisions.discard()
+            if known is not None:
+                try:
+                    raise known from error
+                finally:
+                    del known  # otherwise its traceback and this frame would hold each other
+
+    # ------------------------------------------------------------------ a step's life
+
+    def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
+        """Watch this step if there is something to learn from it, and measure it if possible."""
+        measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
+        if not measure and self._alike >= _LEARNING_STEPS:
+            return None
+        earlier = prepared.seen.ops if prepared is not None else ()
+        observer = Observer(start_marks(self.where.device) if measure else None, earlier)
+        observer.only(self.where)
+        observer.place, observer.before = self.place, self.allowance.before
+        return observer
+
+    def backward_begins(self, decisions: StepDecisions) -> None:
+        """Called at the first request of a backward, before it is answered."""
+        decisions.watch_end(decisions.backward_ended)
+        if not decisions.begun:
+            return
+        if decisions.event >= 0:
+            return
+        decisions.complete()
+        prepared = decisions.prepared
+        if (
+            prepared is None
+            and not decisions.switched
+            and self.matching(decisions.seen, whole=True)
+        ):
+            self._freezes_inside = True  # the leaves differed from the plan's only when it began
+        if prepared is not None and not decisions.switched:
+            wanted = self._for_this_backward(prepared)
+            if wanted is prepared:
+                if decisions.observer is not None:
+                    decisions.observer.begin_backward(decisions.anchors.numbers)
+                decisions.settle_as_planned()
+                return
+            prepared = decisions.prepared = wanted
+            decisions.anchors.release()
+        observer = decisions.watched(decisions.operations)
+        known = self._known_refusal(decisions)
+        if known is not None:
+            observer.mark_end()
+            decisions.begun = False  # a second call of backward is refused again
+            try:
+                raise known
+            finally:
+                del known  # as above
+        observer.begin_backward(decisions.anchors.numbers)
+        self._settle(decisions, observer)
+
+    def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
+        """The step differs from its plan: plan its backward from what is still held."""
+        held = observer.held_from_forward()
+        prepared = decisions.prepared
+        graph = observer.graph() if prepared is None else prepared.graph
+        if not graph.events:
+            return
+        measured = prepared is not None and prepared.measured
+        margin = margins.MEASURED if measured else margins.MODELLED
+        plain, before = plain_peak(graph), self.allowance.before
+        if self.allowance.plain_peak is None:
+            self.allowance.plain_peak = plain
+        limit = self.allowance.planned(plain, before)
+        # A fraction of a modelled peak is not refused before that peak is measured.
+        of_bytes = isinstance(self.allowance.limit, int)
+        strict = measured or (of_bytes and not decisions.keeps_wrappers)
+        whole, graph = graph, forward_over(graph, held)
+        found = with_margin(graph, held, limit, margin, search=strict)
+        if found.result.peak > limit and decisions.covered:
+            decisions.prepared, decisions.covered = None, False  # this smaller step may need less
+            self._settle(decisions, observer)
+            return
+        allowed = self.allowance.of(plain, before)
+        if found.result.peak > allowed and strict:
+            observer.mark_end()
+            decisions.begun = False  # a second call of backward is refused again
+            again = prepared is None and self.planned_from_the_start(whole, observer)
+            raise self._refusing(
+                graph, allowed, found.retain, before, measured=measured, again=again
+            )
+        self.allowance.shortage.needs(found.result.peak + before)
+        decisions.settle(found.retain)
+
+    def _finish(self, decisions: StepDecisions) -> None:
+        """Learn from a step whose backward has run; called outside of any backward.
+
+        A step whose backward has not run yet is left to a later call, but its memory can no longer
+        be told apart from that of the forward that begins now.
+        """
+        if decisions.ended or decisions.abandoned():
+            self._active.remove(decisions)
+        if not decisions.ended:
+            decisions.stop_measuring()
+            return
+        self._last = decisions
+        decisions.let_go()
+        self._alike = 0 if decisions.switched else self._alike + 1
+        followed, observer = decisions.followed, decisions.observer
+        if followed is not None:
+            self._effort.followed(followed, covered=decisions.covered)
+            if decisions.covered and observer is None:
+                self._plan_smaller(followed, decisions.seen)
+        if observer is not None:
+            observer.finish(lambda watched: self._learn(watched, decisions))
+
+    def backward_ran_out(self, decisions: StepDecisions) -> None:
+        """The device had no room for this step's backward."""
+        followed = decisions.followed
+        self.allowance.backward_ran_out(None if followed is None else followed.peak)
+
+    def finish_ended(self) -> None:
+        """Learn from the steps whose backward has ended; not while one is recorded."""
+        for decisions in tuple(self._active):
+            if decisions.ended:
+                self._finish(decisions)
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        model = self.model() if self.model is not None else None
+        if model is None:
+            return 0
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in model.parameters()
+            if parameter.requires_grad
+            and parameter.grad is None
+            and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
+            and self.where.counts in (None, parameter.device)
+            and id(parameter) not in observer.leaves.gradients
+        )
+
+    def report(self) -> BudgetReport:
+        """What the last step that was learned from did."""
+        last = self._last
+        prepared = last.prepared if last is not None else None
+        tally = last.tally if last is not None else Tally()
+        kept, recomputed = (None, None) if prepared is None else prepared.bytes()
+        measured, whose = self._measured or (None, ())
+        measured_steps, highest = self._peaks
+        alike = last is not None and measured is not None and tuple(last.seen) == whose
+        allowance = self.allowance
+
+        def whole(nbytes: int | None) -> int | None:
+            return None if nbytes is None else nbytes + allowance.before
+
+        return BudgetReport(
+            limit=whole(allowance.promised()),
+            planned_peak=None if prepared is None else whole(prepared.peak),
+            measured_peak=measured,
+            plain_peak=whole(allowance.plain_peak),
+            kept_bytes=kept,
+            recomputed_bytes=recomputed,
+            recorded_operations=0 if last is None else last.operations,
+            replayed_operations=tally.replayed_operations,
+            replay_seconds=tally.replay_seconds,
+            steps=self.steps,
+            planned=prepared is not None,
+            measured_alike=alike,
+            left_plan_at=tally.diverged_at,
+            measured_steps=measured_steps,
+            highest_peak=highest if measured_steps else None,
+            device_room=allowance.shortage.room,
+        )
