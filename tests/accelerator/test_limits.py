@@ -148,7 +148,7 @@ def test_the_device_that_a_step_runs_on_is_the_one_that_counts(core: ModuleType)
     for _ in range(4):
         assert measured(lambda: training_step(model, x, limit), ONE) <= 0.7 * plain
     assert limit.report().planned
-    assert limit.where.device == ONE
+    assert limit._loop.where.device == ONE
 
 
 def test_a_step_on_the_cpu_is_counted_there() -> None:
@@ -163,11 +163,11 @@ def test_a_step_on_the_cpu_is_counted_there() -> None:
             training_step(model, x, limit)
     assert measured(lambda: training_step(model, x, limit), cpu) <= 0.8 * plain
     assert replayed() > 0
-    assert limit.where.device == cpu
+    assert limit._loop.where.device == cpu
     model.to(ZERO)  # and then it moves there
     x = x.to(ZERO)
     training_step(model, x, limit)
-    assert limit.where.device == ZERO
+    assert limit._loop.where.device == ZERO
 
 
 @pytest.mark.parametrize("index", [0, 1])
