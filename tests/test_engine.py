@@ -23,7 +23,7 @@ from lowtide._compat import devices
 from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
 from lowtide.running.decide import StepDecisions
-from lowtide.step import Recording
+from lowtide.step import Recording, current_recorder
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import Operation, Region, Value
 
@@ -198,6 +198,34 @@ def test_both_recorders_write_the_same(name: str) -> None:
     assert b.saves == a.saves
     assert replays_b == replays_a
     assert torch.equal(grad_a, grad_b)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", sorted({*CASES, *MODULES} - {"lstm", "without_grad"}))
+def test_usual_layers_are_recorded_without_python(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of an LSTM, whose cell writes chunks with version counters of their own, and not
+    random numbers that are made of nothing."""
+    torch.manual_seed(5)
+    function = CASES[name] if name in CASES else MODULES[name]()
+    left: list[str] = []
+
+    def watched(x: Tensor) -> Any:
+        recorder = current_recorder()
+        run = type(recorder).run
+
+        def counted(*call: Any) -> Any:
+            left.append(str(call[1]))
+            return run(*call)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(recorder), "run", counted)
+            return function(x)
+
+    with engine.use("compiled"):
+        recorded(watched, Told())
+    assert left == []
 
 
 def asking(x: Tensor) -> Tensor:

@@ -96,14 +96,13 @@ inline bool run_recorded(
   size_t count = op.schema().arguments().size();
   const c10::IValue* values = stack->data() + stack->size() - count;
   bool statistics = trains(fact, values);
-  if (fact.mean >= 0 && !statistics && values[fact.mean].isTensor()) return false;  // frozen
   std::vector<Written> written;
   auto* made = new_record<Operation>(operation_type, op, &fact);
   Owned owner(object_of(made));
   if (!find_written(state, op.schema(), fact.writes, values, written, true)) return false;
   bool again = statistics || may_be_made(fact, written);
   if (again) {
-    if (!encode(state, made, values, count, statistics ? &fact : nullptr)) return false;
+    if (!encode(state, made, fact, values, count, statistics)) return false;
     again = statistics || can_be_made(fact, made, written);
   }
   if (statistics) {

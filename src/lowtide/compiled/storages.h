@@ -156,10 +156,30 @@ inline int64_t wanted_bytes(const at::Tensor& tensor) {
   return std::max(dense_bytes(tensor), tensor.is_view() ? dense_bytes(at::Tensor(tensor._base())) : 0);
 }
 
+// Running statistics that the call moves become scratch memory; those that it only reads are read from a
+// copy, as they move without a new version (see `Recorder._freeze`). False if that needs a closer look.
+inline bool add_statistic(
+    State* state, Operation* op, const at::Tensor& tensor, size_t place, bool moves) {
+  if (!is_ordinary(tensor) || enter_written(state, tensor) == nullptr) return false;
+  if (moves) {
+    op->inputs.push_back(Input{nullptr, Geometry(tensor), -1, static_cast<int16_t>(place), tensor.device(),
+                               ~static_cast<int64_t>(tensor.storage().nbytes())});
+    return true;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::Tensor copied = tensor.clone();
+  auto nbytes = static_cast<int64_t>(copied.storage().nbytes());
+  Value* value = new_value(nullptr, nbytes, state->region, -1);  // the record owns it
+  value->held = copied;
+  value->version = copied._version();
+  op->inputs.push_back(Input{value, geometry_in(value, copied), -1, static_cast<int16_t>(place)});
+  return true;
+}
+
 // Copy the arguments into the record, tensors as inputs; false if the tape cannot represent one.
-// Running statistics that the call updates (`statistics`) become scratch memory.
+// `moves`: whether the call moves the running statistics that it is given.
 inline bool encode(
-    State* state, Operation* op, const c10::IValue* values, size_t count, const Fact* statistics) {
+    State* state, Operation* op, const Fact& fact, const c10::IValue* values, size_t count, bool moves) {
   op->arguments.reserve(count);
   for (size_t place = 0; place < count; ++place) {
     const c10::IValue& value = values[place];
@@ -170,11 +190,8 @@ inline bool encode(
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
       op->wanted += wanted_bytes(tensor);
-      if (statistics != nullptr && (at == statistics->mean || at == statistics->variance)) {
-        if (!is_ordinary(tensor) || enter_written(state, tensor) == nullptr) return false;
-        op->inputs.push_back(Input{nullptr, Geometry(tensor), -1, static_cast<int16_t>(place),
-                                   tensor.device(),
-                                   ~static_cast<int64_t>(tensor.storage().nbytes())});
+      if (tensor.defined() && fact.mean >= 0 && (at == fact.mean || at == fact.variance)) {
+        if (!add_statistic(state, op, tensor, place, moves)) return false;
       } else if (tensor.defined() && !add_input(state, op, tensor, place, -1)) {
         return false;
       }

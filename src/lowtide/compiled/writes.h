@@ -35,6 +35,7 @@ inline bool contains(const std::vector<int>& places, int place) {
   return std::find(places.begin(), places.end(), place) != places.end();
 }
 
+// What was not given is None or an undefined tensor.
 inline bool trains(const Fact& fact, const c10::IValue* values) {
   return fact.mean >= 0 && values[fact.mean].isTensor() && values[fact.mean].toTensor().defined() &&
       (fact.always_trains || values[fact.training].toBool());
