@@ -140,14 +140,7 @@ inline bool run_recorded(
   } else if (stream_of(*stack, count)) {
     read_unrecorded(state, *stack, count);
   }
-  for (const Written& each : written) {
-    int64_t key = each.entry()->key;
-    if (watched->storages.find(key) == watched->storages.end()) continue;
-    keep_counter(each.entry());
-    Owned number(checked(PyLong_FromLongLong(key)));
-    PyObject* arguments[] = {number.get(), each.hidden ? Py_True : Py_False};
-    Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
-  }
+  for (const Written& each : written) overwriting(each.entry(), each.hidden);
   size_t below = stack->size() - count;
   // The arguments: for decisions that look at them if the step leaves its plan, and to try again.
   c10::SmallVector<c10::IValue, 8> before;

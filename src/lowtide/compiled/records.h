@@ -144,6 +144,11 @@ inline Value* value_of(PyObject* object) {
   return as<Value>(object);
 }
 
+// `_version`, without its call through the hooks of autograd.
+inline int64_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 inline Value* new_value(PyObject* op, int64_t nbytes, PyObject* region, int64_t number) {
   Value* value = new_record<Value>(value_type);
   value->op = is_none(op) ? nullptr : Py_NewRef(op);
@@ -166,7 +171,7 @@ inline PyObject* python_versions;
 
 // As `Value.intact`.
 inline bool intact(const Value* value) {
-  if (value->held._version() != value->version) return false;
+  if (version_of(value->held) != value->version) return false;
   if (value->wholes != nullptr) {
     auto* self = const_cast<PyObject*>(reinterpret_cast<const PyObject*>(value));
     Owned versions(checked(PyObject_CallOneArg(python_versions, self)));

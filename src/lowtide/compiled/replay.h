@@ -284,7 +284,7 @@ class Replay {
       auto left = readers_.find(value);
       if (left != readers_.end() && left->second > 0) live_[value] = tensor;
       if (!value->held.defined() && retained(value)) {
-        value->version = tensor._version();
+        value->version = version_of(tensor);
         value->held = tensor;
       }
     }

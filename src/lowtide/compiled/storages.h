@@ -35,7 +35,7 @@ inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
 
 // The value in a storage, borrowed, if it can be read without a closer look; else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (entry->version != tensor._version() || entry->given_out) return nullptr;
+  if (entry->version != version_of(tensor) || entry->given_out) return nullptr;
   Value* value = value_in(entry);
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
@@ -56,7 +56,7 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   Owned kept(Py_NewRef(object_of(value)));
   value->held = at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
-  value->version = value->held._version();
+  value->version = version_of(value->held);
   if (value->keep) settle(value);
   entry->weak = weak_to(kept.get());
   put_value(entry, nullptr);
@@ -95,7 +95,7 @@ inline std::pair<Entry*, Value*> enter(
                            op == nullptr ? -1 : state->numbers);
   entry->value = value;
   entry->key = key;
-  entry->version = tensor._version();
+  entry->version = version_of(tensor);
   entry->nbytes = bytes;
   entry->counted = counted && here ? bytes : 0;
   put_entry(state->table, key, std::move(owned));
@@ -141,7 +141,7 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   int64_t key = key_number(tensor);
   Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) return enter(state, nullptr, tensor, key, false).first;
-  return entry->version == tensor._version() && !is_given_out(entry, tensor) ? entry : nullptr;
+  return entry->version == version_of(tensor) && !is_given_out(entry, tensor) ? entry : nullptr;
 }
 
 // Bytes of a tensor of the usual layout; 0 for others.
@@ -171,7 +171,7 @@ inline bool add_statistic(
   auto nbytes = static_cast<int64_t>(copied.storage().nbytes());
   Value* value = new_value(nullptr, nbytes, state->region, -1);  // the record owns it
   value->held = copied;
-  value->version = copied._version();
+  value->version = version_of(copied);
   op->inputs.push_back(Input{value, geometry_in(value, copied), -1, static_cast<int16_t>(place)});
   return true;
 }

@@ -31,6 +31,31 @@ struct Written {
 
 inline PyObject* overwriting_function;  // `watch.overwriting`
 
+// Whether `overwriting` of Python has nothing to do: what holds the storage is gone, or is read by autograd
+// alone.
+inline bool nobody_minds(const c10::SmallVector<Watched::Holder, 1>& holders) {
+  for (const Watched::Holder& holder : holders) {
+    if (holder.reference != nullptr) return false;  // the value is one of the Python recorder's
+    const auto* value = as<Value>(holder.record.get());
+    if (value != nullptr && value->held.defined() && (value->op != nullptr || value->read)) return false;
+  }
+  return true;
+}
+
+// As `Known._overwriting`. Running statistics are watched since the step before has saved them.
+inline void overwriting(Entry* entry, bool hidden) {
+  auto found = watched->storages.find(entry->key);
+  if (found == watched->storages.end()) return;
+  keep_counter(entry);
+  if (nobody_minds(found->second)) {
+    watched->storages.erase(found);
+    return;
+  }
+  Owned number(checked(PyLong_FromLongLong(entry->key)));
+  PyObject* arguments[] = {number.get(), hidden ? Py_True : Py_False};
+  Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
+}
+
 inline bool contains(const std::vector<int>& places, int place) {
   return std::find(places.begin(), places.end(), place) != places.end();
 }
