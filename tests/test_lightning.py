@@ -326,4 +326,4 @@ def test_without_lightning_the_error_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    assert "pip install 'lowtide[lightning]'" in done.stdout
+    assert "pip install 'lightning>=2.5'" in done.stdout

@@ -184,7 +184,7 @@ def test_without_monai_the_error_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    assert "pip install 'lowtide[monai]'" in done.stdout
+    assert "pip install 'monai>=1.5'" in done.stdout
 
 
 # --- memory-efficient DenseNet ----------------------------------------------------------------

@@ -450,4 +450,4 @@ def test_without_transformers_the_error_names_the_extra() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
-    assert "pip install 'lowtide[transformers]'" in done.stdout
+    assert "pip install 'transformers>=5.0'" in done.stdout

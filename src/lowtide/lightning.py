@@ -28,7 +28,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "lowtide.lightning needs Lightning 2.5 or later, which is not installed or does not "
-        "import: pip install 'lowtide[lightning]'"
+        "import: pip install 'lightning>=2.5'"
     ) from error
 
 __all__ = ["MemoryBudget"]

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "lowtide.monai needs MONAI, which is not installed or does not import: "
-        "pip install 'lowtide[monai]'"
+        "pip install 'monai>=1.5'"
     ) from error
 
 __all__ = ["CheckpointUNet"]

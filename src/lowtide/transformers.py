@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "lowtide.transformers needs transformers 5.0 or later, which is not installed or does not "
-        "import: pip install 'lowtide[transformers]'"
+        "import: pip install 'transformers>=5.0'"
     ) from error
 
 __all__ = ["Enabled", "MemoryBudget", "enable", "set_checkpointing_function"]
