@@ -5,8 +5,10 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -125,6 +127,31 @@ def _dropping(step: Callable[[], Tensor]) -> Tensor:
         except lowtide.BudgetError:
             continue
     raise AssertionError("every budget was refused")
+
+
+# Rule 4. Chunks have version counters of their own: what one shows, autograd does not notice.
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_any_value_of_a_recurrent_net_may_be_kept(kind: type[nn.RNNBase]) -> None:
+    """Its gates are chunks of one memory, written in place one after the other."""
+
+    def keeping(kept: range) -> Callable[..., list[Tensor | None]]:
+        def scenario(way: Way) -> list[Tensor | None]:
+            net, x = kind(4, 3), leaf(2, 2, 4)
+            asked = itertools.count()
+
+            def policy(info: lowtide.policies.OperationInfo) -> bool:
+                return next(asked) in kept
+
+            region = way if way is not lowtide.checkpoint else partial(way, policy=policy)
+            return gradients(region(lambda x: net(x.sin())[0], x).sum(), x, *net.parameters())
+
+        return scenario
+
+    for first in range(24):
+        check(keeping(range(first, first + 1)))
+        check(keeping(range(first, 100)))
 
 
 # Rules 4 and 6. Sparse and nested tensors share memory with dense ones.

@@ -79,8 +79,19 @@ class Writes(Known):
                         continue
                     apart = dense is not tensor and not tensor.is_nested
                     if hidden or apart or self._other_counter(entry, dense):
-                        found[entry.key] = (self._saved(entry), dense)
+                        saved = self._saved(entry)
+                        if saved is not None and not hidden:
+                            self._hide(saved, dense)
+                        found[entry.key] = (saved, dense)
         return found
+
+    def _hide(self, saved: Value, written: Tensor) -> None:
+        """Where what is held of a saved value would show a write that autograd does not notice,
+        through the counter of another chunk, hold it without that counter."""
+        held = saved.held
+        if held is not None and _compat.shares_counter(held, written):
+            saved.held = self._uncounted(held)
+            saved.version = _compat.version_of(saved.held)
 
     def _written_in_backward(
         self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
