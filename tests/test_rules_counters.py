@@ -81,6 +81,32 @@ def test_a_piece_of_a_flat_buffer_that_is_read_through_a_view_of_it(changed: int
         y.sum().backward()
 
 
+# Rules 4 and 5. What is never replayed writes through `.data` too.
+
+
+@torch.library.custom_op("lowtide_counters::halve", mutates_args={"x"})
+def halve(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+@every_way
+def test_a_custom_operator_that_writes_through_data(way: Way) -> None:
+    """Autograd goes on with the new content of what it has saved."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(5, 6)
+
+        def region(x: Tensor) -> Tensor:
+            y = x.exp() * 1.0
+            early = y.sin() * y
+            halve(y.data)
+            return early * y
+
+        return gradients(way(region, x).sum(), x)
+
+    check(scenario, way)
+
+
 # Rule 4. A backward inside the recording, with a hook that writes what no version shows.
 
 
