@@ -6,8 +6,10 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import functools
+import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from against_plain import WAYS, Way, check, counted, gradients, leaf
+from against_plain import WAYS, Way, bits, check, counted, gradients, leaf
+from lowtide.checkpoint import region
 from lowtide.step import current_recorder
+from lowtide.tape.recorder import Recorder
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -72,6 +77,84 @@ def test_hooks_of_the_users_own_inside_a_region_see_tensors() -> None:
 # torch's own checkpointing.
 
 TORCH_MODES = [True, False]
+
+
+class Doubled(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.sin.default else result
+
+
+def twice(tensor: Tensor) -> Tensor:
+    return tensor * 2 if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("kind", ["hooks", "mode"])
+def test_contexts_that_are_entered_inside_and_left_outside(kind: str) -> None:
+    """A generator, or an `ExitStack`, leaves contexts in another order (rules 2 and 10)."""
+
+    def enter() -> AbstractContextManager[Any]:
+        if kind == "mode":
+            return Doubled()
+        return torch.autograd.graph.saved_tensors_hooks(twice, lambda kept: kept)
+
+    def scenario(budget: AbstractContextManager[Any]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x = leaf(4, 6)
+        with ExitStack() as stack:
+            with budget:
+                y = x.tanh()
+                stack.enter_context(enter())
+                y = y.sin()
+            y = (y * 3).sin()
+        return gradients(y.sin().sum(), x)
+
+    expected = [bits(tensor) for tensor in scenario(nullcontext())]
+    assert [bits(tensor) for tensor in scenario(region())] == expected
+    assert [bits(tensor) for tensor in scenario(lowtide.budget(0.99))] == expected
+    check(lambda way: [way(torch.tanh, leaf(3))])  # nothing is left on
+
+
+def _branch(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(6):
+        x = torch.tanh(x @ weight)
+    return x
+
+
+def _forks(x: Tensor, weight: Tensor) -> Tensor:
+    branches = [torch.jit.fork(_branch, x + i, weight) for i in range(4)]
+    y = _branch(x, weight)
+    for branch in branches:
+        y = y + torch.jit.wait(branch)
+    return y.square().mean()
+
+
+def test_forks_of_torchscript_are_not_recorded() -> None:
+    """They run on threads to which torch hands modes and hooks on, beside the one that records
+    (rule 14)."""
+    recorder_threads = set()
+    original = Recorder._run_simple
+
+    def run(self: Any, *args: Any) -> Any:
+        recorder_threads.add(threading.get_ident())
+        return original(self, *args)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forks = torch.jit.script(_forks)
+    x, weight = torch.randn(20, 16), leaf(16, 16)
+    expected = forks(x, weight)
+    (gradient,) = torch.autograd.grad(expected, weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "_run_simple", run)
+        for _ in range(5):
+            loss = lowtide.checkpoint(forks, x, weight)
+            assert torch.equal(loss, expected)
+            (found,) = torch.autograd.grad(loss, weight)
+            assert torch.allclose(
+                found, gradient, rtol=0.01, atol=0.01
+            )  # threads add to it in any order
+    assert recorder_threads <= {threading.get_ident()}
 
 
 @every_way

@@ -81,10 +81,18 @@ def unpack(packed: Any) -> Any:
             return base
         # A custom backward may write what it is given: a view shows that to the value it is of.
         with _compat.below_autograd(), _compat.counting_writes():
-            if base.dtype != ref.dtype:
-                count = base.untyped_storage().nbytes() // base.itemsize
-                base = torch.as_strided(base, (count,), (1,), 0).view(ref.dtype)
-            return ref.of(base)
+            return ref.of(_as_dtype(base, ref))
+
+
+def _as_dtype(base: Tensor, ref: Ref) -> Tensor:
+    """The memory of `base` as a view of the dtype of `ref`, as far as whole elements go."""
+    if base.dtype == ref.dtype:
+        return base
+    nbytes = base.untyped_storage().nbytes()
+    whole = nbytes - nbytes % max(base.itemsize, ref.dtype.itemsize)
+    if whole < nbytes and base.itemsize > ref.dtype.itemsize:
+        return base  # `ref` may lie where no element of `base` does: memory is all they share
+    return torch.as_strided(base, (whole // base.itemsize,), (1,), 0).view(ref.dtype)
 
 
 @contextlib.contextmanager

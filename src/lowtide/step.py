@@ -116,7 +116,7 @@ class Recording:
         try:
             recorder.__enter__()
         except BaseException:
-            _compat.pop_saved_tensor_hooks()
+            _compat.pop_saved_tensor_hooks(recorder.pack)
             raise
         self.tape.recorder = recorder
         self._recorder = _open.recorder = recorder
@@ -152,10 +152,10 @@ class Recording:
         self._recorder = _open.recorder = self.tape.recorder = None
         try:
             if not left:
-                recorder.__exit__(kind, error, trace)
+                recorder.leave()
         finally:
             if not left:
-                _compat.pop_saved_tensor_hooks()
+                _compat.pop_saved_tensor_hooks(recorder.pack)
             recorder.close()
         if isinstance(error, RuntimeError):
             refused = _torchs_refusal(error)
@@ -212,7 +212,7 @@ class Nested:
     def __exit__(self, *exc: object) -> None:
         self.recorder.region = self._outer
         if _open.recorder is self.recorder:  # else a forked process has left it
-            _compat.pop_saved_tensor_hooks()
+            _compat.pop_saved_tensor_hooks(self.recorder.pack)
 
 
 def recordable() -> bool:

@@ -93,7 +93,7 @@ class Mode(TorchDispatchMode):
 def take_off_mode(mode: TorchDispatchMode) -> None:
     """Exit a mode wherever on the stack it is, and leave the others.
 
-    Unnecessary when a process that is forked begins without modes.
+    Unnecessary if modes can be left in any order.
     """
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     above = stack[stack.index(mode) + 1 :]

@@ -74,17 +74,30 @@ def counting_writes() -> AbstractContextManager[None]:
     return guard
 
 
-def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share a version counter: moved through one, read through the other."""
+def _moved_together(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.is_inference() or other.is_inference():
         return False
     before, mine = other._version, one._version
-    moved = max(before, mine) + 1
+    if before != mine:
+        return False
     set_version = torch._C._autograd._unsafe_set_version_counter
-    set_version((other,), (moved,))
-    shared = one._version == moved
+    set_version((other,), (before + 1,))
+    shared = one._version != mine
     set_version((other,), (before,))
     return shared
+
+
+_compare: list[Callable[[torch.Tensor, torch.Tensor], bool]] = [_moved_together]
+
+
+def compare_counters_with(compare: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+    """Use the compiled core's function in place of Python's, which has to move a counter to see."""
+    _compare[0] = compare
+
+
+def shares_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share a version counter: a write through one moves that of the other."""
+    return _compare[0](one, other)
 
 
 @functools.cache
@@ -137,6 +150,33 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     parts = (getattr(tensor, name) for name in flatten()[0])
     return [part for part in parts if isinstance(part, torch.Tensor)]  # a mesh is another part
+
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def sparse_members(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one consists of; none for any other layout.
+
+    Aliases, without a gradient. `_indices` and `_values` have no public names that also serve a
+    tensor which is not coalesced.
+    """
+    layout = tensor.layout
+    with torch.no_grad():
+        if layout == torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if layout in _COMPRESSED_ROWS:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if layout in _COMPRESSED_COLUMNS:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def nested_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of all rows of a nested tensor of strided layout, as an alias."""
+    with torch.no_grad():
+        return tensor.values()
 
 
 def is_wrapper(cls: type) -> bool:

@@ -261,6 +261,14 @@ PyObject* counter_of(PyObject*, PyObject* tensor) {
 }
 
 // Whether a tensor's node is up to date: not so for a view whose base was written since.
+PyObject* same_counter_of(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *one, *other;
+  if (!PyArg_UnpackTuple(args, "same_counter", 2, 2, &one, &other)) return nullptr;
+  return PyBool_FromLong(same_counter(THPVariable_Unpack(one), THPVariable_Unpack(other)));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* is_current(PyObject*, PyObject* tensor) {
   if (!THPVariable_Check(tensor)) {
     PyErr_SetString(PyExc_TypeError, "lowtide: a tensor has a node");
@@ -295,6 +303,7 @@ PyMethodDef functions[] = {
     {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},
     {"is_current", is_current, METH_O, nullptr},
+    {"same_counter", same_counter_of, METH_VARARGS, nullptr},
     {"leaf_states", leaf_states, METH_O, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},

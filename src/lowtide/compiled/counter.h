@@ -10,6 +10,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstring>
+
 namespace lowtide {
 
 struct Counter {
@@ -31,6 +33,19 @@ inline void delete_counter(PyObject* self) {
   reinterpret_cast<Counter*>(self)->version.~VariableVersion();
   PyObject_Free(self);
   Py_DECREF(type);
+}
+
+// Whether two tensors have one version counter. What torch shows of a counter is its number; the object is
+// all that a `VariableVersion` consists of.
+inline bool same_counter(const at::Tensor& one, const at::Tensor& other) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "is more than a pointer to a counter");
+  auto counter_of = [](const at::Tensor& tensor) {
+    void* counter = nullptr;
+    std::memcpy(&counter, &tensor.unsafeGetTensorImpl()->version_counter(), sizeof(counter));
+    return counter;
+  };
+  const c10::VariableVersion& version = one.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() && counter_of(one) == counter_of(other);
 }
 
 inline PyObject* counter_shares(PyObject* self, PyObject* wrapped) {

@@ -27,7 +27,8 @@ inline PyObject* call_python_pack(State* state, const at::Tensor& tensor) {
 inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
 
 inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
-  if (!is_ordinary(tensor) || state->lazy_bits || state->group != 0 || !is_none(state->next_step)) {
+  if (current == nullptr || !is_ordinary(tensor) || state->lazy_bits || state->group != 0 ||
+      !is_none(state->next_step)) {  // first: on another thread
     return call_python_pack(state, tensor);
   }
   int64_t key = key_number(tensor);
@@ -45,6 +46,9 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   }
   auto* value = as<Value>(owner.get());
   bool external = value->op == nullptr;
+  if (external && value->held.defined() && !same_counter(value->held, tensor)) {
+    return call_python_pack(state, tensor);  // see `Known._know_counters`
+  }
   if (!external) {
     if (is_constant(value->op)) return call_python_pack(state, tensor);  // a foreign kernel may fill it
     if (value->scope == nullptr || depth_of(state->region) < depth_of(value->scope)) {

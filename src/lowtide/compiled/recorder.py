@@ -8,6 +8,7 @@ has been built, the extension. Rejected: subclass tests all over the package; on
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ def recorder_class(core: Any) -> type[Recorder]:
             return live, core.Forget(table, live)
 
         def __enter__(self) -> CompiledRecorder:
+            self._thread = threading.get_ident()
             self.open()
             return self
 
@@ -68,6 +70,7 @@ def recorder_class(core: Any) -> type[Recorder]:
 
     watch.use(core.watched)
     leafstates.use(core.leaf_states)
+    _compat.compare_counters_with(core.same_counter)
     # Higher-order operators are dispatched in Python, which looks for a kernel under our key.
     _compat.each_higher_order_operator(
         lambda operator: _compat.kernel_at_key(operator, core.KEY, _HigherOrder(core, operator))

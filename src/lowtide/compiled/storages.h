@@ -40,8 +40,8 @@ inline Value* readable(State* state, const Entry* entry, const at::Tensor& tenso
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
   if (value->op == nullptr) {
-    // A piece of it may have a version counter of its own, see `Known._know_piece`.
-    if (!held || (entry->nbytes != static_cast<int64_t>(tensor.nbytes()) && !tensor.is_view())) return nullptr;
+    // A tensor over it may have a version counter of its own, see `Known._know_counters`.
+    if (!held || !same_counter(value->held, tensor)) return nullptr;
     value->read = true;
   } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
     return nullptr;

@@ -166,16 +166,24 @@ class Known:
             for whole in wholes:
                 self._count_writes(value.wholes[1], whole)
 
-    def _know_piece(self, entry: Entry, value: Value, tensor: Tensor) -> None:
-        """A piece of an external that is no view of it, as `.data = flat[a:b]` makes: it may have a
-        version counter of its own, and a write that moves only that one changes the value too."""
+    @staticmethod
+    def _know_counters(entry: Entry, value: Value, tensor: Tensor) -> None:
+        """An external that is held is read or saved again, through a tensor that may have another
+        version counter: `.data` has one of its own, and so has each piece of a flat buffer that was
+        made by `.data = flat[a:b]`. A write that moves only that one changes the value too."""
+        held = value.held
+        if held is None or _compat.shares_counter(held, tensor):
+            return
+        if _compat.storage_id(held.untyped_storage()) != entry.key:
+            return  # a copy
         if value.wholes is None:
             value.wholes = entry.key, []
         known = value.wholes[1]
-        place = tensor.storage_offset(), tensor.shape
+        place = tensor.storage_offset()
         for kept in known:
-            same = (kept.tensor.storage_offset(), kept.shape) == place
-            if same and _compat.shares_counter(kept.tensor, tensor):
+            if kept.tensor.storage_offset() == place and _compat.shares_counter(
+                kept.tensor, tensor
+            ):
                 return
         known.append(Kept(_compat.detached_alias(tensor)))
 

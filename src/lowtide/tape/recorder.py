@@ -9,6 +9,7 @@ be many operations, and autograd saves results of the inner ones.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -45,13 +46,15 @@ class Recorder(Saves, _compat.Mode):
         self.begin(tape)
 
     def __enter__(self) -> Recorder:
+        self._thread = threading.get_ident()
         self._among_others = _compat.modes_of_users()
         self.takes_apart = not self._among_others  # those modes would not see the wrapper's call
         super().__enter__()
         return self
 
     def leave(self) -> None:
-        """Stop, though modes may have been entered since; for a forked process."""
+        """Stop, though modes may have been entered since that are not left yet: by a forked
+        process, or by a program that leaves contexts in another order."""
         _compat.take_off_mode(self)
 
     def begin(self, tape: Tape) -> None:
@@ -72,6 +75,8 @@ class Recorder(Saves, _compat.Mode):
         facts = FACTS.get(id(func)) or facts_of(func)
         if kwargs is None:
             kwargs = {}
+        if self._elsewhere():  # what it makes is known to nobody, and kept
+            return _compat.called(func, args, kwargs)
         if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
             # The operations that the wrapper runs on its parts are dispatched here in turn.
             self.know_wholes(args, kwargs)
@@ -83,6 +88,8 @@ class Recorder(Saves, _compat.Mode):
                 self._lazy_bits = True
             if facts.statistics is not None:
                 self._statistics_move(facts, args)
+            if self.paused and facts.writes:
+                self._written_in_backward(facts, args, kwargs)
             result = _compat.called(func, args, kwargs)
             if self.paused and not facts.view and not facts.writes:
                 self._register(None, result, [])  # only its bytes are counted
@@ -273,8 +280,10 @@ class Recorder(Saves, _compat.Mode):
             self._statistics_move(facts, args)
         if self._read is None and facts.name.startswith("fsdp::"):
             self._read = {}
+        behind = self._behind(facts, written, args, kwargs, ()) if written else {}
         for entry, _ in written:
-            self._overwriting(entry, facts.unversioned)
+            saved, _ = behind.get(entry.key, (None, None))
+            self._overwriting(entry, facts.unversioned or (saved is not None and saved.op is None))
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if facts.has_bodies:
@@ -285,7 +294,11 @@ class Recorder(Saves, _compat.Mode):
             self._raised(written)
             raise
         for entry, _ in written:
+            version = entry.version, entry.loose
             self._rewritten(None, None, entry, [])
+            if entry.key in behind:
+                entry.version, entry.loose = version  # autograd's counter did not move
+                self._follow_live(*behind[entry.key], entry)
         self._register(None, result, [])
         return result
 
@@ -339,8 +352,8 @@ class Recorder(Saves, _compat.Mode):
             value.read = True
             if value.held is None:
                 self._hold(entry, value, tensor)
-            elif tensor.nbytes != entry.nbytes and not _compat.is_view(tensor):
-                self._know_piece(entry, value, tensor)
+            else:
+                self._know_counters(entry, value, tensor)
             if self._read is not None:
                 self._read[entry.key] = entry
             return Ref(value, tensor)

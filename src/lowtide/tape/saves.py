@@ -9,6 +9,7 @@ drops when the forward ends: the forward's own peak would be the plain step's.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ class Saves(Writes):
     new_handle: Callable[..., Handle] = Handle
     takes_apart = True  # sees an operation on a wrapper subclass before those on its parts
     replaying = False  # a backward inside the forward is replaying
+    _thread = 0  # the thread that records
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
@@ -48,8 +50,15 @@ class Saves(Writes):
         self.paused = False  # a backward runs inside the recording
         self._asks = tape.decisions.asks
 
+    def _elsewhere(self) -> bool:
+        """Whether this is another thread of the program's, which need not wait for the one that
+        records: TorchScript's `fork` hands modes and hooks on to it. Autograd's threads wait."""
+        return threading.get_ident() != self._thread and not _compat.in_backward()
+
     def pack(self, tensor: Tensor) -> Any:
         """Saved-tensor hook: a handle in place of the tensor."""
+        if self._elsewhere():
+            return self._kept(tensor)
         if self.next_step is not None:
             self.next_step()
         entry = self.entry_of(tensor)
@@ -71,6 +80,9 @@ class Saves(Writes):
         ):
             with _compat.disable_dispatch():
                 self._hold(entry, value, tensor)
+        elif value.op is None:
+            with _compat.disable_dispatch():
+                self._know_counters(entry, value, tensor)
         if value.op is not None and entry.counter is None and value.held is None:
             entry.counter = self.new_counter(tensor)  # while held, its alias shows the counter
         handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)

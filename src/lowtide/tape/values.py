@@ -73,8 +73,9 @@ class Value:
         number: its place in the order of recording, -1 for externals.
         retain_from: the plan's decision, see `lowtide.planner`.
         wholes: for a part of wrapper subclasses: its storage's key, and the wrappers with their
-            versions. A write to a wrapper moves only the wrapper's version. For an external of
-            which pieces have versions of their own (flat buffers): those pieces.
+            versions. A write to a wrapper moves only the wrapper's version. For an external that
+            was read through tensors with versions of their own (`.data`, the pieces of a flat
+            buffer): those tensors.
     """
 
     version: int

@@ -44,9 +44,10 @@ class Writes(Known):
                 argument = args[place] if place < len(args) else None
             for tensor in flatten(argument):
                 if isinstance(tensor, Tensor):
-                    entry = self.entry_of(tensor)
-                    if entry is not None:
-                        found.setdefault(entry.key, (entry, place))
+                    for dense in _dense(tensor):
+                        entry = self.entry_of(dense)
+                        if entry is not None:
+                            found.setdefault(entry.key, (entry, place))
         return list(found.values())
 
     def _behind(
@@ -61,7 +62,8 @@ class Writes(Known):
         in it if autograd has saved that, and the tensor that is written.
 
         Running statistics are written without a new version. `.data` has a version counter of its
-        own, and so has each chunk of an `unsafe_chunk`: autograd does not notice that what it saved
+        own, and so has each chunk of an `unsafe_chunk`, and a sparse tensor, which may share the
+        memory of the dense ones it was made of: autograd does not notice that what it saved
         changes, or the memory around it, and goes on with the new content, as in the plain step
         (rule 4).
         """
@@ -70,11 +72,38 @@ class Writes(Known):
             hidden = place in statistics and place not in facts.writes
             argument = kwargs.get(place) if isinstance(place, str) else args[place]
             for tensor in flatten(argument):
-                if not isinstance(tensor, Tensor) or self.entry_of(tensor) is not entry:
+                if not isinstance(tensor, Tensor):
                     continue
-                if hidden or self._other_counter(entry, tensor):
-                    found[entry.key] = (self._saved(entry), tensor)
+                for dense in _dense(tensor):
+                    if self.entry_of(dense) is not entry:
+                        continue
+                    apart = dense is not tensor and not tensor.is_nested
+                    if hidden or apart or self._other_counter(entry, dense):
+                        saved = self._saved(entry)
+                        if saved is not None and not hidden:
+                            self._hide(saved, dense)
+                        found[entry.key] = (saved, dense)
         return found
+
+    def _hide(self, saved: Value, written: Tensor) -> None:
+        """Where what is held of a saved value would show a write that autograd does not notice,
+        through the counter of another chunk, hold it without that counter."""
+        held = saved.held
+        if held is not None and _compat.shares_counter(held, written):
+            saved.held = self._uncounted(held)
+            saved.version = _compat.version_of(saved.held)
+
+    def _written_in_backward(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A backward inside the recording writes, such as an optimizer in a hook. What autograd
+        does not notice, no version would show to the replays that are still to come: they are to
+        read the old content (rule 4)."""
+        written = self._written(facts, args, kwargs, ())
+        behind = self._behind(facts, written, args, kwargs, ())
+        for entry, _ in written:
+            if facts.unversioned or entry.key in behind:
+                self._overwriting(entry, hidden=True)
 
     def _follow_live(self, old: Value | None, tensor: Tensor, entry: Entry) -> None:
         """After a write that autograd did not notice: what it saved of `old` is the new content."""
@@ -171,6 +200,15 @@ class Writes(Known):
         """The value in a storage, if autograd still has a handle on it."""
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         return value if value is not None and value.pending() else None
+
+
+def _dense(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or what it consists of if it is sparse or nested."""
+    if _compat.has_own_dispatch(type(tensor)):
+        return [tensor]
+    if tensor.is_nested:
+        return [_compat.nested_buffer(tensor)]
+    return [tensor] if tensor.layout is torch.strided else _compat.sparse_members(tensor)
 
 
 def _untouched_constant(value: Value) -> bool:
