@@ -260,7 +260,6 @@ PyObject* counter_of(PyObject*, PyObject* tensor) {
   return leave_error([&] { return new_counter(THPVariable_Unpack(tensor)); });
 }
 
-// Whether a tensor's node is up to date: not so for a view whose base was written since.
 PyObject* same_counter_of(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *one, *other;
@@ -269,6 +268,7 @@ PyObject* same_counter_of(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// Whether a tensor's node is up to date: not so for a view whose base was written since.
 PyObject* is_current(PyObject*, PyObject* tensor) {
   if (!THPVariable_Check(tensor)) {
     PyErr_SetString(PyExc_TypeError, "lowtide: a tensor has a node");

@@ -118,7 +118,8 @@ def device_model(device: torch.device) -> DeviceModel:
     if device.type == "cpu":
         threads = torch.get_num_threads()
         # Per core of a server. What matters is the ratio of operations to bytes.
-        return DeviceModel(f"CPU, {threads} threads", 9e10 * threads, 9e10 * threads,
+        name = f"CPU, {threads} thread{'s' if threads > 1 else ''}"
+        return DeviceModel(name, 9e10 * threads, 9e10 * threads,
                            2e10 * math.sqrt(threads), 3e-6)  # fmt: skip
     name = ""
     if device.type == "cuda" and torch.cuda.is_available():
