@@ -21,6 +21,7 @@ from lowtide._compat.autograd import (
     Way,
     ask_whether_current,
     backward_retains_graph,
+    base_is_contiguous,
     first_view,
     frozen_parameter,
     gradient_of_part,
@@ -29,6 +30,7 @@ from lowtide._compat.autograd import (
     is_view,
     leaf_of,
     leaves_behind,
+    made_anew,
     newest_node,
     node_in_backward,
     pop_saved_tensor_hooks,
@@ -39,6 +41,7 @@ from lowtide._compat.autograd import (
     take_off_saved_tensor_hooks,
     wanted_bytes,
     way_to_leaf,
+    written_through,
 )
 from lowtide._compat.casting import Casting, cast_as, casting_now
 from lowtide._compat.devices import (
@@ -136,6 +139,7 @@ __all__ = [
     "available",
     "awaited",
     "backward_retains_graph",
+    "base_is_contiguous",
     "below_autograd",
     "called",
     "cast_as",
@@ -174,6 +178,7 @@ __all__ = [
     "kernel_at_key",
     "leaf_of",
     "leaves_behind",
+    "made_anew",
     "modes_of_users",
     "never_compiled",
     "newest_node",
@@ -216,6 +221,7 @@ __all__ = [
     "version_of",
     "wanted_bytes",
     "way_to_leaf",
+    "written_through",
 ]
 
 
