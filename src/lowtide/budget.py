@@ -216,6 +216,8 @@ class Budget(Planning):
         decisions = self._active[-1]  # a step begins only when those before it are over
         try:
             try:
+                if kind is None:
+                    decisions.leave_room()
                 decisions.forward_ends()
             finally:
                 recording.__exit__(kind, error, trace)

@@ -26,6 +26,11 @@ class StepDecisions(ForwardDecisions):
     asks = True
     _began_on = 0  # the thread of backward's first request
 
+    def leave_room(self) -> None:
+        """A forward that no plan covers has run to its end."""
+        if self._room is not None:
+            self._room.before_backward()
+
     def forward_ends(self) -> None:
         """The recording is about to close, and its recorder to forget which storages are alive."""
         if self.observer is not None:
