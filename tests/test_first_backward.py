@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -206,3 +208,61 @@ def test_the_size_of_complex_numbers() -> None:
     peak = lowtide.measure(torch.abs, numbers, device="cpu").peak_bytes
     workspace = kernel_workspace("aten::abs", [numbers], (numbers,), numbers.nbytes // 2)
     assert workspace == peak - numbers.nbytes // 2
+
+
+class Kept(nn.Module):
+    """The program keeps the results of all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU()))
+        self.layers = nn.ModuleList(layers)
+        self.results: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.results = []
+        for layer in self.layers:
+            x = layer(x)
+            self.results.append(x)
+        return x.square().mean()
+
+
+def test_a_first_step_that_is_refused_is_told_its_plain_peak() -> None:
+    """Values that the tape has dropped and the program still has are counted once."""
+    torch.manual_seed(0)
+    model, x = Kept(), torch.randn(1024, 64)
+
+    def step(budget: lowtide.Budget | None = None) -> None:
+        model.zero_grad()
+        with budget or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+
+    step()
+    model.results = []
+    plain = lowtide.measure(step, device="cpu").peak_bytes
+    with pytest.raises(lowtide.BudgetError) as caught:
+        step(lowtide.budget(int(0.9 * plain)))
+    said = re.search(r"its plain peak is (\d+\.\d) MiB", str(caught.value))
+    assert said is not None
+    assert abs(float(said[1]) * (1 << 20) / plain - 1) <= 0.05
+
+
+def test_a_step_that_saves_only_externals_is_planned_with_its_backward() -> None:
+    """Backward asks for nothing on the tape, and copies the expanded gradient of the sum."""
+    model, x = nn.Linear(256, 256), torch.randn(1024, 256)
+
+    def forward() -> Tensor:
+        return model(x).sum()
+
+    def step() -> None:
+        model.zero_grad()
+        forward().backward()
+
+    step()
+    peak = lowtide.measure(step, device="cpu").peak_bytes
+    plan = lowtide.plan(forward)
+    assert abs(plan.plain_peak - peak) <= 64
+    assert plan.minimum_peak == plan.plain_peak
+    with pytest.raises(lowtide.BudgetError):
+        lowtide.plan(forward, limit=0.9)

@@ -314,7 +314,13 @@ class Budget(Planning):
             decisions.begun = False  # a second call of backward is refused again
             again = prepared is None and self.planned_from_the_start(whole, observer)
             raise self._refusing(
-                graph, allowed, found.retain, self.before, measured=measured, again=again
+                graph,
+                allowed,
+                found.retain,
+                self.before,
+                measured=measured,
+                again=again,
+                plain=plain,
             )
         self._shortage.needs(found.result.peak + self.before)
         decisions.settle(found.retain)

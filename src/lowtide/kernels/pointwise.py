@@ -1,4 +1,4 @@
-"""What pointwise operators on the CPU allocate besides their results, and which of these stay large.
+"""What pointwise operators on the CPU allocate besides their results, and what of it stays.
 
 Problem: a few pointwise kernels copy what they read, or leave a scalar result in the memory of what
 it was reduced from; tensors without memory do neither. Invariant: as measured. Imports `_compat`.

@@ -128,6 +128,8 @@ def rebuild(seen: Observer) -> Graph:
     ops = _op_nodes(seen, sizes, stays)
     if seen.requests and seen.timeline:
         return Graph(values, ops, _measured_events(seen, sizes), _turn(seen, sizes))
+    if seen.timeline:
+        return Graph(values, ops, (), _turn(seen, sizes))
     asked = [(value, op) for value, op, *_ in seen.requests] or None
     events, _ = modelled_events(seen, sizes, asked)
     return Graph(values, ops, events)
@@ -284,12 +286,13 @@ def _turn(seen: Observer, sizes: list[int]) -> int:
 
     0 if memory does not rise above that at both ends, which are counted by themselves.
     """
-    if seen.timeline is None or not seen.requests:
+    if seen.timeline is None:
         return 0
-    entry = seen.requests[0][2]
+    # If backward asks for nothing, all of it comes before its first request.
+    entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
     begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     peak = max(seen.timeline.peaks[begin:entry], default=0)
-    if peak <= max(seen.timeline.levels[begin], seen.timeline.levels[entry]):
+    if peak <= max(seen.timeline.levels[begin], *seen.timeline.levels[entry : entry + 1], 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached))
 
