@@ -25,7 +25,7 @@ from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
 from lowtide.limits import format_bytes
 from lowtide.measure import counted_device
-from lowtide.memory import margins
+from lowtide.memory import leftover, margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.planner import plain_peak
@@ -128,6 +128,7 @@ class Budget(Planning):
         if self._refusal is not None:
             again, self._refusal = self._refusal.again, None  # the step after it may differ
             raise again()
+        leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.before = self.place = 0
