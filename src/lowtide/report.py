@@ -225,6 +225,8 @@ def _stands(graph: Graph, peak_at: tuple[str, int], modules: Sequence[str]) -> s
     """Where a peak is, in words."""
     phase, index = peak_at
     if phase == "forward" and index == len(graph.ops):
+        if not graph.events:
+            return "after its forward"
         return "in the loss, outside the budget, between its forward and backward"
     if phase != "forward":
         index = graph.values[graph.events[index].value].producer
