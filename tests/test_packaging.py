@@ -235,7 +235,7 @@ FLOORS = {
     # Observing a step is independent of what is decided in it.
     "observing": "_compat backward kernels memory planner tape",
     # Following a plan does not include searching for one.
-    "running": "_compat engine errors kernels limits measure observing planner replay tape",
+    "running": "_compat engine errors kernels limits measure memory observing planner replay tape",
     # A dry run is recorded and observed like a real step, and knows no budget.
     "dryrun": "_compat engine errors kernels memory models observing planner running step tape",
     # Planning a budget's steps is independent of recording them.

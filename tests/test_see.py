@@ -382,9 +382,15 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
 
 
 def test_a_step_of_nothing_is_explained() -> None:
-    told = lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4))
+    told = lowtide.explain(nn.Linear(4, 4).requires_grad_(False), torch.randn(0, 4))
     assert told.changes == ()
     assert "The peak is zero." in str(told)
+
+
+def test_the_gradients_of_a_backward_that_needs_nothing_are_explained() -> None:
+    """Rule 13: they are in the peak, although backward asks for nothing that the step has made."""
+    told = str(lowtide.explain(nn.Linear(4, 4), torch.randn(0, 4)))
+    assert "80 B of gradients of parameters" in told
 
 
 def without_a_backward() -> dict[str, Callable[[], Tensor]]:

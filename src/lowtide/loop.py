@@ -20,7 +20,7 @@ from lowtide import _compat
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
-from lowtide.memory import margins
+from lowtide.memory import leftover, margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.planner import plain_peak
@@ -82,6 +82,7 @@ class Loop(Planning):
         if self._refusal is not None:
             again, self._refusal = self._refusal.again, None  # the step after it may differ
             raise again()
+        leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.allowance.before = self.place = 0
@@ -156,6 +157,8 @@ class Loop(Planning):
         decisions = self._active[-1]  # a step begins only when those before it are over
         try:
             try:
+                if kind is None:
+                    decisions.leave_room()
                 decisions.forward_ends()
             finally:
                 recording.__exit__(kind, error, trace)
@@ -253,7 +256,13 @@ class Loop(Planning):
             decisions.begun = False  # a second call of backward is refused again
             again = prepared is None and self.planned_from_the_start(whole, observer)
             raise self._refusing(
-                graph, allowed, found.retain, before, measured=measured, again=again
+                graph,
+                allowed,
+                found.retain,
+                before,
+                measured=measured,
+                again=again,
+                plain=plain,
             )
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain)

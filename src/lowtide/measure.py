@@ -20,6 +20,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import UsageError
 from lowtide.limits import format_bytes
+from lowtide.memory import leftover
 from lowtide.memory.events import MemoryEvents
 from lowtide.memory.marks import DevicePeak
 
@@ -114,6 +115,7 @@ def measure(
 
 
 def _measure_device(step: Callable[[], object], device: torch.device) -> Measurement:
+    leftover.wait()
     _compat.synchronize(device)
     entry = _compat.allocated(device).now
     with DevicePeak(device) as peak:

@@ -145,6 +145,7 @@ def refusal(
     modules: Sequence[str] = (),
     named: int | None = None,
     again: bool = False,
+    plain: int | None = None,
 ) -> BudgetError:
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
 
@@ -152,9 +153,10 @@ def refusal(
     that earlier steps of the same context have left; they count towards the limit. `modules`: the
     name of the module that each operation ran in, if known. `named`: the smallest limit, if the
     caller knows which one it accepts. `again`: the step was not planned, and now is: it fits when
-    it comes again.
+    it comes again. `plain`: the plain peak, if `graph` is only what is left of the step.
     """
-    result, plain = Simulator(graph).run(retain), plain_peak(graph)
+    result = Simulator(graph).run(retain)
+    plain = plain_peak(graph) if plain is None else plain
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps needs no recomputation
         minimum = min(minimum, max(plain, result.peak))
@@ -198,7 +200,8 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
     """The refusal of a step that was measured above its limit, and of whose saved tensors none is
     recorded. Both figures include what earlier steps have left, `before`."""
     why = (
-        "and nothing that it saves for its backward is recorded, so nothing can be recomputed. "
+        "and nothing that it saves for its backward is recorded, so nothing can be recomputed: a "
+        "backward that needs only parameters and inputs leaves nothing to drop. "
         "Tensors of a subclass that does not say what they consist of "
         "(`__tensor_flatten__`, `__tensor_unflatten__`) are kept whole. So is everything if a "
         "dispatch mode of your own is around a step that the Python recorder records "
@@ -222,6 +225,8 @@ def _stands(graph: Graph, peak_at: tuple[str, int], modules: Sequence[str]) -> s
     """Where a peak is, in words."""
     phase, index = peak_at
     if phase == "forward" and index == len(graph.ops):
+        if not graph.events:
+            return "after its forward"
         return "in the loss, outside the budget, between its forward and backward"
     if phase != "forward":
         index = graph.values[graph.events[index].value].producer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import warnings
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lowtide
 from accelerator.test_bits import of
 from by_hand import counted_replays
+from device.networks import ResNet
 from lowtide.cli import main, report
 from lowtide.errors import BudgetError, DeviceWarning, UsageError
 from lowtide.memory.events import Timeline
@@ -346,3 +348,35 @@ def test_a_measurement_sees_peaks_from_before_a_budgets_marks() -> None:
         counters.stop(lambda timeline: None)
 
     assert lowtide.measure(step, device=ZERO).peak_bytes == 9216
+
+
+def refused_in_backward(step: Callable[[lowtide.Budget], None], limit: int) -> bool:
+    """Whether a first step is refused there. No reference to the error stays."""
+    try:
+        step(lowtide.budget(limit, device=ZERO))
+    except BudgetError as error:
+        return "in the backward" in str(error)
+    return False
+
+
+def test_what_a_refused_backward_leaves_is_not_taken_for_the_next_steps() -> None:
+    """The device's thread releases it after the error has arrived: a step that began with it would
+    be measured too low, and planned past its limit."""
+    torch.manual_seed(0)
+    net, x = ResNet(4, (1, 1)).to(ZERO), torch.randn(16, 3, 48, 48, device=ZERO)
+
+    def step(budget: Any = None) -> None:
+        net.zero_grad()
+        with budget or contextlib.nullcontext(), torch.autocast("emulated", torch.bfloat16):
+            loss = net(x).float().square().mean()
+        loss.backward()
+
+    step()
+    net.zero_grad()
+    usual = lowtide.measure(step, device=ZERO).peak_bytes
+    found = 0
+    for number in range(20):
+        found += refused_in_backward(step, int((0.6 + 0.005 * number) * usual))
+        net.zero_grad()
+        assert lowtide.measure(step, device=ZERO).peak_bytes == usual
+    assert found

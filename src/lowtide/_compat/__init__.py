@@ -21,6 +21,7 @@ from lowtide._compat.autograd import (
     Way,
     ask_whether_current,
     backward_retains_graph,
+    base_is_contiguous,
     first_view,
     frozen_parameter,
     gradient_of_part,
@@ -29,6 +30,7 @@ from lowtide._compat.autograd import (
     is_view,
     leaf_of,
     leaves_behind,
+    made_anew,
     newest_node,
     node_in_backward,
     pop_saved_tensor_hooks,
@@ -39,6 +41,7 @@ from lowtide._compat.autograd import (
     take_off_saved_tensor_hooks,
     wanted_bytes,
     way_to_leaf,
+    written_through,
 )
 from lowtide._compat.casting import Casting, cast_as, casting_now
 from lowtide._compat.devices import (
@@ -114,6 +117,7 @@ from lowtide._compat.tensors import (
     inner_tensors,
     is_wrapper,
     nested_buffer,
+    only_the_engine_has,
     put_together,
     shares_counter,
     sparse_members,
@@ -139,6 +143,7 @@ __all__ = [
     "available",
     "awaited",
     "backward_retains_graph",
+    "base_is_contiguous",
     "below_autograd",
     "called",
     "cast_as",
@@ -178,6 +183,7 @@ __all__ = [
     "kernel_at_key",
     "leaf_of",
     "leaves_behind",
+    "made_anew",
     "modes_of_users",
     "nested_buffer",
     "never_compiled",
@@ -189,6 +195,7 @@ __all__ = [
     "onednn_multiplies",
     "onednn_takes",
     "onednn_tiles",
+    "only_the_engine_has",
     "parameters_and_buffers",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -222,6 +229,7 @@ __all__ = [
     "version_of",
     "wanted_bytes",
     "way_to_leaf",
+    "written_through",
 ]
 
 

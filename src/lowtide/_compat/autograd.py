@@ -131,6 +131,39 @@ def is_view(tensor: torch.Tensor) -> bool:
     return bool(tensor._is_view())
 
 
+def written_through(tensor: torch.Tensor) -> int:
+    """Bytes of the base of a view that an operation with a gradient writes in place; 0 if the
+    tensor is no view.
+
+    Autograd records the write as one of the base (its `CopySlices`).
+    """
+    return _dense_bytes(tensor._base) if tensor._is_view() and tensor._base is not None else 0
+
+
+def base_is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of one that is contiguous."""
+    return tensor._base is not None and tensor._base.is_contiguous()
+
+
+def made_anew(tensor: torch.Tensor) -> int | None:
+    """The number of the node that torch has made for a view whose base was written since, or of any
+    other `as_strided` on the way to the base; 0 if it may have one, but it cannot be told.
+
+    The gradient of such a node is made as large as the base, from zeros. The names of autograd's
+    nodes are private to torch.
+    """
+    if not tensor._is_view():
+        return None
+    node = _node_of(tensor)
+    if node is None:
+        return 0
+    while node is not None and _VIEWS.fullmatch(node.name()):
+        if node.name().startswith("AsStrided"):
+            return int(node._sequence_nr())
+        node = node.next_functions[0][0]
+    return None
+
+
 def wanted_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the gradient that the backward of a call that reads `tensor` makes: as many as
     `tensor` has, or its base if that has more (a slice's gradient is as large as its base). 0 if it

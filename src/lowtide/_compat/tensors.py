@@ -51,6 +51,24 @@ def storage_holders(storage: torch.UntypedStorage) -> int:
     return int(count(storage_id(storage))) if count is not None else 0
 
 
+_ENGINES_ALONE = 4  # owners of a tensor, as a mode below counts them, that only autograd has
+
+
+def only_the_engine_has(tensor: torch.Tensor) -> bool:
+    """Whether an argument of an operator that a dispatch mode sees in a backward, the only owner of
+    its storage, has no owner but autograd's buffer of gradients.
+
+    `Tensor._use_count` is private, and the number of owners that are only there because of the call
+    is torch's: another number counts as no.
+    """
+    count = getattr(tensor, "_use_count", None)
+    return (
+        count is not None
+        and count() == _ENGINES_ALONE
+        and storage_holders(tensor.untyped_storage()) == 2
+    )
+
+
 # The autograd version counter. `Tensor._version` is documented but has no public name; it raises
 # RuntimeError for inference tensors. The bare getter, because it is read for every argument.
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]

@@ -154,7 +154,9 @@ class Reader:
         if not self.ledger.steps:
             return -1
         if index == len(self.graph.ops):  # the time after the last operation
-            return self._instant(self.ledger.marks[-1][1], self.ledger.requests[0][2])
+            begin = self.ledger.marks[-1][1] if self.ledger.marks else 0
+            asked = self.ledger.requests  # none, if backward needs nothing that the step has made
+            return self._instant(begin, asked[0][2] if asked else 1 << 60)
         begin, end = self.ledger.marks[index]
         # Earlier steps between its marks are not the operation itself.
         first, last = bisect_left(self.segments, begin), bisect_left(self.segments, end)

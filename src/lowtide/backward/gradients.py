@@ -60,8 +60,10 @@ def lifetimes(
                 # Its gradient is a view of that of the reader's result, until another is added.
                 if len(reading) == 1:
                     part = sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
-                    if part and any(name in log.name for name in _COPYING):
-                        copies[index] += sizes[number]
+                    turned = number in ops[start].turned
+                    if (part or turned) and any(name in log.name for name in _COPYING):
+                        # Of a transposed one, oneDNN's kernel for GELU copies the result too.
+                        copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
                     continue
                 start = reading[-2]
                 sums[start] += sizes[number]

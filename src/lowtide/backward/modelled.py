@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide.backward import deadgraphs, functions
+from lowtide.backward import deadgraphs, functions, reads
 from lowtide.backward.accumulation import accumulation
 from lowtide.backward.gradients import lifetimes
 from lowtide.backward.operation import Call, costs
@@ -43,6 +43,8 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
             log.lent = True
             continue
         log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
+        own = bool(cost.given) and cost.given[0] is False
+        reads.add_through(log, not own)
         if len(cost.saved) == len(log.outputs):
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
         if len(cost.given) == len(log.receivers):
@@ -62,8 +64,9 @@ def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
 
 def modelled_events(
     seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
-) -> tuple[Event, ...]:
-    """What a backward requests, and the memory that is not the tape's at each request.
+) -> tuple[tuple[Event, ...], int]:
+    """What a backward requests, and the memory that is not the tape's at each request; and the most
+    of it before the first of them.
 
     Args:
         seen: the forward.
@@ -112,12 +115,18 @@ def modelled_events(
     events = []
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
-        base = max(begins[low], begins[high])
+        # A write through a view copies gradients before it asks for what it saved.
+        base = max(begins[low], begins[high] + sum(ops[high].through or ()))
         peak = max([base, *takes[low : high + 1 if following < high else high]])
         if following + 1 < low:  # in operations below, what this node saved is released
             peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
         events.append(Event(number, base, peak, freed.get(index, ())))
-    return tuple(events)
+    return tuple(events), max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
+
+
+def _first(order: list[tuple[int, int, int]]) -> int:
+    """The lowest of the operations whose backward is over before anything is requested."""
+    return order[0][2] + 1 if order else 0
 
 
 def _leaves(log: OpLog, sums: int) -> int:
@@ -161,17 +170,26 @@ def _places(
             place = before if its else after
             places.append((place, place, False))
             continue
-        saved = ops[before].saved
-        if sequence >= count or number not in ops[sequence].inputs:
-            places.append((before, before, True))
-        elif saved is None:
-            places.append((before, after, True))
-        elif number in saved and (number, sequence) not in taken:
+        saved, nearest = ops[before].saved, sequence < count and number in ops[sequence].inputs
+        if saved is not None and number in saved and (number, sequence) not in taken:
             taken.add((number, sequence))
             places.append((before, before, True))
+        elif nearest:
+            places.append((before if saved is None else after, after, saved is None))
         else:
-            places.append((after, after, False))
+            writer = None if saved is None else _writer(ops, number, sequence)
+            places.append((before, before, True) if writer is None else (writer, writer, False))
     return places
+
+
+def _writer(ops: Sequence[OpLog], number: int, sequence: int) -> int | None:
+    """The operation that saves a value which the next one does not read, if it is one that writes
+    in place: it first copies what it overwrites and its backward needs, and may save what it reads
+    before that copy, and the copy after it."""
+    for index, log in enumerate(ops[sequence : sequence + 2], sequence):
+        if log.overwrites and (index == sequence or number in log.inputs):
+            return index
+    return None
 
 
 def _freed(

@@ -8,6 +8,7 @@ part, which need not have been recorded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,25 @@ from lowtide import _compat
 
 if TYPE_CHECKING:
     from lowtide.observing.rebuild import OpLog
-    from lowtide.tape.values import Ref
+    from lowtide.tape.values import Ref, Value
 
 
-def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chunks: bool) -> None:
-    """Note which inputs get gradients, and how much of them the operation reads. `chunks`: it
-    splits its input into chunks that autograd does not know to be views."""
+def look_at_reads(
+    log: OpLog,
+    refs: list[Ref],
+    tensors: list[torch.Tensor],
+    chunks: bool,
+    anew: Callable[[Value, torch.Tensor], bool],
+) -> None:
+    """Note which inputs get gradients, and how much of them the operation reads.
+
+    Args:
+        chunks: it splits its input into chunks that autograd does not know to be views.
+        anew: whether the gradient of a value that is read as a whole is made anew for this read.
+    """
     receivers, whole, besides = [], [], 0
     views: list[tuple[int, int]] = []
+    turned: list[int] = []
     pieces: list[tuple[int, int]] = []
     split: list[int] = []
     for ref, tensor in zip(refs, tensors, strict=True):
@@ -34,12 +46,16 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
         nbytes = tensor.numel() * tensor.element_size()
         if chunks:
             besides += nbytes  # the gradients of all its chunks, until they are joined
-        if value is not None and number >= 0:
+        if value is not None and number >= 0 and not (log.through and tensor is tensors[0]):
             if nbytes == value.nbytes:
                 whole.append(number)
                 view, _ = _compat.first_view(tensor)
                 if view is not None:
                     views.append((number, view))
+                    if not tensor.is_contiguous() and _compat.base_is_contiguous(tensor):
+                        turned.append(number)
+                elif anew(value, tensor):
+                    besides += value.nbytes
             elif nbytes < value.nbytes:
                 made = _compat.gradient_of_part(tensor)
                 if made == "own":
@@ -52,8 +68,34 @@ def look_at_reads(log: OpLog, refs: list[Ref], tensors: list[torch.Tensor], chun
                     besides += value.nbytes
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
-    log.views = tuple(views)
+    log.views, log.turned = tuple(views), tuple(turned)
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.split = tuple(split)
     log.besides += besides
+
+
+def writes_through(log: OpLog, target: torch.Tensor) -> None:
+    """If an operation with a gradient writes `target` in place and that is a view, note it.
+
+    Autograd then writes to the base: the backward copies the gradient of the base, and that of the
+    view once more, which it gives to the operation. What that returns for the view is copied into
+    the copy of the base's.
+    """
+    base = _compat.written_through(target)
+    if not base:
+        return
+    log.through = base, target.numel() * target.element_size()
+    add_through(log)
+
+
+def add_through(log: OpLog, views_of_output: bool = False) -> None:
+    """Add what the write through a view takes to what the operation's own backward takes.
+
+    `views_of_output`: the backward returns the gradient that it was given, or none, for the view.
+    """
+    if log.through is None:
+        return
+    base, view = log.through
+    log.temporaries += base + view
+    log.left = max(0, log.left + base - (0 if views_of_output else view))

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.dryrun.shapes import Shapes
 from lowtide.kernels.costs import CostModel
@@ -40,12 +43,33 @@ class FakeMemory(Counting):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten.add.Tensor and self._accumulates(args, kwargs):
+            func = torch.ops.aten.add_.Tensor
         try:
             return self._shapes(func, args, kwargs)
         except fakes.depends_on_data():
             if self.ask is None:
                 raise
             return self.ask(func, args, kwargs)
+
+    def _accumulates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a sum is that of two gradients that autograd makes in place, in the memory of the
+        first. Of fake tensors, and under a mode, it makes a third.
+
+        What an earlier node has made, and nobody but autograd has, is such a gradient.
+        """
+        node = _compat.node_in_backward()
+        if node is None or kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        one, other = args
+        if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+            return False
+        storage = _compat.storage_of(one)
+        block = None if storage is None else self._known.get(_compat.storage_id(storage))
+        if block is None or block.node in (None, node) or one.dtype != other.dtype:
+            return False
+        whole = block.nbytes == one.numel() * one.element_size()
+        return whole and _compat.only_the_engine_has(one)
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.last = self.costs.seconds(func, args, kwargs, result)

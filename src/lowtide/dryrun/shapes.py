@@ -17,6 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.kernels.pointwise import kept_storage
 from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 
@@ -34,6 +35,14 @@ class Shapes:
         self._kind = fakes.fake_type()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._called(func, args, kwargs)
+        nbytes = kept_storage(_compat.schema_of(func).name, args)
+        if nbytes is not None and isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            storage.resize_(max(nbytes, storage.nbytes()))
+        return result
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)
         if trust is None:
             trust = self._trust[func] = 0 if _plain(func) else -1

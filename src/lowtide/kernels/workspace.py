@@ -19,6 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
@@ -260,7 +261,9 @@ def kernel_workspace(
     if not backward and name != "aten::convolution":
         # Tensors without memory do not tell their device, so `workspace_of` has not converted them.
         known = workspace_of(name, tensors, args, made, device)
-        return known or (converted(name, tensors, args) if cpu else 0)
+        if known or not cpu:
+            return known
+        return converted(name, tensors, args) or pointwise_workspace(name, tensors)
     shift = 1 if backward else 0
     if len(tensors) < shift + 2 or len(args) < 7:
         return 0

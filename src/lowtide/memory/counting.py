@@ -68,6 +68,7 @@ class Counting(_compat.Mode):
             if _compat.storage_id(storage) not in given:
                 block = self._known[_compat.storage_id(storage)] = _Block(storage, self._forget)
                 block.key, block.nbytes = _compat.storage_id(storage), storage.nbytes()
+                block.node = _compat.node_in_backward()
                 made += block.nbytes
         self.level += made
         return made
@@ -86,9 +87,11 @@ def _dense(result: Any) -> bool:
 class _Block(weakref.ref):  # type: ignore[type-arg]
     """A live storage that an operator made."""
 
-    __slots__ = ("key", "nbytes")
+    __slots__ = ("key", "nbytes", "node")
     key: int
     nbytes: int
+    node: int | None
+    """Of the backward that made it."""
 
 
 def storage_keys(tensors: list[torch.Tensor]) -> dict[int, None]:

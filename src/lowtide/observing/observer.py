@@ -18,7 +18,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.backward.operation import Call, describe
-from lowtide.backward.reads import look_at_reads
+from lowtide.backward.reads import look_at_reads, writes_through
 from lowtide.kernels.workspace import (
     backward_temporaries,
     kernel_workspace,
@@ -63,6 +63,7 @@ class Observer(Lives):
         self.timeline: Timeline | None = None
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
+        self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
@@ -167,11 +168,13 @@ class Observer(Lives):
             self._look_for_functions(op.refs, tensors)
         else:
             log.temporaries = log.left = 0  # it has no backward
+        if wanted and torch.is_grad_enabled() and op.facts.writes == (0,):
+            writes_through(log, tensors[0])
         if wanted:
             log.node = torch.is_grad_enabled()
             self.carries_grad.update(log.inputs)
             if len(op.refs) == len(tensors):  # running statistics are not among the refs
-                look_at_reads(log, op.refs, tensors, op.facts.chunks)
+                look_at_reads(log, op.refs, tensors, op.facts.chunks, self._made_anew)
             log.call, log.lent = log.kind, log.kind is None
 
     def _look_at_memory(
@@ -182,6 +185,18 @@ class Observer(Lives):
         log.workspace = kernel_workspace(log.name, read, args, made) + scratchpad(log.name)
         log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
         log.left = log.temporaries
+
+    def _made_anew(self, value: Value, tensor: torch.Tensor) -> bool:
+        """Whether `value` was written through a view, and is now read through one for the first
+        time since."""
+        maker = value.op.sequence if value.op is not None else -1
+        if not 0 <= maker < len(self.ops) or self.ops[maker].through is None:
+            return False
+        node = _compat.made_anew(tensor)
+        if node is None or (value.number, node) in self._anew:
+            return False
+        self._anew.add((value.number, node))
+        return True
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         return self._where is None or self._where.counts in (None, tensor.device)

@@ -72,6 +72,12 @@ class OpLog:
     besides: int = 0
     """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
     gradient is made as large as the whole."""
+    through: tuple[int, int] | None = field(default=None, compare=False)
+    """If it writes its first argument through a view, with a gradient: bytes of the base and of the
+    view. Not written into files: `temporaries` and `left` contain what follows from it."""
+    turned: tuple[int, ...] = field(default=(), compare=False)
+    """Inputs that it reads whole, but through a view that is not contiguous. Not written into
+    files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
     lent: bool = field(default=False, compare=False)
@@ -120,15 +126,24 @@ def rebuild(seen: Observer) -> Graph:
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
     ops = _op_nodes(seen, sizes, stays)
-    if seen.requests:
-        events = (
-            _measured_events(seen, sizes)
-            if seen.timeline
-            else modelled_events(seen, sizes, [(v, op) for v, op, *_ in seen.requests])
-        )
-    else:
-        events = modelled_events(seen, sizes, None)
-    return Graph(values, ops, events, _turn(seen, sizes))
+    if seen.requests and seen.timeline:
+        return Graph(values, ops, _measured_events(seen, sizes), _turn(seen, sizes))
+    if seen.timeline:
+        return Graph(values, ops, (), _turn(seen, sizes))
+    asked = [(value, op) for value, op, *_ in seen.requests] or None
+    events, _ = modelled_events(seen, sizes, asked)
+    return Graph(values, ops, events)
+
+
+def before_requests(seen: Observer) -> int:
+    """Bytes that a backward which has not run is modelled to have in memory, besides the tape's,
+    before it first asks for something; 0 if it asks for nothing."""
+    sizes = [0] * (1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops))))
+    for log in seen.ops:
+        for number, nbytes in zip(log.outputs, log.sizes, strict=True):
+            sizes[number] = nbytes
+    events, most = modelled_events(seen, sizes, None)
+    return most if events else 0
 
 
 def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
@@ -271,12 +286,13 @@ def _turn(seen: Observer, sizes: list[int]) -> int:
 
     0 if memory does not rise above that at both ends, which are counted by themselves.
     """
-    if seen.timeline is None or not seen.requests:
+    if seen.timeline is None:
         return 0
-    entry = seen.requests[0][2]
+    # If backward asks for nothing, all of it comes before its first request.
+    entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
     begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     peak = max(seen.timeline.peaks[begin:entry], default=0)
-    if peak <= max(seen.timeline.levels[begin], seen.timeline.levels[entry]):
+    if peak <= max(seen.timeline.levels[begin], *seen.timeline.levels[entry : entry + 1], 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached))
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 import torch
 
 from lowtide import _compat
+from lowtide.errors import BudgetError
+from lowtide.memory import leftover
 from lowtide.running.forward import ForwardDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.tape.values import Handle, Operation, Value
@@ -25,6 +27,11 @@ class StepDecisions(ForwardDecisions):
 
     asks = True
     _began_on = 0  # the thread of backward's first request
+
+    def leave_room(self) -> None:
+        """A forward that no plan covers has run to its end."""
+        if self._room is not None:
+            self._room.before_backward()
 
     def forward_ends(self) -> None:
         """The recording is about to close, and its recorder to forget which storages are alive."""
@@ -89,7 +96,12 @@ class StepDecisions(ForwardDecisions):
             self._began_on = threading.get_ident()
             if recorder is not None:
                 recorder.pause()  # a backward inside the context is not recorded
-            self.owner.backward_begins(self)
+            try:
+                self.owner.backward_begins(self)
+            except BudgetError:
+                if self.where.device.type != "cpu":
+                    leftover.leaves(self, self.where.device)
+                raise
             if self.begun and self.observer is None:
                 handle.tape.events = self._event
         value = handle.value

@@ -17,6 +17,7 @@ import torch
 
 from lowtide.kernels.workspace import room_for, unfolds
 from lowtide.observing.observer import Observer
+from lowtide.observing.rebuild import before_requests
 from lowtide.running.online import Evictor
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Value, tensors_in
@@ -65,6 +66,17 @@ class Room:
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
+
+    def before_backward(self) -> None:
+        """The forward is over: make room for what backward allocates before it asks for anything.
+
+        When it asks, the rest is planned; what was held until then was in memory with the first
+        gradients.
+        """
+        if self._live[0] + _PLENTY * self._evictor.largest <= self.target(0):
+            return
+        need = before_requests(self._observer)
+        self.shrink(self.target(need) - need)
 
     def target(self, need: int) -> int:
         """Bytes that may be live, with those that are about to be allocated."""
