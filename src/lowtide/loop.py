@@ -212,7 +212,7 @@ class Loop(Planning):
             if wanted is prepared:
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
-                decisions.settle_as_planned()
+                decisions.unsettled = True
                 return
             prepared = decisions.prepared = wanted
             decisions.anchors.release()
@@ -226,6 +226,26 @@ class Loop(Planning):
             finally:
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
+        self._settle(decisions, observer)
+
+    def asked_first(self, decisions: StepDecisions, number: int) -> None:
+        """Called at the first request for a recorded value in a backward that began as planned.
+
+        The same forward may get another loss, whose backward goes elsewhere. If it asks for less
+        than planned, the plan has room for it.
+        """
+        prepared = decisions.prepared
+        assert prepared is not None
+        place = prepared.asked_at(number)
+        if place is not None:
+            decisions.settle_as_planned(place)
+            return
+        watched = decisions.observer is not None
+        observer = decisions.watched(decisions.operations)
+        decisions.prepared, decisions.covered, decisions.switched = None, False, True
+        decisions.anchors.release()
+        if not watched:
+            observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
@@ -284,7 +304,14 @@ class Loop(Planning):
         followed, observer = decisions.followed, decisions.observer
         if followed is not None:
             self._effort.followed(followed, covered=decisions.covered)
-            if decisions.covered and observer is None:
+            asked = decisions.event + 1
+            if observer is not None:
+                pass  # its requests were noted
+            elif self._depth.strayed(followed, asked):
+                self._plans.remove(followed)
+            elif asked < len(followed.graph.events):
+                self._asked_in_part(followed)
+            elif decisions.covered:
                 self._plan_smaller(followed, decisions.seen)
         if observer is not None:
             observer.finish(lambda watched: self._learn(watched, decisions))

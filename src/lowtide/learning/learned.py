@@ -155,6 +155,11 @@ class Learned:
             lessons=LESSONS,
         )
 
+    def in_part(self) -> Learned:
+        """The same step, whose backward may ask for a part only of what it asks for now: what it
+        passes over stays in memory until the step is over."""
+        return replace(self, graph=self.graph.retained(), ran=None)
+
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
         return Prepared.of(

@@ -19,6 +19,7 @@ from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning.allowance import Allowance
 from lowtide.learning.beside import Beside
+from lowtide.learning.depth import Depth
 from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
@@ -52,6 +53,7 @@ class Planning:
         self._news: Learned | None = None  # what the ranks have not planned yet
         self._plans = KnownPlans()
         self._effort = Effort()
+        self._depth = Depth()
         self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
@@ -164,8 +166,12 @@ class Planning:
             self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
         if followed is not None and not measured:
             return
+        if self._depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
+            if followed is not None:
+                self._asked_in_part(followed)
+            return
         if not observer.requests:
-            self._nothing_recorded(observer)
+            self._nothing_recorded(observer, followed)
             return
         if self._ranks is None and not measured and self._grown(observer):
             return
@@ -191,7 +197,20 @@ class Planning:
         else:
             self._plan_next(learned)
 
-    def _nothing_recorded(self, observer: Observer) -> None:
+    def _asked_in_part(self, followed: Prepared) -> None:
+        """The backward of a step that followed its plan asked for less than planned: what it passed
+        over stayed in memory. Plan for that, as nothing shows whether it kept the limit."""
+        if not any(event.releases for event in followed.graph.events):
+            return  # planned for that already
+        before = followed.seen.before
+        limit = self.allowance.planned(followed.plain_peak, before)
+        found = Learned.of(followed).in_part().search(limit)
+        if found is None:
+            self._plans.remove(followed)
+        else:
+            self._plans.add(replace(found, of_plain=followed.plain_peak))
+
+    def _nothing_recorded(self, observer: Observer, followed: Prepared | None) -> None:
         """None of this step's memory can be saved, as backward requested no recorded value.
 
         A step after others in the same context may partly be theirs, if its backward continues into
@@ -209,6 +228,11 @@ class Planning:
             self._refusal = unrecorded(limit, peak, before)
             if self._ranks is None:
                 self._refused.add(observer.seen(), self._refusal)
+        elif self._ranks is None and not before:
+            # A plan with nothing to decide: steps like it need not be watched.
+            lessons = 1 + (0 if followed is None else followed.lessons)
+            learned = Learned(observer.graph(), observer.seen(), None, True, lessons)
+            self._plans.add(learned.prepared(*learned.solve(limit)))
 
     def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
         """Whether a measured step that followed the plan for a larger one should have its own."""

@@ -26,6 +26,7 @@ class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
     asks = True
+    unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -96,19 +97,25 @@ class StepDecisions(ForwardDecisions):
             self._began_on = threading.get_ident()
             if recorder is not None:
                 recorder.pause()  # a backward inside the context is not recorded
-            try:
-                self.owner.backward_begins(self)
-            except BudgetError:
-                if self.where.device.type != "cpu":
-                    leftover.leaves(self, self.where.device)
-                raise
-            if self.begun and self.observer is None:
-                handle.tape.events = self._event
+            self._or_refused(lambda: self.owner.backward_begins(self))
         value = handle.value
         if value.number >= 0:
+            if self.unsettled:
+                self.unsettled = False
+                self._or_refused(lambda: self.owner.asked_first(self, value.number))
+                if self.observer is None:
+                    handle.tape.events = self._event
             self._event[0] += 1
             if self.observer is not None:
                 self.observer.request(value, handle.sequence)
+
+    def _or_refused(self, begin: Callable[[], None]) -> None:
+        try:
+            begin()
+        except BudgetError:
+            if self.where.device.type != "cpu":
+                leftover.leaves(self, self.where.device)
+            raise
 
     def _not_in_backward(self) -> None:
         self.begun = False
@@ -141,8 +148,13 @@ class StepDecisions(ForwardDecisions):
         """The plan that this step follows, from its first operation or from a later one on."""
         return None if self._crowded else self.prepared
 
-    def settle_as_planned(self) -> None:
-        """The step is the planned one: what it holds stays held for good."""
+    def settle_as_planned(self, place: int) -> None:
+        """The step is the planned one: what it holds stays held for good. `place`: of the first
+        request among those of the plan; what only those before it need is dropped."""
+        self._event[0] = place - 1
+        if place and self.prepared is not None:
+            self.anchors.release()
+            self._drop_passed(self.prepared.passed_over(place))
         self.anchors.settle()
         if self.observer is None:
             self._made.settle()
@@ -152,6 +164,14 @@ class StepDecisions(ForwardDecisions):
         for value in self.observer.alive():
             if value.held is not None and value.op is not None:
                 value.settle()
+
+    def _drop_passed(self, numbers: frozenset[int]) -> None:
+        made = self._made.alive() if self.observer is None else self.observer.alive()
+        for value in list(made):
+            if value.number in numbers and value.held is not None and value.op is not None:
+                value.held = None
+                if self.observer is not None:
+                    self.observer.dropped_before_backward(value.number)
 
     def settle(self, chosen: list[int]) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""

@@ -90,6 +90,21 @@ class Prepared:
     """How many measured steps, one after the other, it was made from."""
     grown: bool
     """Whether it is for a larger step than the measured one, see `Learned.larger`."""
+    of_plain: int | None = None
+    """The plain peak, if the graph is not that of the plain step, see `Learned.in_part`."""
+
+    def asked_at(self, number: int) -> int | None:
+        """The first request for a value in the backward of the plan, by its place among all."""
+        places = (i for i, event in enumerate(self.graph.events) if event.value == number)
+        return next(places, None)
+
+    def passed_over(self, place: int) -> frozenset[int]:
+        """The values that neither this request nor a later one, nor a replay for one, needs."""
+        return frozenset([value for value, last in enumerate(self._lives) if last < place])
+
+    @functools.cached_property
+    def _lives(self) -> list[int]:
+        return Simulator(self.graph).lifetimes(self.plan.retain)
 
     def bytes(self) -> tuple[int, int]:
         """Bytes of activations that the plan keeps, and that it recomputes."""
@@ -106,7 +121,7 @@ class Prepared:
     @functools.cached_property
     def plain_peak(self) -> int:
         """What the same step takes with nothing recomputed, in bytes."""
-        return plain_peak(self.graph)
+        return plain_peak(self.graph) if self.of_plain is None else self.of_plain
 
     @functools.cached_property
     def allocates(self) -> int:

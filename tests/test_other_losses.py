@@ -1,0 +1,138 @@
+"""One forward, and losses that differ from step to step (rule 13).
+
+An auxiliary loss at times, two tasks in turn: what autograd saves is the same, what backward asks
+for is not, and nothing shows that before backward begins. Held: the limit, and the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.learning.depth import Depth
+from lowtide.running.prepared import Prepared
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MAIN, BOTH = False, True
+
+
+class Net(nn.Module):
+    """A main result and one that only some losses contain; `late`: which is the last one made."""
+
+    def __init__(self, *, late: bool, narrow: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.main = nn.Parameter(torch.randn(64, 8))
+        self.more = nn.Parameter(torch.randn(64, 64))
+        self.late = late
+        self.narrow = narrow  # the main result needs nothing but inputs and parameters
+        self.x = torch.randn(1024, 64)
+
+    def aside(self) -> Tensor:
+        h = self.x
+        for _ in range(8):
+            h = torch.tanh(h @ self.more)
+        return h.sum()
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        aside = None if self.late else self.aside()
+        y = self.x @ self.main
+        if not self.narrow:
+            y = torch.tanh(y)
+            for _ in range(6):
+                y = torch.cat([y, y.sin()[:, :4]], 1)
+        return y.sum(), self.aside() if aside is None else aside
+
+
+def step(net: Net, both: bool, limit: lowtide.Budget | None = None) -> tuple[int, list[Tensor]]:
+    """Peak and gradients."""
+    net.zero_grad()
+
+    def run() -> None:
+        if limit is None:
+            first, second = net()
+        else:
+            with limit:
+                first, second = net()
+        (first + second if both else first).backward()
+
+    peak = lowtide.measure(run, device="cpu").peak_bytes
+    return peak, [torch.zeros(0) if p.grad is None else p.grad.clone() for p in net.parameters()]
+
+
+def peaks(net: Net, limit: lowtide.Budget, losses: list[bool]) -> list[int]:
+    """The peak of each step; its gradients are compared with those of the plain step."""
+    found = []
+    for both in losses:
+        peak, gradients = step(net, both, limit)
+        for mine, plain in zip(gradients, step(net, both)[1], strict=True):
+            assert torch.equal(mine, plain)
+        found.append(peak)
+    return found
+
+
+IN_TURN = [MAIN, MAIN, MAIN, BOTH, BOTH, MAIN, BOTH, MAIN, MAIN, BOTH]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("share", [0.55, 0.75])
+def test_a_loss_that_asks_elsewhere_first(share: float, narrow: bool) -> None:
+    """The first request already shows that the backward is not the planned one."""
+    net = Net(late=True, narrow=narrow)
+    limit = lowtide.budget(int(share * step(net, BOTH)[0]))
+    assert max(peaks(net, limit, IN_TURN)) <= limit.limit
+    report = limit.report()
+    assert report.planned
+    assert report.left_plan_at is None
+
+
+@pytest.mark.parametrize("share", [0.55, 0.75])
+def test_a_backward_that_goes_on_where_its_plan_ends(share: float) -> None:
+    """It is known only once it has happened: the plan is given up, and the next one has room for
+    the backward that asks for more."""
+    net = Net(late=False)
+    limit = lowtide.budget(int(share * step(net, BOTH)[0]))
+    first = IN_TURN.index(BOTH)
+    found = peaks(net, limit, IN_TURN)
+    assert max(found[:first] + found[first + 1 :]) <= limit.limit
+    assert limit.report().planned
+
+
+def test_a_step_with_nothing_to_recompute_is_planned() -> None:
+    """Its operations are then recorded without being watched and measured, step by step."""
+    net = Net(late=True, narrow=True)
+    net.more.requires_grad_(False)
+    limit = lowtide.budget("1 GiB")
+    peaks(net, limit, [MAIN] * 6)
+    report = limit.report()
+    assert report.planned
+    assert report.measured_steps == 2
+    assert report.recomputed_bytes == 0
+
+
+def test_the_plan_for_less_comes_when_the_other_loss_is_gone() -> None:
+    seen = (("aten::tanh", (8,), (-1,), 8),)
+    made: Callable[..., Prepared] = _Followed  # type: ignore[assignment]
+    depth = Depth()
+    assert depth.strayed(made(seen, 2), 3)
+    assert not depth.strayed(made(seen, 3), 3)
+    assert depth.shallower(seen, 2, made(seen, 3))  # both come
+    assert not depth.shallower(seen, 2, made(seen, 3))  # only this one came since
+    assert not depth.shallower((*seen, *seen), 2, None)  # another forward
+    waits = 0
+    while depth.shallower(seen, 2, None):
+        waits += 1
+        assert waits < 100
+
+
+class _Followed:
+    """What `Depth` reads of a plan."""
+
+    def __init__(self, signatures: object, requests: int) -> None:
+        self.signatures = signatures
+        self.graph = type("Graph", (), {"events": [None] * requests})
