@@ -250,9 +250,9 @@ class Loop(Planning):
 
     def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
         """The step differs from its plan: plan its backward from what is still held."""
-        held = observer.held_from_forward()
         prepared = decisions.prepared
-        graph = observer.graph() if prepared is None else prepared.graph
+        graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
+        held = observer.held_from_forward()
         if not graph.events:
             return
         measured = prepared is not None and prepared.measured

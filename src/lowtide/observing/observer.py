@@ -10,6 +10,7 @@ memory events. Rejected: asking users to run a profiling step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -306,6 +307,26 @@ class Observer(Lives):
             then(self)
 
         memory.stop(arrived)
+
+    def graph_from(self, first: int) -> Graph:
+        """The step before backward, if its first request is for something that was saved after
+        `first` operations. Autograd goes from the newest node to the oldest, so that what was saved
+        later is not asked for in this backward; what is held only for that is dropped."""
+        passed = Counter(save for save in self.last_save if save[1] > first + 1)
+        if not passed:
+            return self.graph()
+        asked = {number for number, sequence in self.last_save if sequence <= first + 1}
+        for value in self.alive():
+            number = value.number
+            over = number in self._handles and number not in asked
+            if over and value.held is not None and value.op is not None:
+                value.held = None
+                self.dropped_before_backward(number)
+        dead, self.dead = self.dead, self.dead + passed
+        try:
+            return self.graph()
+        finally:
+            self.dead = dead
 
     def graph(self) -> Graph:
         """The step as a graph. Before backward, its events are predicted from the saves."""

@@ -26,6 +26,7 @@ class StepDecisions(ForwardDecisions):
     """Implements `lowtide.tape.tape.Decisions` for one step."""
 
     asks = True
+    first = 0  # operations recorded when what backward asked for first was saved
     unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
     _began_on = 0  # the thread of backward's first request
 
@@ -93,7 +94,7 @@ class StepDecisions(ForwardDecisions):
             self.room_for_replay(handle.value)
             return  # a differentiable backward inside the forward, such as a gradient penalty
         if not self.begun:
-            self.begun = True
+            self.begun, self.first = True, handle.sequence
             self._began_on = threading.get_ident()
             if recorder is not None:
                 recorder.pause()  # a backward inside the context is not recorded
@@ -101,7 +102,7 @@ class StepDecisions(ForwardDecisions):
         value = handle.value
         if value.number >= 0:
             if self.unsettled:
-                self.unsettled = False
+                self.unsettled, self.first = False, handle.sequence
                 self._or_refused(lambda: self.owner.asked_first(self, value.number))
                 if self.observer is None:
                     handle.tape.events = self._event
