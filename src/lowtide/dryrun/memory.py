@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide._compat import fakes
 from lowtide.dryrun.shapes import Shapes
+from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.counting import Counting
 from lowtide.memory.events import Timeline
@@ -25,6 +26,7 @@ class FakeMemory(Counting):
     def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
         self._shapes = Shapes(mode)
+        self.undone = Undone()
         self.costs = costs
         self.seconds = 0.0  # of all operators so far
         self.last = 0.0  # of the last one
@@ -40,6 +42,7 @@ class FakeMemory(Counting):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.undone.calls(func, args, kwargs)
         try:
             return self._shapes(func, args, kwargs)
         except fakes.depends_on_data():
