@@ -330,6 +330,8 @@ def _fake_or_why_not(
             ) from error
         if not real:
             raise UsageError(f"the step cannot run on fake tensors ({reason}).") from error
+        if witness is not None:
+            witness.starts_over()
         return reason
     finally:
         _compat.dry_run.outputs.clear()
@@ -416,7 +418,6 @@ def _real(
     """The step, and how many parameters it wrote."""
     with RealState(found) as state:
         if witness is not None:
-            witness.starts_over()
             witness.begins(found, lambda tensor: tensor)
         observer = _Watching(start_marks(device), found.names(), witness)
         began = time.perf_counter()
