@@ -396,6 +396,11 @@ def test_whoever_makes_a_budget_for_every_step_is_told_once(
         one_step(budget)
         one_step(budget)
     assert not caplog.records
+    for _ in range(12):
+        with lowtide.budget("125 MiB"):  # an epoch in one context: the budget plans inside it
+            for _ in range(2):
+                model(x).square().mean().backward()
+    assert not caplog.records
     for more in range(200):  # such a program is not remembered limit by limit
         one_step(lowtide.budget((1 << 27) + more))
     assert len(lowtide.budget.__globals__["_beginners"]) <= 64

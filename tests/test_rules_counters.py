@@ -282,3 +282,34 @@ def test_a_view_of_another_dtype_of_an_odd_number_of_elements(dtype: torch.dtype
         return gradients(way(region, x).sum(), x)
 
     check(scenario, way)
+
+
+# Rule 1. A norm that reads what it moves: a replay moves scratch memory, and would read it unmoved.
+
+
+@every_way
+def test_a_norm_whose_weight_is_its_running_variance(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        mean, var, x = torch.zeros(8), torch.ones(8), leaf(16, 8)
+
+        def normed(x: Tensor) -> Tensor:
+            return F.batch_norm(x.sin(), mean, var, var, mean, training=True).square().exp().tanh()
+
+        found = [gradient for _ in range(3) for gradient in gradients(way(normed, x).sum(), x)]
+        return [*(None if each is None else each.clone() for each in found), mean, var]
+
+    check(scenario, way)
+
+
+@every_way
+def test_a_norm_whose_statistics_and_weight_are_parts_of_one_memory_is_replayed(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        flat, x = torch.rand(4, 8) + 1, leaf(16, 8)
+
+        def normed(x: Tensor) -> Tensor:
+            y = F.batch_norm(x.sin(), flat[0], flat[1], flat[2], flat[3], training=True)
+            return y.square().exp().tanh()
+
+        return [*gradients(way(normed, x).sum(), x), flat]
+
+    assert check(scenario, way)["native_batch_norm"]

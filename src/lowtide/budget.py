@@ -27,10 +27,10 @@ from lowtide.plans import Plan, limit_of
 from lowtide.report import BudgetReport
 from lowtide.step import current_recorder, recordable
 
-_ANEW = 5  # after so many budgets in a row that were entered once each, the user is warned
+_ANEW = 5  # after so many budgets in a row that had one step each, the user is warned
 
 _log = logging.getLogger("lowtide")
-_beginners: dict[int | float, int] = {}  # per limit: budgets since one was entered twice
+_beginners: dict[int | float, int] = {}  # per limit: budgets since one had a second step
 _MOST_LIMITS = 64  # at once; a program may compute a limit anew for each step
 
 
@@ -111,6 +111,8 @@ class Budget:
         try:
             self._loop.close(kind, error, trace)
         finally:
+            if self._entered == 1 and self._loop.steps > 1:  # several backwards in one context
+                _tell_of_many(self.limit, self._loop.steps)
             self._occupied.release()
 
     def report(self) -> BudgetReport:

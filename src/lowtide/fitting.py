@@ -220,16 +220,13 @@ def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> 
             "lowtide.fit: the example is planned as a training step, but this "
             f"{type(model).__name__} is in eval mode. Call its train() first."
         )
-    given: list[Any] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given.append(model(*args, **kwargs))  # a caller holds the output while backward runs
-        return given[-1]
+        output = model(*args, **kwargs)
+        _compat.dry_run.outputs.append(output)  # a caller holds it while backward runs
+        return output
 
-    try:
-        if isinstance(example, Mapping):  # also what tokenizers and collators return
-            return plan(functools.partial(forward, **example), limit=limit)
-        args = example if isinstance(example, tuple) else (example,)
-        return plan(forward, *args, limit=limit)
-    finally:
-        given.clear()
+    if isinstance(example, Mapping):  # also what tokenizers and collators return
+        return plan(functools.partial(forward, **example), limit=limit)
+    args = example if isinstance(example, tuple) else (example,)
+    return plan(forward, *args, limit=limit)

@@ -74,6 +74,14 @@ def only_the_engine_has(tensor: torch.Tensor) -> bool:
 version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
+def put_version(tensor: torch.Tensor, version: int) -> None:
+    """Set a tensor's version counter, after its content was put back to what it was then.
+
+    Unnecessary when torch can undo a write together with its version.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def detached_alias(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` that shares the version counter, also when called below autograd.
 
@@ -147,9 +155,16 @@ _DISABLED_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 
 class _DryRun(threading.local):
-    """Whether this thread records a step of fake tensors, which then count as plain ones."""
+    """Whether this thread records a step of fake tensors, which then count as plain ones.
+
+    Attributes:
+        outputs: what is to live until the backward of the step is over.
+    """
 
     on = False
+
+    def __init__(self) -> None:
+        self.outputs: list[object] = []
 
 
 dry_run = _DryRun()

@@ -96,6 +96,7 @@ inline bool run_recorded(
   size_t count = op.schema().arguments().size();
   const c10::IValue* values = stack->data() + stack->size() - count;
   bool statistics = trains(fact, values);
+  if (statistics && may_read_moved(fact, values, count)) return false;
   std::vector<Written> written;
   auto* made = new_record<Operation>(operation_type, op, &fact);
   Owned owner(object_of(made));

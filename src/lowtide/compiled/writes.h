@@ -66,6 +66,23 @@ inline bool trains(const Fact& fact, const c10::IValue* values) {
       (fact.always_trains || values[fact.training].toBool());
 }
 
+// Whether a call that moves running statistics has another argument in their memory: a closer look, by
+// `reads_moved` of Python, tells whether it is what moves.
+inline bool may_read_moved(const Fact& fact, const c10::IValue* values, size_t count) {
+  auto key = [&](int place) {
+    const c10::IValue& value = values[place];
+    bool known = value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage();
+    return known ? key_number(value.toTensor()) : 0;
+  };
+  int64_t mean = key(fact.mean), variance = key(fact.variance);
+  for (int place = 0; place < static_cast<int>(count); ++place) {
+    if (place == fact.mean || place == fact.variance) continue;
+    int64_t read = key(place);
+    if (read != 0 && (read == mean || read == variance)) return true;
+  }
+  return false;
+}
+
 // Whether autograd has saved what is in a storage, so that Python has to see which counter a write moves.
 // Statistics (not `held`) move none; what is held of them is left to autograd anyway (`_leave_to_autograd`).
 inline bool is_saved(const Entry* entry, bool held) {

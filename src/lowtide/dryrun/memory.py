@@ -16,6 +16,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.dryrun.shapes import Shapes
+from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.counting import Counting
 from lowtide.memory.events import Timeline
@@ -28,6 +29,7 @@ class FakeMemory(Counting):
     def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
         self._shapes = Shapes(mode)
+        self.undone = Undone()
         self.costs = costs
         self.seconds = 0.0  # of all operators so far
         self.last = 0.0  # of the last one
@@ -43,6 +45,7 @@ class FakeMemory(Counting):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.undone.calls(func, args, kwargs)
         if func is torch.ops.aten.add.Tensor and self._accumulates(args, kwargs):
             func = torch.ops.aten.add_.Tensor
         try:

@@ -15,7 +15,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from lowtide._compat import fakes
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
 from lowtide.dryrun.standins import OWN, Found, RealState, StandIns
+from lowtide.dryrun.traces import nothing_kept
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import DryRunWarning, LowtideError, UsageError, users_frame
 from lowtide.kernels.costs import CostModel
@@ -274,22 +275,21 @@ def dry_run(
     found = Found(function, args, kwargs)
     device = _device(found)
     costs = CostModel(device, on)
-    try:
-        with _no_collector():
-            return _fake(found, device, costs, function, args, kwargs, witness)
-    except LowtideError:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        if any(t.device.type == "meta" or fakes.is_fake(t) for t in found.state()):
-            raise UsageError(
-                f"the step cannot run on fake tensors ({reason}), and the model has "
-                "no memory of its own to run it with. Build the model on a real device."
-            ) from error
-        if not real:
-            raise UsageError(f"the step cannot run on fake tensors ({reason}).") from error
+    tensors = [*found.state(), *found.tensors]
+    ours = not any(map(fakes.is_fake, tensors))
+    mode = fakes.fake_mode(tensors)
+    with nothing_kept(mode) if ours else nullcontext():
+        step = _fake_or_why_not(
+            StandIns(found, device, mode), costs, function, args, kwargs, witness, real
+        )
+    if isinstance(step, Dry):
+        return step
+    reason = step
     # If the error is the user's own, the real step raises it again.
-    step, moved = _real(found, device, function, args, kwargs, witness)
+    try:
+        step, moved = _real(found, device, function, args, kwargs, witness)
+    finally:
+        _compat.dry_run.outputs.clear()
     stays = ""
     if moved:
         stays = (
@@ -304,6 +304,37 @@ def dry_run(
         stacklevel=users_frame(),
     )
     return step
+
+
+def _fake_or_why_not(
+    stand: StandIns,
+    costs: CostModel,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    witness: Witness | None,
+    real: bool,
+) -> Dry | str:
+    """The step on fake tensors, or why it has to be run on real ones."""
+    try:
+        with _no_collector():
+            return _fake(stand, costs, function, args, kwargs, witness)
+    except LowtideError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if any(t.device.type == "meta" or fakes.is_fake(t) for t in stand.found.state()):
+            raise UsageError(
+                f"the step cannot run on fake tensors ({reason}), and the model has "
+                "no memory of its own to run it with. Build the model on a real device."
+            ) from error
+        if not real:
+            raise UsageError(f"the step cannot run on fake tensors ({reason}).") from error
+        if witness is not None:
+            witness.starts_over()
+        return reason
+    finally:
+        _compat.dry_run.outputs.clear()
 
 
 @contextmanager
@@ -329,26 +360,25 @@ def _device(found: Found) -> torch.device:
 
 
 def _fake(
-    found: Found,
-    device: torch.device,
+    stand: StandIns,
     costs: CostModel,
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
     witness: Witness | None = None,
 ) -> Dry:
-    stand = StandIns(found, device)
     memory = FakeMemory(costs, stand.mode)
     if witness is not None:
         memory = witness.counts(costs, stand.mode)
-    observer = _Watching(memory, found.names(), witness)
+    observer = _Watching(memory, stand.found.names(), witness)
     with warnings.catch_warnings(), stand, ExitStack() as stack:
         # torch reads `.grad` of each tensor that it makes a fake one of.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
         fake_args, fake_kwargs = stand.fake(args), stand.fake(kwargs)
         if witness is not None:
-            witness.begins(found, stand.fake)
+            witness.begins(stand.found, stand.fake)
         function = _with_fake_self(stand, function)
+        stack.callback(memory.undone.put_back)
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
         stack.enter_context(fakes.unlogged())
@@ -388,7 +418,6 @@ def _real(
     """The step, and how many parameters it wrote."""
     with RealState(found) as state:
         if witness is not None:
-            witness.starts_over()
             witness.begins(found, lambda tensor: tensor)
         observer = _Watching(start_marks(device), found.names(), witness)
         began = time.perf_counter()

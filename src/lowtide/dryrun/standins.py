@@ -14,9 +14,11 @@ attributes of objects found in this way. Tensors elsewhere are treated as consta
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,10 +133,10 @@ def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 class StandIns:
     """Context manager: the found modules hold fake tensors; `fake` converts arguments."""
 
-    def __init__(self, found: Found, device: torch.device) -> None:
+    def __init__(self, found: Found, device: torch.device, mode: Any) -> None:
         self.found = found
         self.device = device
-        self.mode = fakes.fake_mode([*found.state(), *found.tensors])
+        self.mode = mode
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
         self._saved = _Saved(found)
@@ -191,36 +193,65 @@ class _Saved:
 
     def __init__(self, found: Found) -> None:
         self._modules = list(found.modules())
-        self._states: list[list[tuple[dict[Any, Any], dict[Any, Any]]]] = []
-        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
         self._random: Any = None
         self._numpy: Any = None
 
     def take(self) -> None:
+        seen = set(map(id, self._modules))
         for module in self._modules:
-            parts = vars(module).values()  # includes the dicts of parameters and buffers
-            places = [vars(module), *(part for part in parts if isinstance(part, dict))]
-            self._states.append([(place, dict(place)) for place in places])
-            self._lists += [(part, part[:]) for part in parts if isinstance(part, list)]
+            self._take(vars(module), _DEPTH, seen)
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
+    def _take(self, part: Any, depth: int, seen: set[int]) -> None:
+        """Note what is in a container, and in the containers and objects in it."""
+        if not depth or isinstance(part, _ATOMS) or id(part) in seen:
+            return
+        items: list[Any] = []
+        if isinstance(part, dict):
+            items = list(part.values())
+            self._dicts.append((part, dict(part)))
+        elif isinstance(part, list | set | deque):
+            items = list(part)
+            self._others.append((part, items))
+        elif isinstance(part, tuple):
+            items = list(part)
+        else:
+            if _is_data(part):
+                self._take(vars(part), depth - 1, seen)
+            return
+        seen.add(id(part))
+        for item in items:
+            self._take(item, depth - 1, seen)
+
     def restore(self) -> None:
-        for state in self._states:
-            for place, before in state:
-                if place.keys() != before.keys() or any(
-                    place[key] is not part for key, part in before.items()
-                ):
-                    place.clear()
-                    place.update(before)
-        for part, items in self._lists:
-            part[:] = items
-        self._states.clear()
-        self._lists.clear()
+        for place, before in self._dicts:
+            if place.keys() != before.keys() or any(
+                place[key] is not part for key, part in before.items()
+            ):
+                place.clear()
+                place.update(before)
+        for part, items in self._others:
+            if len(part) != len(items) or any(map(operator.is_not, part, items)):
+                part.clear()
+                (part.update if isinstance(part, set) else part.extend)(items)
+        self._dicts.clear()
+        self._others.clear()
         random.setstate(self._random)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _is_data(item: Any) -> bool:
+    """Whether it is an object of the program's own, whose attributes are its data."""
+    kinds = nn.Module, torch.Tensor, types.FunctionType, types.MethodType, types.BuiltinFunctionType
+    if isinstance(item, kinds) or not isinstance(getattr(item, "__dict__", None), dict):
+        return False
+    home = str(type(item).__module__).partition(".")[0]
+    return home not in ("torch", "lowtide") and home not in sys.stdlib_module_names - {"__main__"}
 
 
 class RealState:
@@ -247,9 +278,9 @@ class RealState:
         self._versions = [(p, _compat.version_of(p)) for p in parameters.values()]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
-        self._gradient_bits = [g.clone() for _, g in self._gradients if g is not None]
-        self._buffers = [
-            (buffer, buffer.detach().clone())
+        self._contents = [_content(g) for _, g in self._gradients if g is not None]
+        self._contents += [
+            _content(buffer)
             for module in self._found.modules()
             for buffer in _compat.parameters_and_buffers(module)[1].values()
             if buffer is not None
@@ -259,17 +290,22 @@ class RealState:
 
     def __exit__(self, *exc: object) -> None:
         with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-            bits = iter(self._gradient_bits)
+            for tensor, before, version in self._contents:
+                # Between a forward and its backward, autograd may have saved what is put back.
+                tensor.data.copy_(before)
+                if version is not None:
+                    _compat.put_version(tensor, version)
             for leaf, gradient in self._gradients:
-                if gradient is not None:
-                    gradient.copy_(next(bits))
                 leaf.grad = gradient
         for generator, state in self._draws:
             generator.set_state(state)
         self._python.restore()
         self.moved = sum(_compat.version_of(p) != before for p, before in self._versions)
+
+
+def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    version = None if tensor.is_inference() else _compat.version_of(tensor)
+    return tensor, tensor.detach().clone(), version
 
 
 def _generators() -> list[torch.Generator]:

@@ -27,6 +27,7 @@ from lowtide.tape.retry import called_with_room
 from lowtide.tape.saves import Saves
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
+from lowtide.tape.writes import reads_moved
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -175,6 +176,8 @@ class Recorder(Saves, _compat.Mode):
         written = self._written(facts, args, kwargs, statistics)
         template = list(args)
         known = self._can_be_made(facts, written, bool(statistics))
+        if statistics and reads_moved(args, statistics):
+            known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])

@@ -211,5 +211,29 @@ def _dense(tensor: Tensor) -> list[Tensor]:
     return [tensor] if tensor.layout is torch.strided else _compat.sparse_members(tensor)
 
 
+def reads_moved(args: tuple[Any, ...], statistics: tuple[int, ...]) -> bool:
+    """Whether a call that moves running statistics reads them through another argument too (a
+    weight that is the running variance): its kernel may then read what it has just written."""
+    moved = [_bytes_of(args[place]) for place in statistics if isinstance(args[place], Tensor)]
+    for place, argument in enumerate(args):
+        if place in statistics or not isinstance(argument, Tensor):
+            continue
+        key, start, end = _bytes_of(argument)
+        if any(key == other and start < last and first < end for other, first, last in moved):
+            return True
+    return False
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, Any, Any]:
+    """A tensor's storage, and where in it the tensor begins and ends."""
+    storage = _compat.storage_of(tensor)
+    if storage is None or not tensor.numel():
+        return 0, 0, 0
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    span = sum((n - 1) * st for n, st in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return _compat.storage_id(storage), start, start + span * size
+
+
 def _untouched_constant(value: Value) -> bool:
     return value.op is not None and value.op.facts.constant
