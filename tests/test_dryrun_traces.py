@@ -23,6 +23,9 @@ VERBS: dict[str, Callable[..., Any]] = {
     "saved_tensors": lowtide.saved_tensors,
     "fit": lambda model, x: lowtide.fit(model, 1.0, example=x).remove(),
 }
+# What keeps a tensor is looked for among the objects that the collector knows, frozen ones not.
+pytestmark = pytest.mark.usefixtures("thawed")
+
 every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
 _steps = torch.zeros(())
