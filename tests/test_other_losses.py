@@ -6,6 +6,7 @@ for is not, and nothing shows that before backward begins. Held: the limit, and 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -101,6 +102,30 @@ def test_a_backward_that_goes_on_where_its_plan_ends(share: float) -> None:
     found = peaks(net, limit, IN_TURN)
     assert max(found[:first] + found[first + 1 :]) <= limit.limit
     assert limit.report().planned
+
+
+@pytest.mark.parametrize("share", [0.4, 0.7])
+def test_the_older_of_two_losses_goes_backward_first(share: float) -> None:
+    """What the newer one saved is dropped meanwhile; its own backward is then planned by itself."""
+    net = Net(late=True)
+
+    def run(limit: lowtide.Budget | None) -> int:
+        net.zero_grad()
+
+        def body() -> None:
+            with limit or contextlib.nullcontext():
+                losses = [net.aside(), net.aside().square()]
+            while losses:
+                losses.pop(0).backward()
+
+        return lowtide.measure(body, device="cpu").peak_bytes
+
+    plain = run(None)
+    limit = lowtide.budget(int(share * plain))
+    assert run(limit) <= limit.limit
+    report = limit.report()
+    assert report.replayed_operations <= 2 * report.recorded_operations
+    assert max(run(limit) for _ in range(3)) <= limit.limit
 
 
 def test_a_step_with_nothing_to_recompute_is_planned() -> None:

@@ -198,6 +198,9 @@ class Loop(Planning):
         if not decisions.begun:
             return
         if decisions.event >= 0:
+            if decisions.observer is not None and decisions.observer.passed:
+                decisions.starts_over()
+                self._settle(decisions, decisions.observer)
             return
         decisions.complete()
         prepared = decisions.prepared

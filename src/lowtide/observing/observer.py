@@ -62,6 +62,7 @@ class Observer(Lives):
         self.common = 0  # how many those are
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
+        self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
@@ -309,10 +310,14 @@ class Observer(Lives):
         memory.stop(arrived)
 
     def graph_from(self, first: int) -> Graph:
-        """The step before backward, if its first request is for something that was saved after
+        """The step before a backward whose first request is for something that was saved after
         `first` operations. Autograd goes from the newest node to the oldest, so that what was saved
-        later is not asked for in this backward; what is held only for that is dropped."""
-        passed = Counter(save for save in self.last_save if save[1] > first + 1)
+        later is not asked for in this backward; what is held only for that is dropped, and
+        `passed` is set: another backward may ask for it."""
+        newer = {save for save in self.last_save if save[1] > first + 1}
+        gone = {save for save in self.last_save if not self._handles.get(save[0])}
+        passed = Counter(save for save in self.last_save if save in newer or save in gone)
+        self.passed = bool(newer - gone)
         if not passed:
             return self.graph()
         asked = {number for number, sequence in self.last_save if sequence <= first + 1}
@@ -323,10 +328,11 @@ class Observer(Lives):
                 value.held = None
                 self.dropped_before_backward(number)
         dead, self.dead = self.dead, self.dead + passed
+        requests, self.requests = self.requests, []  # those of an earlier backward of the step
         try:
             return self.graph()
         finally:
-            self.dead = dead
+            self.dead, self.requests = dead, requests
 
     def graph(self) -> Graph:
         """The step as a graph. Before backward, its events are predicted from the saves."""

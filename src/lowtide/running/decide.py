@@ -174,6 +174,10 @@ class StepDecisions(ForwardDecisions):
                 if self.observer is not None:
                     self.observer.dropped_before_backward(value.number)
 
+    def starts_over(self) -> None:
+        """Another backward of the step begins, and is planned by itself."""
+        self._event[0] = -1
+
     def settle(self, chosen: list[int]) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
         self._settled = [max(choice, 0) for choice in chosen]
