@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine, replay
@@ -144,3 +144,23 @@ def tape_records() -> int:
     types = (Value, Operation, Handle)
     listed = sum(issubclass(type(o), types) for o in gc.get_objects())
     return listed + (0 if core is None else core.count_records())
+
+
+def budgeted(model: nn.Module, x: Tensor, share: float) -> tuple[lowtide.Budget, Callable[[], int]]:
+    """A budget of this share of the plain step's peak, and a function that takes a step under it
+    and returns the step's peak in bytes. The plain step's gradients are there afterwards."""
+
+    def plain() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    plain()
+    budget = lowtide.budget(int(share * lowtide.measure(plain, device="cpu").peak_bytes))
+
+    def step() -> None:
+        model.zero_grad()
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    return budget, lambda: lowtide.measure(step, device="cpu").peak_bytes

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import budgeted
 from lowtide.running.prepared import ANCHOR
 from zoo import CASES
 
@@ -346,25 +347,11 @@ class Looks(nn.Module):
 def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
     torch.manual_seed(0)
     model, x = Looks(), torch.randn(512, 256)
-
-    def plain() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    plain()
-    limit = int(0.6 * lowtide.measure(plain, device="cpu").peak_bytes)
+    budget, step = budgeted(model, x, 0.6)
     assert model.weight.grad is not None
     gradient = model.weight.grad.clone()
-    budget = lowtide.budget(limit)
-
-    def step() -> None:
-        model.zero_grad()
-        with budget:
-            loss = model(x)
-        loss.backward()
-
     for _ in range(4):
-        assert lowtide.measure(step, device="cpu").peak_bytes <= limit
+        assert step() <= budget.limit
         assert torch.equal(model.weight.grad, gradient)
     budget.report()
     plan = budget._loop._plans.expected(0)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import budgeted
 from lowtide.kernels.workspace import kernel_workspace
 from test_modelled import compare_memory, modelled_and_measured
 
@@ -114,30 +115,16 @@ class Turned(nn.Module):
 def test_what_backward_begins_with_counts(make: Callable[[], nn.Module], share: float) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(1024, 64)
-
-    def plain() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    plain()
-    limit = int(share * lowtide.measure(plain, device="cpu").peak_bytes)
-    budget = lowtide.budget(limit)
-
-    def step() -> None:
-        model.zero_grad()
-        with budget:
-            loss = model(x)
-        loss.backward()
-
+    budget, step = budgeted(model, x, share)
     refused = None
     for number in range(1, 4):
         try:
-            peak = lowtide.measure(step, device="cpu").peak_bytes
+            peak = step()
         except lowtide.BudgetError as error:
             refused = error
             break
-        assert peak <= limit, f"step {number}"
-    assert refused is None or (share == 0.5 and (refused.minimum or 0) > limit)
+        assert peak <= budget.limit, f"step {number}"
+    assert refused is None or (share == 0.5 and (refused.minimum or 0) > budget.limit)
 
 
 LOSSES = {

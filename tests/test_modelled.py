@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import budgeted
 from instructions import exact_workspaces
 from lowtide.backward.operation import Cost, costs, describe
 from lowtide.kernels.workspace import kernel_workspace, made_by
@@ -295,31 +296,17 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
 ) -> None:
     torch.manual_seed(0)
     model, x = Recurrent(kind), torch.randn(64, 8, 64)
-
-    def plain() -> None:
-        model.zero_grad()
-        model(x).backward()
-
-    plain()
-    limit = int(share * lowtide.measure(plain, device="cpu").peak_bytes)
-    budget = lowtide.budget(limit)
-
-    def step() -> None:
-        model.zero_grad()
-        with budget:
-            loss = model(x)
-        loss.backward()
-
+    budget, step = budgeted(model, x, share)
     refused = None
     for number in range(4):
         # In the first, values of one storage that is written piece by piece may be interchanged.
         room = 1.03 if number == 0 and kind is not nn.LSTM else 1
         try:
-            assert lowtide.measure(step, device="cpu").peak_bytes <= room * limit
+            assert step() <= room * budget.limit
         except lowtide.BudgetError as error:
             refused = error
             break
-    assert refused is None or refused.minimum > limit
+    assert refused is None or refused.minimum > budget.limit
     assert refused is None or share < 0.95 or kind is nn.LSTM  # its backward is one operation
 
 

@@ -8,21 +8,22 @@ itself.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import Self
 
 
-class Removable:
+class Removable(ABC):
     """Something that is on a model until `remove()`, which the end of a ``with`` calls."""
 
     @property
+    @abstractmethod
     def active(self) -> bool:
         """Whether any of it is still on the model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self) -> None:
         """Make the model's forward plain again. A second call does nothing."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
