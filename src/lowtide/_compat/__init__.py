@@ -128,6 +128,7 @@ from lowtide._compat.tensors import (
     storage_of,
     taken_apart,
     version_of,
+    with_counter_of,
 )
 
 __all__ = [
@@ -231,6 +232,7 @@ __all__ = [
     "version_of",
     "wanted_bytes",
     "way_to_leaf",
+    "with_counter_of",
     "written_through",
 ]
 

@@ -131,6 +131,14 @@ def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+def with_counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the version counter of another one, and no memory."""
+    with disable_dispatch():
+        alias = detached_alias(tensor)
+        alias.data = _without_memory(tensor.dtype, tensor.device)
+    return alias
+
+
 class Counter:
     """A tensor's version counter, without its memory.
 
@@ -141,9 +149,7 @@ class Counter:
     __slots__ = ("_alias",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        with disable_dispatch():
-            self._alias = detached_alias(tensor)
-            self._alias.data = _without_memory(tensor.dtype, tensor.device)
+        self._alias = with_counter_of(tensor)
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a write through `tensor` moves this counter."""

@@ -181,11 +181,10 @@ class Known:
         known = value.wholes[1]
         place = tensor.storage_offset()
         for kept in known:
-            if kept.tensor.storage_offset() == place and _compat.shares_counter(
-                kept.tensor, tensor
-            ):
+            if kept.place == place and _compat.shares_counter(kept.tensor, tensor):
                 return
-        known.append(Kept(_compat.detached_alias(tensor)))
+        # Without the memory: what a budget watches counts who has it besides the tape.
+        known.append(Kept(_compat.with_counter_of(tensor), place))
 
     def _count_writes(self, known: list[Kept], whole: Tensor) -> None:
         for kept in known:

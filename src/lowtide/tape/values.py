@@ -383,12 +383,16 @@ class Kept:
 
     Sparse and opaque tensors, lazily conjugated ones, and subclasses that do not say what they
     consist of.
+
+    Attributes:
+        place: where the tensor begins in its storage, if it has only the counter of a piece of one.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("place", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, place: int = -1) -> None:
         self.tensor = tensor
+        self.place = place
         self.renew()
 
     def renew(self) -> None:
