@@ -18,6 +18,7 @@ from by_hand import same
 from lowtide.learning.beside import Beside
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.learned import Learned
+from lowtide.planner.retention import Retention, keep_all
 from lowtide.running.prepared import Prepared
 
 pytestmark = [pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
@@ -90,6 +91,38 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
     assert first.lessons == better.lessons == LESSONS  # searched for only once
     assert better.graph != first.graph
     assert not limit._loop._beside.busy
+
+
+def test_a_better_plan_that_takes_more_than_predicted_is_followed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a step's graph says of other plans than that which ran is right only if the measurement
+    was understood."""
+    search: Callable[..., Prepared | None] = Learned.search
+    misled = []
+
+    def mislead(learned: Learned, limit: int, *polish: Any) -> Prepared | None:
+        if learned.lessons != LESSONS or misled:
+            return search(learned, limit, *polish)
+        misled.append(True)
+        graph = learned.graph
+        at_once = [
+            choice if value in graph.must_hold or graph.values[value].pinned else max(choice, 0)
+            for value, choice in enumerate(keep_all(graph).retain)
+        ]
+        return learned.prepared(Retention(tuple(at_once), graph.fingerprint), limit)
+
+    monkeypatch.setattr(Learned, "search", mislead)
+    model, x = net(), rows(500)
+    share = int(0.6 * peak_of(model, x))
+    limit = lowtide.budget(share)
+    over = []
+    for _ in range(8):
+        over.append(peak_of(model, x, limit) > share)
+        limit.report()
+        limit._loop._beside.wait()
+    assert misled
+    assert over == [False, False, True, False, False, False, False, False]
 
 
 def test_a_much_smaller_step_does_not_wait_for_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:

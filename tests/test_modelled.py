@@ -15,8 +15,9 @@ from against_plain import budgeted
 from instructions import exact_workspaces
 from lowtide.backward.operation import Cost, costs, describe
 from lowtide.kernels.workspace import kernel_workspace, made_by
+from lowtide.learning.learned import Learned
 from lowtide.observing.observer import Observer
-from lowtide.planner import Graph
+from lowtide.planner import HOLD, Graph, Retention
 from lowtide.tape.operators import facts_of
 from zoo import CASES
 
@@ -308,6 +309,43 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
             break
     assert refused is None or refused.minimum > budget.limit
     assert refused is None or share < 0.95 or kind is nn.LSTM  # its backward is one operation
+
+
+class Gates(nn.Module):
+    """Reads pieces, with version counters of their own, of what autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (self.inward(x) + 1).unsafe_chunk(2, -1)
+        return self.outward(one.sigmoid() + other.tanh()).square().mean()
+
+
+def test_what_is_held_and_read_in_pieces_may_still_be_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the tape knows of the pieces does not make the program an owner of the whole."""
+    model, x = Gates(), torch.randn(512, 64)
+    budget, step = budgeted(model, x, 0.9)
+    solve: Callable[..., tuple[Retention, int]] = Learned.solve
+    graphs: list[Graph] = []
+
+    def holding(learned: Learned, *args: Any) -> tuple[Retention, int]:
+        graph, (plan, peak) = learned.graph, solve(learned, *args)
+        graphs.append(graph)
+        whole = next(op.outputs[0] for op in graph.ops if op.name == "aten::add")
+        held = tuple(HOLD if v == whole else max(0, c) for v, c in enumerate(plan.retain))
+        return Retention(held, plan.fingerprint), peak
+
+    monkeypatch.setattr(Learned, "solve", holding)
+    for _ in range(2):
+        step()
+        budget.report()
+        budget._loop._beside.wait()
+    assert len(graphs) == 2
+    assert not any(value.pinned for graph in graphs for value in graph.values)
 
 
 def test_a_constant_that_is_saved_is_known_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:

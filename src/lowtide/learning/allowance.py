@@ -76,11 +76,14 @@ class Allowance:
 
     # ------------------------------------------------------------------ any step
 
-    def of(self, plain: int, before: int) -> int:
+    def of(self, plain: int, before: int, *, covered: bool = False) -> int:
         """Bytes that a step of this plain peak may take: what is left of the whole limit.
 
         A fraction is relative to the largest step so far: others may take what that one may.
+        `covered`: for a step that follows the plan for one with this plain peak.
         """
+        if covered:
+            plain = self._claim(plain, before)
         if isinstance(self.limit, int):
             return self.limit - before
         return int(self.limit * max(plain + before, self.largest)) - before

@@ -41,8 +41,15 @@ class Effort:
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
         """Whether to measure a step that begins now. `unmeasured`: whether a step that has a plan
-        was never measured."""
+        was never measured.
+
+        A better plan that follows from a measured step is measured once, too: what was measured
+        holds for every plan only if it was understood. Plans that are bounds are not.
+        """
         if expected is None or expected.lessons < LESSONS:
+            return True
+        bound = expected.grown or expected.of_plain is not None
+        if expected.measured and not expected.tried and not bound:
             return True
         return self._awaited > 0 and unmeasured()
 

@@ -47,8 +47,18 @@ class KnownPlans:
 
     def confirm(self, prepared: Prepared) -> None:
         """A step that followed this plan was measured and kept its limit."""
-        more = replace(prepared, lessons=prepared.lessons + 1)
-        self._change([more if known is prepared else known for known in self._plans])
+        self._exchange(prepared, replace(prepared, lessons=prepared.lessons + 1, tried=True))
+
+    def tried(self, prepared: Prepared) -> Prepared:
+        """The same, where nothing is to be learned from it."""
+        if prepared.tried:
+            return prepared
+        known = replace(prepared, tried=True)
+        self._exchange(prepared, known)
+        return known
+
+    def _exchange(self, old: Prepared, new: Prepared) -> None:
+        self._change([new if known is old else known for known in self._plans])
 
     def unmeasured(self) -> bool:
         """Whether there is a plan for a step that was never measured.

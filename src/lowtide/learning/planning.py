@@ -164,8 +164,12 @@ class Planning:
             peak = timeline.peak + observer.before
             self._measured = peak, signatures_of(observer.ops)
             self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
-        if followed is not None and not measured:
-            return
+        if followed is not None:
+            if timeline is None:
+                return
+            plain, before, covered = followed.plain_peak, observer.before, decisions.covered
+            if timeline.peak <= self.allowance.of(plain, before, covered=covered):
+                followed = self._plans.tried(followed)
         if self._depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
             if followed is not None:
                 self._asked_in_part(followed)
@@ -232,7 +236,8 @@ class Planning:
             # A plan with nothing to decide: steps like it need not be watched.
             lessons = 1 + (0 if followed is None else followed.lessons)
             learned = Learned(observer.graph(), observer.seen(), None, True, lessons)
-            self._plans.add(learned.prepared(*learned.solve(limit)))
+            found = learned.prepared(*learned.solve(limit))
+            self._plans.add(replace(found, tried=True))
 
     def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
         """Whether a measured step that followed the plan for a larger one should have its own."""

@@ -90,6 +90,8 @@ class Prepared:
     """How many measured steps, one after the other, it was made from."""
     grown: bool
     """Whether it is for a larger step than the measured one, see `Learned.larger`."""
+    tried: bool = False
+    """Whether a step that followed it was measured, and kept its limit."""
     of_plain: int | None = None
     """The plain peak, if the graph is not that of the plain step, see `Learned.in_part`."""
 

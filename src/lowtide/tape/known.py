@@ -179,7 +179,7 @@ class Known:
         if value.wholes is None:
             value.wholes = entry.key, []
         known = value.wholes[1]
-        place = tensor.storage_offset()
+        place = int(tensor.storage_offset())
         for kept in known:
             if kept.place == place and _compat.shares_counter(kept.tensor, tensor):
                 return
