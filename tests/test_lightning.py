@@ -215,7 +215,8 @@ def test_the_last_batch_may_take_what_the_others_were_granted(tmp_path: Path) ->
     before, last = figures.steps[2:]
     assert 0 < before["lowtide/measured_peak"] <= before["lowtide/limit"]
     assert last["lowtide/limit"] == before["lowtide/limit"]
-    assert last["lowtide/measured_peak"] == before["lowtide/measured_peak"]  # of the other step
+    # Its own, or that of the other step if it was not measured.
+    assert 0 < last["lowtide/measured_peak"] <= before["lowtide/measured_peak"]
 
 
 def test_nothing_stays_on_the_module(tmp_path: Path, replayed: Callable[[], int]) -> None:
