@@ -1,0 +1,104 @@
+"""What is measured under one plan tells what another one takes (rule 13).
+
+Plans depend on the times that were measured, and a machine has times of its own. Here they are
+drawn at random, so that plans are followed that no machine at hand would make. With the compiled
+recorder only: what the other one takes to draw again (rule 3) is more than these nets take.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowtide
+from by_hand import same
+from lowtide.learning.effort import LESSONS
+from lowtide.learning.learned import Learned
+from lowtide.loop import Loop
+from lowtide.planner import minimum, plain_peak, solve
+from lowtide.running.prepared import Prepared
+from once import on_one_recorder
+from zoo import CASES
+
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
+
+NETS = (
+    "torch_gru",
+    "torch_lstm_packed",
+    "torch_transformer",
+    "torch_normalizations",
+    "torch_convolutions_penalty",
+    "torch_ctc",
+    "random_samplers",
+    "state_gan_batch_norm",
+    "aliasing_splits",
+    "aliasing_in_place_chain_penalty",
+    "indexing_scatters",
+    "monai_unet_2d",
+    "monai_dense_net",
+    "hf_gpt2_sdpa",
+    "hf_mixtral",
+)
+
+
+def drawn(learned: Learned, rng: random.Random) -> Prepared:
+    """A plan for a random limit, made as if each operation took another time."""
+    graph = learned.graph
+    ops = [replace(op, seconds=op.seconds * math.exp(rng.gauss(0, 2))) for op in graph.ops]
+    least, most = minimum(graph).peak, plain_peak(graph)
+    limit = least + int(rng.random() * (most - least))
+    solution = solve(replace(graph, ops=tuple(ops)), limit)
+    return replace(learned.prepared(solution.plan, solution.peak), lessons=LESSONS - 1)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_each_plan_takes_what_was_learned_under_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Learned] = []
+    know: Callable[..., None] = Loop._know
+
+    def knowing(loop: Loop, learned: Learned, *args: Any) -> None:
+        found.append(learned)
+        know(loop, learned, *args)
+
+    monkeypatch.setattr(Loop, "_know", knowing)
+    monkeypatch.setattr(Loop, "_plan_better", lambda *_: None)
+    case, rng = CASES[name], random.Random(name)
+    torch.manual_seed(0)
+    model, batch = case.build(), case.batch()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    budget = lowtide.budget(1 << 40)
+    loop = budget._loop
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(1)
+        model.load_state_dict(state)
+        model.zero_grad()
+        with budget:
+            loss = case.loss(model, batch)
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, gradients = step(), list[Tensor]()
+    lowtide.measure(step, device="cpu")
+    budget.report()
+    for _ in range(3):
+        plan = drawn(found[-1], rng)
+        loop._plans._change([plan])
+        gradients.clear()
+        peak = lowtide.measure(lambda: gradients.extend(step()), device="cpu").peak_bytes
+        budget.report()
+        assert loop._last is not None
+        assert loop._last.followed is not None
+        assert loop._last.followed.plan is plan.plan
+        assert 0.98 * plan.peak <= peak <= 1.005 * plan.peak
+        assert found[-1].plain_peak == pytest.approx(found[0].plain_peak, rel=0.005)
+        assert same(gradients, plain)
