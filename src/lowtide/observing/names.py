@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lowtide.tape.known import Entry
     from lowtide.tape.values import Value
 
+_SCALAR = 8  # bytes
 _AT_ONCE = 100  # storages that are checked after an operation; further ones wait their turn
 
 
@@ -59,6 +60,12 @@ class Names:
         else:
             self._gradients.clear()
 
+    def output(self) -> int:
+        """Bytes of the largest result that the program has of a forward that ends; 0 if a loss is
+        among them, as no other is then to come. Largest, as hidden states have no loss."""
+        found = [value.nbytes for key in self._open if (value := self._had(key)) is not None]
+        return 0 if any(0 < nbytes <= _SCALAR for nbytes in found) else max(found, default=0)
+
     def forward_ends(self) -> None:
         """Keep weak references to what is in memory now, as the table will be emptied."""
         self._left = [
@@ -85,18 +92,24 @@ class Names:
 
     def _look(self, operation: int) -> None:
         """Check the open storages. One that only the tape has is not checked again."""
-        table, still = self.table, self._open
+        still = self._open
         for key in tuple(islice(still, _AT_ONCE)):
             del still[key]
-            entry = table.get(key)
-            storage = None if entry is None else entry()
-            if entry is None or storage is None:
-                continue
-            value = entry.value or (entry.weak() if entry.weak is not None else None)
-            if value is None or value.number < 0:
-                continue
-            held = value.held
-            ours = held is not None and _compat.storage_key(held) == key
-            if _compat.storage_holders(storage) > 1 + ours:  # one is its Python object
+            value = self._had(key)
+            if value is not None:
                 self.until[value.number] = operation
                 still[key] = None
+
+    def _had(self, key: int) -> Value | None:
+        """The recorded value in the storage with this key, if the program has that storage."""
+        entry = self.table.get(key)
+        storage = None if entry is None else entry()
+        if entry is None or storage is None:
+            return None
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        if value is None or value.number < 0:
+            return None
+        held = value.held
+        ours = held is not None and _compat.storage_key(held) == key
+        # One is the storage's Python object.
+        return value if _compat.storage_holders(storage) > 1 + ours else None

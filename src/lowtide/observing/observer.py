@@ -66,6 +66,7 @@ class Observer(Lives):
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
+        self.over: int | None = None  # mark after what was dropped when the forward was over
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
@@ -245,6 +246,7 @@ class Observer(Lives):
             anchored: numbers of values that are held because the plan says so.
         """
         self._forward = len(self.ops)
+        self.over = self._begin
         self.leaves.look_again()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
         self._saved = frozenset([number for number, count in self._handles.items() if count])

@@ -25,6 +25,7 @@ from lowtide.tape.values import Value, tensors_in
 if TYPE_CHECKING:
     from lowtide.loop import Loop
 
+_LOSS = 3  # times its input: a loss saves something of that size, and makes two gradients
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
 
 
@@ -68,7 +69,8 @@ class Room:
             self.lacks(facts.name, min(need, nearest))
 
     def before_backward(self) -> None:
-        """The forward is over: make room for what backward allocates before it asks for anything.
+        """The forward is over: make room for what backward allocates before it asks for anything,
+        and for a loss that is still to come.
 
         When it asks, the rest is planned; what was held until then was in memory with the first
         gradients.
@@ -76,6 +78,8 @@ class Room:
         if self._live[0] + _PLENTY * self._evictor.largest <= self.target(0):
             return
         need = before_requests(self._observer)
+        if not self._owner.allowance.outside:  # none was seen yet
+            need += _LOSS * self._observer.names.output()
         self.shrink(self.target(need) - need)
 
     def target(self, need: int) -> int:
