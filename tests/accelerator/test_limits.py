@@ -376,7 +376,7 @@ def test_what_a_refused_backward_leaves_is_not_taken_for_the_next_steps() -> Non
     usual = lowtide.measure(step, device=ZERO).peak_bytes
     found = 0
     for number in range(20):
-        found += refused_in_backward(step, int((0.6 + 0.005 * number) * usual))
+        found += refused_in_backward(step, int((0.48 + 0.005 * number) * usual))
         net.zero_grad()
         assert lowtide.measure(step, device=ZERO).peak_bytes == usual
     assert found
