@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from against_plain import budgeted
+from against_plain import budgeted, counted
 from instructions import exact_workspaces
 from lowtide.backward.operation import Cost, costs, describe
 from lowtide.kernels.workspace import kernel_workspace, made_by
@@ -323,12 +323,9 @@ class Gates(nn.Module):
         return self.outward(one.sigmoid() + other.tanh()).square().mean()
 
 
-def test_what_is_held_and_read_in_pieces_may_still_be_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What the tape knows of the pieces does not make the program an owner of the whole."""
-    model, x = Gates(), torch.randn(512, 64)
-    budget, step = budgeted(model, x, 0.9)
+def plans_that_hold_sums(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Each plan holds the first sum, and recomputes all else when it is first asked for something.
+    Returns the graphs that are planned."""
     solve: Callable[..., tuple[Retention, int]] = Learned.solve
     graphs: list[Graph] = []
 
@@ -340,12 +337,49 @@ def test_what_is_held_and_read_in_pieces_may_still_be_dropped(
         return Retention(held, plan.fingerprint), peak
 
     monkeypatch.setattr(Learned, "solve", holding)
+    return graphs
+
+
+def test_what_is_held_and_read_in_pieces_may_still_be_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the tape knows of the pieces does not make the program an owner of the whole."""
+    graphs = plans_that_hold_sums(monkeypatch)
+    budget, step = budgeted(Gates(), torch.randn(512, 64), 0.9)
     for _ in range(2):
         step()
         budget.report()
         budget._loop._beside.wait()
     assert len(graphs) == 2
     assert not any(value.pinned for graph in graphs for value in graph.values)
+
+
+class Remembers(nn.Module):
+    """Keeps a value that autograd does not save until the next step makes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.inward(x) + 1
+        return self.outward(self.last.sigmoid()).square().mean()
+
+
+def test_what_the_program_keeps_is_held_if_replays_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is in memory in any case, but the tape would not find it there."""
+    graphs = plans_that_hold_sums(monkeypatch)
+    budget, step = budgeted(Remembers(), torch.randn(512, 64), 1.0)
+    for _ in range(4):
+        with counted() as replayed:
+            step()
+        budget.report()
+        budget._loop._beside.wait()
+    assert any(value.pinned for value in graphs[-1].values)
+    assert replayed.names().keys() == {"aten::sigmoid", "aten::addmm"}
+    assert replayed["addmm"] == 1  # the second layer's, whose result is squared
 
 
 def test_a_constant_that_is_saved_is_known_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:

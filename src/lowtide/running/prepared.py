@@ -161,14 +161,25 @@ class Prepared:
         grown: bool = False,
     ) -> Prepared:
         signatures = signatures_of(seen.ops)
-        needed = Simulator(graph).lifetimes(plan.retain)
         choices = list(plan.retain)
+        anchors = _anchors(plan, graph)
         for value, choice in enumerate(choices):
             if choice < 0 and graph.release[value] < 0:
-                choices[value] = ANCHOR if needed[value] >= 0 else NEVER
+                choices[value] = ANCHOR if value in anchors else NEVER
         needs = tuple(
             sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
         )
         return Prepared(
             plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons, grown
         )
+
+
+def _anchors(plan: Retention, graph: Graph) -> frozenset[int]:
+    """The held values that a replay may read. That the program has one too, for which a simulation
+    counts it as in memory, does not tell the tape where it is."""
+    retain = plan.retain
+    needed = Simulator(graph).lifetimes(retain)
+    dropped = {value for value, last in enumerate(needed) if last >= 0 and retain[value] >= 0}
+    replayed = [op for op in graph.ops if not dropped.isdisjoint(op.outputs)]
+    read = {value for op in replayed for value in op.inputs}
+    return frozenset(value for value in read if retain[value] < 0)
