@@ -212,7 +212,7 @@ class Recorder(Saves, _compat.Mode):
                 hidden = place in statistics and place not in facts.writes
                 hidden = hidden or facts.unversioned
                 self._overwriting(entry, hidden or (saved is not None and saved.op is None))
-        if self.before is not None and not written:
+        if self.before is not None and (facts.makes or not written):
             self.before(facts, func, args, kwargs)
         try:
             if op is None or not self.accelerated:
