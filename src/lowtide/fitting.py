@@ -108,8 +108,12 @@ def _inside(
             return forward(*args, **kwargs)  # a budget or region around it decides already
         if not budget.begun:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
-        with budget:
-            return forward(*args, **kwargs)
+        try:
+            with budget:
+                return forward(*args, **kwargs)
+        except BaseException:
+            budget.make_sure()
+            raise
 
     return run
 
