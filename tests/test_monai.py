@@ -129,6 +129,13 @@ def test_copies_are_checkpointed_too(replayed: Callable[[], int]) -> None:
         assert replayed() > before
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_torchscript_makes_of_it_what_it_makes_of_a_unet(dims: int) -> None:
+    model, plain = build(CheckpointUNet, dims).eval(), build(UNet, dims).eval()
+    x = torch.randn(1, 1, *[16] * dims)
+    assert torch.equal(torch.jit.script(model)(x), torch.jit.script(plain)(x))
+
+
 def test_it_takes_less_memory_than_the_plain_net_and_about_monais() -> None:
     peaks = {}
     for kind in (UNet, CheckpointUNet, MonaisCheckpointUNet):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowtide
 from by_hand import Block, fails, net, same, step
 from lowtide.models.override import override_forward
 from lowtide.modules import ActivationCheckpointWrapper, checkpoint_modules, is_checkpointed
@@ -129,6 +130,47 @@ def test_signature_and_unwrapping_see_the_plain_forward() -> None:
     assert inspect.signature(block.forward.__func__) == inspect.signature(Block.forward)
     assert block.forward.__name__ == "forward"
     assert repr(block.forward) == "<forward of Block, checkpoint>"
+
+
+def overridden(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), nn.Tanh())
+    if how == "regions":
+        checkpoint_modules(model, ["0", "1"])
+    elif how == "budget":
+        lowtide.fit(model, "1 GB")
+    return model
+
+
+@pytest.mark.parametrize("how", ["regions", "budget"])
+@pytest.mark.parametrize("training", [True, False])
+def test_torchscript_compiles_the_plain_forward(how: str, training: bool) -> None:
+    """Rule 11: what it reads of a forward is its source, its globals and its closure."""
+    model, plain, x = overridden(how), overridden("plain"), torch.randn(6, 4)
+    assert inspect.ismethod(model.forward if how == "budget" else model[0].forward)  # type: ignore[index]
+    scripted = torch.jit.script(model.train(training))
+    assert torch.equal(scripted(x), plain.train(training)(x))
+    assert all(map(torch.equal, scripted.buffers(), plain.buffers()))
+
+
+@pytest.mark.parametrize("how", ["regions", "budget"])
+def test_an_overridden_model_is_exported(how: str) -> None:
+    x = torch.randn(6, 4)
+    exported = torch.export.export(overridden(how).eval(), (x,))
+    assert torch.equal(exported.module()(x), overridden("plain").eval()(x))
+
+
+def test_marks_on_a_forward_are_still_found() -> None:
+    class Marked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    Marked.forward.handled = "elsewhere"  # type: ignore[attr-defined]
+    block = Marked()
+    ActivationCheckpointWrapper(block)
+    assert block.forward.handled == "elsewhere"  # type: ignore[attr-defined]
+    assert not hasattr(block.forward, "nothing")
+    assert block.forward.__code__ is Marked.forward.__code__
 
 
 def test_somebody_elses_patched_forward_is_kept(replayed: Callable[[], int]) -> None:

@@ -98,6 +98,29 @@ def test_the_first_step_holds_at_every_limit() -> None:
     assert not over
 
 
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(128), nn.RReLU], ids=["batch", "rrelu"])
+def test_what_writes_to_its_arguments_and_makes_a_result_is_given_room(
+    layer: Callable[[], nn.Module],
+) -> None:
+    """A BatchNorm moves its statistics, an RReLU its noise: what they return is new memory."""
+
+    torch.manual_seed(0)
+    parts = [(nn.Linear(32, 128), layer(), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
+    model = nn.Sequential(*(part for block in parts for part in block))
+    x = torch.randn(512, 32)
+    plain, _ = step(model, x)
+    for percent in range(44, 84, 3):
+        limit = lowtide.budget(int(plain * percent / 100))
+        kept: list[Tensor] = []
+
+        def forward(limit: lowtide.Budget = limit, kept: list[Tensor] = kept) -> None:
+            with limit:
+                kept.append(model(x).square().mean())
+
+        assert lowtide.measure(forward, device="cpu").peak_bytes <= int(plain * percent / 100)
+
+
 def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
     """The usual training loop: a variable holds the output until the step is over."""
     with context:

@@ -168,6 +168,8 @@ def test_levels_out_of_range(level: int) -> None:
     call = ActivationCheckpointing(0, 0)
     with pytest.raises(UsageError, match=rf"training_checkpoint_level is {level}, outside 0 to 5"):
         call.training_checkpoint_level = level
+    with pytest.raises(UsageError, match=rf"fn_checkpoint_level is {level}, outside 0 to 5"):
+        call.fn_checkpoint_level = level
 
 
 @pytest.mark.parametrize("level", [True, 1.0, "2", None, torch.tensor(2)])

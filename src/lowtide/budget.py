@@ -51,7 +51,7 @@ class Budget:
         if isinstance(limit, Plan):
             self._loop.follow(limit.prepared())
         self._threads: dict[int, bool] = {}  # threads inside: whether it records there
-        self._occupied = threading.Lock()  # held for the thread that it records on
+        self._occupant: dict[str, int] = {}  # the "thread" that it records on, if any
         self._entered = 0
 
     @property
@@ -75,19 +75,32 @@ class Budget:
             )
         records = recordable()
         if records:
-            if not self._occupied.acquire(blocking=False):
+            # In one instruction, which no interrupt divides. This thread may be in there already,
+            # if an interrupt came before all of it was left.
+            if self._occupant.setdefault("thread", thread) != thread:
                 raise UsageError(
                     "this budget is already entered on another thread: one step on each thread "
                     "would be two steps inside one limit. Give each thread a budget of its own, or "
                     "let them take turns, backwards included."
                 )
             try:
+                self._loop.make_sure()
                 self._begin()
+                self._threads[thread] = records
+                return self
             except BaseException:
-                self._occupied.release()
+                self.make_sure()
                 raise
         self._threads[thread] = records
         return self
+
+    def make_sure(self) -> None:
+        """Leave it on this thread, also if an interrupt has cut that short."""
+        thread = threading.get_ident()
+        if self._occupant.get("thread") == thread:
+            self._loop.make_sure()
+            self._occupant.clear()
+        self._threads.pop(thread, None)
 
     def _begin(self) -> None:
         if current_recorder() is not None:
@@ -106,18 +119,21 @@ class Budget:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._threads.pop(threading.get_ident(), False):
-            return
         try:
-            self._loop.close(kind, error, trace)
+            if self._threads.get(threading.get_ident()):
+                self._loop.close(kind, error, trace)
+                if self._entered == 1 and self._loop.steps > 1:  # several backwards in one context
+                    _tell_of_many(self.limit, self._loop.steps)
         finally:
-            if self._entered == 1 and self._loop.steps > 1:  # several backwards in one context
-                _tell_of_many(self.limit, self._loop.steps)
-            self._occupied.release()
+            try:
+                self.make_sure()
+            except BaseException:
+                self.make_sure()
+                raise
 
     def report(self) -> BudgetReport:
         """Return what the last finished step did, as a `BudgetReport`."""
-        if not self._occupied.locked():
+        if not self._occupant:
             self._loop.finish_ended()
         return self._loop.report()
 

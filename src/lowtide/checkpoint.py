@@ -230,8 +230,13 @@ def _call(
         return _traced(function, args, kwargs, policy, given)
     if not recordable():
         return function(*args, **kwargs)
-    with region(_policy_of(given.get("context_fn"), policy)):
-        return function(*args, **kwargs)
+    inside = region(_policy_of(given.get("context_fn"), policy))
+    try:
+        with inside:
+            return function(*args, **kwargs)
+    except BaseException:
+        inside.make_sure()
+        raise
 
 
 def _traced(

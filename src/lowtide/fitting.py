@@ -96,18 +96,24 @@ def _inside(
     budget: _ForwardBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
+        model = reference()
+        if model is None or not model.training:
+            return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             _budget_lost()
             return forward(*args, **kwargs)
-        model = reference()
-        if model is None or not model.training or not recordable():
+        if not recordable():
             return forward(*args, **kwargs)
         if current_recorder() is not None:
             return forward(*args, **kwargs)  # a budget or region around it decides already
         if not budget.begun:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
-        with budget:
-            return forward(*args, **kwargs)
+        try:
+            with budget:
+                return forward(*args, **kwargs)
+        except BaseException:
+            budget.make_sure()
+            raise
 
     return run
 

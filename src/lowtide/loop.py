@@ -91,14 +91,14 @@ class Loop(Planning):
         elif failed is not None and self._earlier.failures > last.failures:
             self.backward_ran_out(failed)
         decisions = self._next_decisions()
-        recording = Recording(decisions, timed=decisions.observer is not None)
+        recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
-            tape = recording.__enter__()
+            self._started(decisions, recording.__enter__())
         except BaseException:
+            self._active = [step for step in self._active if step is not decisions]
             decisions.discard()
+            self.make_sure()
             raise
-        self._started(decisions, tape)
-        self._recording = recording
 
     def _next_decisions(self) -> StepDecisions:
         check_up = not self.steps % _MEASURE_EVERY
@@ -152,17 +152,19 @@ class Loop(Planning):
         trace: TracebackType | None,
     ) -> None:
         """Stop recording, for this reason if `error` is not None."""
-        recording, self._recording = self._recording, None
+        recording = self._recording
         assert recording is not None
         decisions = self._active[-1]  # a step begins only when those before it are over
         try:
             try:
+                self._recording = None
                 if kind is None:
                     decisions.leave_room()
                 decisions.forward_ends()
             finally:
                 recording.__exit__(kind, error, trace)
         finally:
+            recording.make_sure()
             decisions.forward_over()
             if decisions.operations:
                 self.where.forward_over()
@@ -178,6 +180,12 @@ class Loop(Planning):
                     raise known from error
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
+
+    def make_sure(self) -> None:
+        """Close a recording that an interrupt has left open; see `Recording.make_sure`."""
+        if self._recording is not None:
+            self._recording.make_sure()
+            self._recording = None
 
     # ------------------------------------------------------------------ a step's life
 

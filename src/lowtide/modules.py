@@ -307,8 +307,17 @@ class ActivationCheckpointing(nn.Module):
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
         super().__init__()
-        self.fn_checkpoint_level = check_level(fn_checkpoint_level, "fn_checkpoint_level")
+        self.fn_checkpoint_level = fn_checkpoint_level
         self.training_checkpoint_level = training_checkpoint_level
+
+    @property
+    def fn_checkpoint_level(self) -> int:
+        """The level of the call, 0 to 5. It may be set between steps."""
+        return self._fn_level
+
+    @fn_checkpoint_level.setter
+    def fn_checkpoint_level(self, level: int) -> None:
+        self._fn_level = check_level(level, "fn_checkpoint_level")
 
     @property
     def training_checkpoint_level(self) -> int:

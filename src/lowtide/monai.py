@@ -38,11 +38,10 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
     their inputs are kept. In eval, or with grad disabled, it is a plain `UNet`.
     """
 
-    # The names of the blocks that are regions; copies and unpickled nets get the same ones.
-    _regions: tuple[str, ...] = ()
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Copies and unpickled nets get the same regions. TorchScript would not understand the type
+        # if it were annotated in the class.
         self._regions = tuple(name for name, m in self.named_modules() if is_checkpointed(m))
 
     def _get_connection_block(

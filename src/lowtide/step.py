@@ -111,16 +111,16 @@ class Recording:
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
         _compat.hide_generated_code(_around_generated_code)
-        recorder = self.new_recorder(self.tape)
-        _push_hooks(recorder)
+        recorder = self._recorder = self.new_recorder(self.tape)
         try:
+            _push_hooks(recorder)
             recorder.__enter__()
+            self.tape.recorder = recorder
+            _open.recorder = recorder
+            return self.tape
         except BaseException:
-            _compat.pop_saved_tensor_hooks(recorder.pack)
+            self.make_sure()
             raise
-        self.tape.recorder = recorder
-        self._recorder = _open.recorder = recorder
-        return self.tape
 
     @property
     def recorder(self) -> Recorder:
@@ -146,21 +146,37 @@ class Recording:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        recorder = self._recorder
-        assert recorder is not None
-        left = _open.recorder is not recorder  # by a forked process
-        self._recorder = _open.recorder = self.tape.recorder = None
-        try:
-            if not left:
-                recorder.leave()
-        finally:
-            if not left:
-                _compat.pop_saved_tensor_hooks(recorder.pack)
-            recorder.close()
+        self.make_sure()
         if isinstance(error, RuntimeError):
             refused = _torchs_refusal(error)
             if refused is not None:
                 raise refused from error
+
+    def make_sure(self) -> None:
+        """Leave what is still open of it; called again if an interrupt has cut that short.
+
+        An interrupt arrives between any two instructions of Python, so also between those that open
+        and close a recording, and at the first one of an `__exit__`. What it leaves open would go
+        on recording for as long as the process lives.
+        """
+        recorder = self._recorder
+        if recorder is None:
+            return
+        try:
+            self._leave(recorder)
+        except BaseException:
+            self._leave(recorder)
+            raise
+
+    def _leave(self, recorder: Recorder) -> None:
+        # Each of these does nothing where it was done before: here, or by a forked process.
+        recorder.leave()
+        _compat.take_off_saved_tensor_hooks(recorder.pack)
+        if _open.recorder is recorder:
+            _open.recorder = None
+        self.tape.recorder = None
+        recorder.close()
+        self._recorder = None
 
 
 def _push_hooks(recorder: Recorder) -> None:
@@ -208,6 +224,9 @@ class Nested:
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape
+
+    def make_sure(self) -> None:
+        """The recording around it takes off whatever an interrupt has left of it."""
 
     def __exit__(self, *exc: object) -> None:
         self.recorder.region = self._outer

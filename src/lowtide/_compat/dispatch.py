@@ -10,6 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -35,31 +36,29 @@ def is_operator(thing: object) -> bool:
 # autograd. Unnecessary when `torch.library` has a "redispatch below" call. A backward may run in a
 # `vmap`, torch.func's or autograd's own (`is_grads_batched`): a replay that it asks for is not part
 # of the batch, and neither are the random numbers that the replay draws.
-_AUTOCAST_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
+_AUTOGRAD_AND_ABOVE = torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 for _name in torch._C.DispatchKey.__members__:
     if _name.startswith(("Autocast", "FuncTorch")) or _name in ("Python", "PythonDispatcher"):
-        _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey.__members__[_name])
-# autograd's `vmap`, for which Python has no name
-_AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C._dispatch_key_parse("VmapMode"))
+        _AUTOGRAD_AND_ABOVE = _AUTOGRAD_AND_ABOVE.add(torch._C.DispatchKey.__members__[_name])
+# Some have no name in Python, such as autograd's `vmap`.
+for _name in (
+    "VmapMode", "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
+):  # fmt: skip
+    _AUTOGRAD_AND_ABOVE = _AUTOGRAD_AND_ABOVE.add(torch._C._dispatch_key_parse(_name))
 
 
-class below_autograd:
-    """Run operators below autograd, autocast, transforms, modes and torch-function overrides."""
+def below_autograd() -> AbstractContextManager[None]:
+    """Run operators below autograd, autocast, transforms and modes; with `no_overrides`, also below
+    torch-function overrides.
 
-    __slots__ = ("_guards",)
+    One for both would be a class of Python's: an interrupt that arrives as its `__exit__` begins
+    would leave the process without autograd.
+    """
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD_AND_ABOVE)
+    return guard
 
-    def __enter__(self) -> None:
-        autograd = torch._C._AutoDispatchBelowADInplaceOrView()
-        above = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_AND_ABOVE)
-        function = torch._C.DisableTorchFunction()
-        above.__enter__()
-        autograd.__enter__()
-        function.__enter__()
-        self._guards = (function, autograd, above)
 
-    def __exit__(self, *exc: object) -> None:
-        for guard in self._guards:
-            guard.__exit__(None, None, None)
+no_overrides = torch._C.DisableTorchFunction
 
 
 def skips_autograd() -> bool:
@@ -91,15 +90,20 @@ class Mode(TorchDispatchMode):
 
 
 def take_off_mode(mode: TorchDispatchMode) -> None:
-    """Exit a mode wherever on the stack it is, and leave the others.
+    """Exit a mode wherever on the stack it is, if it is there, and leave the others.
 
     Unnecessary if modes can be left in any order.
     """
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    if mode not in stack:
+        return
     above = stack[stack.index(mode) + 1 :]
     for _ in above:
         torch.utils._python_dispatch._pop_mode()
-    mode.__exit__(None, None, None)
+    try:
+        mode.__exit__(None, None, None)
+    except IndexError:  # it was begun before, and an interrupt has cut it short
+        torch.utils._python_dispatch._pop_mode()
     for other in above:
         torch.utils._python_dispatch._push_mode(other)
 
@@ -144,9 +148,9 @@ def compiled_before_modes() -> bool:
 
 def use_recorder_key(key: int) -> None:
     """Hide from the compiled recorder, from now on, what runs `below_autograd`."""
-    global _AUTOCAST_AND_ABOVE, _before_modes
+    global _AUTOGRAD_AND_ABOVE, _before_modes
     _before_modes = key > int(torch._C.DispatchKey.Python.value)
-    _AUTOCAST_AND_ABOVE = _AUTOCAST_AND_ABOVE.add(torch._C.DispatchKey(key))
+    _AUTOGRAD_AND_ABOVE = _AUTOGRAD_AND_ABOVE.add(torch._C.DispatchKey(key))
 
 
 # For an alias that the modes on the stack do not see; unnecessary with a public equivalent.

@@ -77,6 +77,7 @@ PyObject* open(PyObject* self, PyObject*) {
 
 PyObject* shut(PyObject* self, PyObject*) {
   auto* state = reinterpret_cast<State*>(self);
+  if (current != state) Py_RETURN_NONE;  // it was shut before
   current = state->outer;
   state->outer = nullptr;
   if (current == nullptr) c10::impl::tls_set_dispatch_key_included(KEY, false);

@@ -20,7 +20,7 @@ namespace lowtide {
 struct Fact {
   PyObject* facts;
   PyObject* name;
-  bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, fills_saved;
+  bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, makes, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
   int non_blocking = -1, target = -1;           // for a copy: positions of that flag and of the target
@@ -57,7 +57,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   PyUnicode_InternInPlace(&interned_name);
   Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
-            !facts.attr("fills_saved").is_none()};
+            flag("makes"),  !facts.attr("fills_saved").is_none()};
   if (!facts.attr("statistics").is_none()) {
     std::tie(fact.mean, fact.variance, fact.training) =
         facts.attr("statistics").cast<std::tuple<int, int, int>>();

@@ -117,7 +117,8 @@ inline bool run_recorded(
   }
   if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
   size_t digest = 0;
-  if (following(state) && written.empty() && again && !has_room(state, fact, made, digest)) {
+  bool allocates = fact.makes || written.empty();
+  if (following(state) && allocates && again && !has_room(state, fact, made, digest)) {
     static PyObject* name = interned("before");
     auto [args, kwargs] = python_arguments(op.schema(), values);
     Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));

@@ -34,7 +34,7 @@ def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
         UnansweredError: it depends on something other than data, or takes too much memory.
     """
     known: dict[Value, torch.Tensor] = {}
-    with _compat.below_autograd(), torch.no_grad():
+    with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
         for op in _makers(value, real):
             args = [_real_argument(a, known, real) for a in op.args]
             kwargs = {k: _real_argument(a, known, real) for k, a in op.kwargs.items()}

@@ -112,7 +112,7 @@ class FakeRecorder(Recorder):
         if kwargs:
             raise UnansweredError(f"{func} asks for what is in a tensor")
         real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
-        with _compat.below_autograd(), torch.no_grad():
+        with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             result = func(*real)
         return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
 
@@ -122,7 +122,7 @@ class FakeRecorder(Recorder):
         if ref is None or ref.value is None:
             raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
         base = evaluate(ref.value, self._real)
-        with _compat.below_autograd():
+        with _compat.below_autograd(), _compat.no_overrides():
             return ref.of(base)
 
     def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +157,16 @@ class _ForwardOverride(InstanceEntry):
     def __name__(self) -> str:
         return "forward"
 
+    # As of the plain forward: `inspect` finds the source of methods and functions only, and
+    # torch.jit.script compiles what it finds.
+    @property
+    def __class__(self) -> Any:
+        return types.MethodType
+
+    @__class__.setter
+    def __class__(self, cls: Any) -> None:
+        raise TypeError("the forward of a module stays what it is")
+
     @property
     def __self__(self) -> nn.Module:
         return self.module()
@@ -177,6 +188,13 @@ class _ForwardOverride(InstanceEntry):
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         forward.__dict__[_OVERRIDE] = self
         return forward
+
+    def __getattr__(self, name: str) -> Any:
+        # What others read of a function (its code, its globals, marks that a decorator has left) is
+        # that of the plain forward. Not while it is being made: there is no module then.
+        if "_module" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.plain(), name)
 
     @property
     def __signature__(self) -> Any:

@@ -91,6 +91,18 @@ class Known:
 
         return live, forget
 
+    def _find(self, storage: Any) -> Entry | None:
+        """The entry of a storage, if it is known.
+
+        An interrupt that arrives as `_forget` begins is swallowed by Python, and the entry stays in
+        the table. Another storage may get the same identity later.
+        """
+        entry = self.table.get(_compat.storage_id(storage))
+        if entry is not None and entry() is not storage:
+            self._forget(entry)
+            return None
+        return entry
+
     def entry_of(self, tensor: Tensor) -> Entry | None:
         """What is in the tensor's storage now; None for tensors without one."""
         if type(tensor) not in PLAIN and _compat.has_own_dispatch(type(tensor)):
@@ -102,7 +114,7 @@ class Known:
             version = _compat.version_of(tensor)
         except (NotImplementedError, RuntimeError):
             return None  # opaque, sparse, or an inference tensor
-        entry = self.table.get(_compat.storage_id(storage))
+        entry = self._find(storage)
         if entry is None:
             entry = self._enter(storage, None, version)
             self.live[0] -= entry.counted
@@ -281,7 +293,7 @@ class Known:
     def adopt(self, value: Value, tensor: Tensor) -> None:
         """A replay inside the forward (for a gradient penalty) gave `value` a new storage."""
         storage = tensor.untyped_storage()
-        entry = self.table.get(_compat.storage_id(storage))
+        entry = self._find(storage)
         if entry is None:
             entry = self._enter(storage, None, 0)
             entry.value, entry.weak = None, weakref.ref(value)

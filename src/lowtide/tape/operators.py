@@ -166,6 +166,7 @@ class Facts:
         unversioned: a fused optimizer's, which writes without moving a version counter.
         statistics: positions (mean, var, training) of running statistics, or None. The last is -1
             if it always trains.
+        makes: returns something that is no alias of an argument, whatever it writes besides.
         lazy_bits: makes a lazily conjugated or negated tensor.
         ambient: recorded with the global switches: a family of kernels that consults them, or a
             factory.
@@ -182,6 +183,7 @@ class Facts:
         "func",
         "has_bodies",
         "lazy_bits",
+        "makes",
         "name",
         "opaque",
         "places",
@@ -203,6 +205,7 @@ class Facts:
             self.view = self.random = self.blank = self.constant = False
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
             self.unversioned = False
+            self.makes = True
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = self.has_bodies = True
@@ -215,6 +218,7 @@ class Facts:
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
+        self.makes = any(r.alias_info is None for r in schema.returns)
         self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
         self.view = self.view or schema.name in _UNDECLARED_VIEWS
         if schema.name == _TELLS_THE_ALLOCATOR:

@@ -121,7 +121,7 @@ class Recorder(Saves, _compat.Mode):
                 storage = argument.untyped_storage()
                 entry = table.get(_compat.storage_id(storage))
                 value = None
-                if entry is not None:
+                if entry is not None and entry() is storage:  # see `_find`
                     value = entry.value
                     if value is None and entry.weak is not None:
                         value = entry.weak()
@@ -212,7 +212,7 @@ class Recorder(Saves, _compat.Mode):
                 hidden = place in statistics and place not in facts.writes
                 hidden = hidden or facts.unversioned
                 self._overwriting(entry, hidden or (saved is not None and saved.op is None))
-        if self.before is not None and not written:
+        if self.before is not None and (facts.makes or not written):
             self.before(facts, func, args, kwargs)
         try:
             if op is None or not self.accelerated:
@@ -370,7 +370,6 @@ class Recorder(Saves, _compat.Mode):
 
     def _register(self, op: Operation | None, result: Any, made: list[Value]) -> None:
         flat = (result,) if isinstance(result, Tensor) else flatten(result)
-        table = self.table
         place = 0
         for tensor in flat:
             plain = type(tensor) is Tensor and not tensor.is_nested
@@ -382,7 +381,7 @@ class Recorder(Saves, _compat.Mode):
                     place += 1
                     continue  # no storage, or an inference tensor: an external if it is ever read
                 # A storage that is in the table already: the result is an alias, and no value.
-                if _compat.storage_id(storage) not in table:
+                if self._find(storage) is None:
                     value = self._enter(storage, op, version).value
                     if op is None:  # such as a custom operator
                         self._lazy_bits = self._lazy_bits or is_lazy(tensor)

@@ -85,7 +85,10 @@ def called_with_room(
     def undo() -> None:
         for generator, state in op.draws:
             put(generator, state)
-        with _compat.below_autograd():  # must not move their version counters (rule 4)
+        with (
+            _compat.below_autograd(),
+            _compat.no_overrides(),
+        ):  # must not move their version counters (rule 4)
             for tensor, before in moved:
                 tensor.copy_(before)
 

@@ -106,5 +106,5 @@ def hand_over(value: Value, tensor: torch.Tensor) -> None:
     current = _compat.current_stream(tensor.device)
     if current != stream:
         current.wait_stream(stream)
-        with _compat.below_autograd():
+        with _compat.below_autograd(), _compat.no_overrides():
             _compat.record_stream(tensor, current)

@@ -140,6 +140,6 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(mode=False):
             return copy_of(tensor)
     storage = tensor.untyped_storage().clone()
-    with _compat.below_autograd():
+    with _compat.below_autograd(), _compat.no_overrides():
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,173 @@
+"""Interrupts that arrive while lowtide opens or closes a recording (rule 10).
+
+Ctrl-C is noticed between any two instructions of Python. A trace function raises one at each event
+of the modules that open and close recordings, in one run after the other.
+
+Rules of docs/semantics.md are cited by number.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import Way, bits, check, gradients, leaf
+from lowtide import engine
+from lowtide.step import current_recorder
+from lowtide.tape.known import Entry
+from lowtide.tape.recorder import Recorder
+
+HOME = Path(lowtide.__file__).parent
+FILES = {
+    *(str(HOME / name) for name in ("step.py", "loop.py", "budget.py", "fitting.py")),
+    *(str(HOME / "_compat" / name) for name in ("autograd.py", "dispatch.py")),
+    str(HOME / "checkpoint.py"),
+    str(Path(torch.__file__).parent / "utils" / "_python_dispatch.py"),
+}
+Run = Callable[[], Tensor]
+
+
+def regions() -> Run:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+
+    def inner(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(model, x).exp()
+
+    return lambda: lowtide.checkpoint(inner, x).sum()
+
+
+def fitted() -> Run:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    budget = lowtide.fit(model, "1 GB")
+
+    def run() -> Tensor:
+        assert budget.active
+        loss: Tensor = model(x).exp().sum()
+        return loss
+
+    return run
+
+
+def budgets() -> Run:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    budget = lowtide.budget("1 GB")
+
+    def run() -> Tensor:
+        with budget:
+            loss: Tensor = model(x).exp().sum()
+        return loss
+
+    return run
+
+
+class Interrupts:
+    """A trace function that raises at the event of this number, in the files above."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        code = frame.f_code
+        if (
+            event == "line"
+            and linecache.getline(code.co_filename, frame.f_lineno).strip() == "try:"
+        ):
+            return self  # no interrupt is noticed there, unlike a trace function's error
+        if event == "call" and code.co_qualname == "Budget.__exit__":
+            # Not yet inside its `try`. If the program itself has written the `with`, nothing around
+            # that is lowtide's.
+            around = frame.f_back
+            if around is not None and around.f_code.co_filename == __file__:
+                return self
+        if event in ("call", "line"):
+            self.left -= 1
+            if self.left < 0:
+                self.where = f"{code.co_qualname}, line {frame.f_lineno}, {event}"
+                raise KeyboardInterrupt
+        return self
+
+
+def settled() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    shut = torch._C._dispatch_tls_is_dispatch_key_excluded(
+        torch._C.DispatchKey.AutogradFunctionality
+    )
+    return (current_recorder(), hooks, modes, shut) == (None, None, [], False)
+
+
+@pytest.mark.parametrize("make", [regions, fitted, budgets])
+def test_an_interrupt_anywhere_leaves_nothing_open(make: Callable[[], Run]) -> None:
+    run = make()
+    expected = bits(run())
+    run().backward()
+    at = 0
+    while True:
+        interrupt = Interrupts(at)
+        sys.settrace(interrupt)
+        try:
+            run()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break  # fewer events than that
+        finally:
+            sys.settrace(None)
+        assert settled(), interrupt.where
+        loss = run()
+        assert bits(loss) == expected, interrupt.where
+        loss.backward()
+        assert settled(), interrupt.where
+        at += 1
+    assert at > 50
+
+
+def test_an_interrupt_that_python_swallows_leaves_no_storage_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rule 1: an interrupt in the callback of a weak reference is only printed. The entry of the
+    freed storage stays, and must not be taken for that of another storage at the same address."""
+    plain, met = Recorder.new_count, set[int]()
+
+    def new_count(table: dict[int, Entry]) -> tuple[list[int], Callable[[Any], None]]:
+        live, forget = plain(table)
+
+        def interrupted(entry: Entry) -> None:
+            if id(entry) not in met:
+                met.add(id(entry))
+                raise KeyboardInterrupt
+            forget(entry)
+
+        return live, interrupted
+
+    monkeypatch.setattr(Recorder, "new_count", staticmethod(new_count))
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    weight = torch.randn(8, 8)
+
+    def chain(x: Tensor) -> Tensor:
+        for _ in range(20):
+            x = (x @ weight).tanh().exp().sin()
+        return x
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(4, 8)
+        return gradients(way(chain, x).sum(), x)
+
+    with engine.use("python"):
+        check(scenario)
+    assert met
