@@ -48,7 +48,7 @@ class Room:
         """Start with what was recorded up to here under a plan, held or dropped."""
         alive = list(self._observer.alive())
         self._evictor.add(alive)
-        self._evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+        self._observer.look_for_missing()
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to allocate: make room for it."""
@@ -58,7 +58,7 @@ class Room:
         self._observer.anew()  # values dropped earlier may have been freed just now
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
-        target = self._owner.allowance.target(live, evictor.dropped_bytes)
+        target = self._owner.allowance.target(live, self._observer.missing)
         if plenty <= target and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
@@ -80,7 +80,7 @@ class Room:
 
     def target(self, need: int) -> int:
         """Bytes that may be live, with those that are about to be allocated."""
-        return self._owner.allowance.target(self._live[0] + need, self._evictor.dropped_bytes)
+        return self._owner.allowance.target(self._live[0] + need, self._observer.missing)
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run: if it made more than foreseen, make room now."""
@@ -92,9 +92,9 @@ class Room:
 
     def shrink(self, target: int) -> bool:
         """Drop values until at most `target` bytes are live; whether that was possible."""
-        before = self._evictor.dropped_bytes
+        before = self._evictor.drops
         enough = self._evictor.shrink(max(0, target), self._drop)
-        if self._evictor.dropped_bytes > before:
+        if self._evictor.drops > before:
             self._observer.anew()
         return enough
 
