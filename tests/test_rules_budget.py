@@ -7,6 +7,7 @@ figures for whole models, in the benchmarks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,52 @@ def test_the_first_step_holds_at_every_limit() -> None:
     peaks = [step_under(lowtide.budget(n), tower(), x, backward)[0] for n in limits]
     over = {n: peak for n, peak in zip(limits, peaks, strict=True) if peak > n}
     assert not over
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+def test_room_is_made_for_a_norm_that_moves_its_statistics() -> None:
+    """Statistics are all that it writes in place: its result is allocated."""
+    torch.manual_seed(0)
+    layers = (nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 32))
+    model = nn.Sequential(*copy.deepcopy(layers * 4))
+    x = torch.randn(512, 32)
+    plain, _ = step(model, x)
+    peaks = {}
+    for percent in range(20, 60, 2):
+        limit = lowtide.budget(int(plain * percent / 100))
+        with contextlib.suppress(lowtide.BudgetError):
+            peaks[percent] = step_under(limit, model, x, backward)[0] / limit.limit
+    assert len(peaks) > 5, peaks
+    assert max(peaks.values()) <= 1, peaks
+
+
+@torch.library.custom_op("lowtide_tests::looked_at", mutates_args=())
+def looked_at(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Watched(nn.Module):
+    """What it computes is looked at by an operator that is not recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        seen = looked_at(torch.cat([x, x], 1).detach()).mean()
+        return x.mean(1) * seen
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+def test_room_is_made_for_what_is_not_recorded() -> None:
+    torch.manual_seed(0)
+    model, x = Watched(), torch.randn(512, 64)
+    plain, _ = step(model, x)
+    for percent in (40, 60, 80):
+        limit = lowtide.budget(int(plain * percent / 100))
+        assert step_under(limit, model, x, backward)[0] <= limit.limit, percent
 
 
 def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:

@@ -116,8 +116,11 @@ inline bool run_recorded(
     for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
   if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
+  bool in_place = std::any_of(written.begin(), written.end(), [&](const Written& each) {
+    return !statistics || (each.place != fact.mean && each.place != fact.variance);
+  });
   size_t digest = 0;
-  if (following(state) && written.empty() && again && !has_room(state, fact, made, digest)) {
+  if (following(state) && !in_place && again && !has_room(state, fact, made, digest)) {
     static PyObject* name = interned("before");
     auto [args, kwargs] = python_arguments(op.schema(), values);
     Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));

@@ -67,6 +67,20 @@ class Room:
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
 
+    def kept(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
+        """A call that is not recorded is about to run, or is `over`: what it makes is kept.
+
+        To know its size, code of the program might have to run. Most operators make no more than
+        the largest of their inputs; if one makes more, that is seen afterwards.
+        """
+        if elsewhere(self._owner, args):
+            return
+        if over:
+            self._fits(facts.name)
+            return
+        need = max(map(_made_like, tensors_in(args, kwargs)), default=0)
+        self.shrink(self.target(need) - need)
+
     def before_backward(self) -> None:
         """The forward is over: make room for what backward allocates before it asks for anything.
 
@@ -85,6 +99,9 @@ class Room:
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run: if it made more than foreseen, make room now."""
         self._evictor.add(made)
+        self._fits(name)
+
+    def _fits(self, name: str) -> None:
         live = self._live[0]
         target = self.target(0)
         if live > target and not self.shrink(target):
@@ -121,6 +138,13 @@ def elsewhere(owner: Loop, args: Any) -> bool:
         return False
     found = next(iter(tensors_in(args, {})), None)
     return found is not None and found.device != counts
+
+
+def _made_like(tensor: torch.Tensor) -> int:
+    """Bytes of a result of this input's size; 0 for a parameter, which may be a large table."""
+    if isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _together(args: Any) -> int:
