@@ -209,6 +209,33 @@ def test_steps_that_never_come_again_are_not_planned_for_ever(planned: list[int]
     assert limit.report().planned
 
 
+class Shifted(nn.Module):
+    """Begins with operations of which autograd saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(12))
+        self.depth = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(8):
+            x = x + number
+        for block in self.blocks[: self.depth]:
+            x = torch.sin(block(x))
+        return x
+
+
+def test_a_fraction_for_a_step_that_leaves_its_plan() -> None:
+    """What autograd has not saved, the plain step does not have either: it grants nothing."""
+    model, x, limit = Shifted(), torch.randn(512, 32), lowtide.budget(0.6)
+    for _ in range(3):
+        peak_of(model, x, limit)
+    model.depth = 12
+    plain = peak_of(copy.deepcopy(model), x)
+    assert peak_of(model, x, limit) <= 0.6 * plain
+
+
 # --- what follows a backward inside of the context ----------------------------------------------
 
 

@@ -286,8 +286,9 @@ def test_gradients_of_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         loss.backward()
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
-    # Values of one storage that is written step by step may be interchanged.
-    compare_memory(modelled, measured, 0.12, 32 << 10)
+    # The backward of oneDNN's LSTM asks in an order of its own.
+    alike = compare_memory if name == "lstm" else compare
+    alike(modelled, measured, 0.12, 32 << 10)
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
@@ -299,11 +300,9 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
     model, x = Recurrent(kind), torch.randn(64, 8, 64)
     budget, step = budgeted(model, x, share)
     refused = None
-    for number in range(4):
-        # In the first, values of one storage that is written piece by piece may be interchanged.
-        room = 1.03 if number == 0 and kind is not nn.LSTM else 1
+    for _ in range(4):
         try:
-            assert step() <= room * budget.limit
+            assert step() <= budget.limit
         except lowtide.BudgetError as error:
             refused = error
             break

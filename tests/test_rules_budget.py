@@ -121,6 +121,35 @@ def test_what_writes_to_its_arguments_and_makes_a_result_is_given_room(
         assert lowtide.measure(forward, device="cpu").peak_bytes <= int(plain * percent / 100)
 
 
+@torch.library.custom_op("lowtide_tests::looked_at", mutates_args=())
+def looked_at(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+class Watched(nn.Module):
+    """What it computes is looked at by an operator that is not recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        seen = looked_at(torch.cat([x, x], 1).detach()).mean()
+        return x.mean(1) * seen
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+def test_room_is_made_for_what_is_not_recorded() -> None:
+    torch.manual_seed(0)
+    model, x = Watched(), torch.randn(512, 64)
+    plain, _ = step(model, x)
+    for percent in (40, 60, 80):
+        limit = lowtide.budget(int(plain * percent / 100))
+        assert step_under(limit, model, x, backward)[0] <= limit.limit, percent
+
+
 def logits_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tensor) -> None:
     """The usual training loop: a variable holds the output until the step is over."""
     with context:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from lowtide.observing.observer import Observer
     from lowtide.observing.rebuild import OpLog
 
+_COPY = "aten::clone"  # its backward needs nothing
+
 
 def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
     """Find out what the backward of each operation costs by running it on shapes alone.
@@ -157,20 +159,26 @@ def _places(
     have saved it, and whether it was saved as a result.
 
     A tensor that is saved between two operations is a result of the one before or an input of the
-    one after; if both save it, in this order.
+    one after; if both save it, in this order. What counts is the value that was in memory then: the
+    pieces of an `unsafe_chunk` go on with what is written into the whole later.
     """
     ops, count = seen.ops, len(seen.ops)
     producers = {number: index for index, log in enumerate(ops) for number in log.outputs}
     taken: set[tuple[int, int]] = set()
     places = []
-    for number, sequence in saves:
+    for save in saves:
+        sequence, number = save[1], seen.first.get(save, save[0])
         before, after = sequence - 1, min(sequence, count - 1)
         if producers[number] != before:
-            its = before in ended and functions.kept_for(ops, number, before)
-            place = before if its else after
+            place = after
+            if before in ended and functions.kept_for(ops, number, before):
+                place = before
+            elif not _may_save(ops, after, number):
+                writer = _writer(ops, number, sequence)
+                place = after if writer is None else writer
             places.append((place, place, False))
             continue
-        saved, nearest = ops[before].saved, sequence < count and number in ops[sequence].inputs
+        saved, nearest = ops[before].saved, _may_save(ops, sequence, number)
         if saved is not None and number in saved and (number, sequence) not in taken:
             taken.add((number, sequence))
             places.append((before, before, True))
@@ -180,6 +188,11 @@ def _places(
             writer = None if saved is None else _writer(ops, number, sequence)
             places.append((before, before, True) if writer is None else (writer, writer, False))
     return places
+
+
+def _may_save(ops: Sequence[OpLog], index: int, number: int) -> bool:
+    """Whether this operation may have saved the value as one of its inputs."""
+    return index < len(ops) and number in ops[index].inputs and ops[index].name != _COPY
 
 
 def _writer(ops: Sequence[OpLog], number: int, sequence: int) -> int | None:

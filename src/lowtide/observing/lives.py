@@ -3,7 +3,7 @@
 Problem: what a value costs depends on when it is last needed: by a handle of autograd, by the
 program, or by a graph that dies before backward. Invariant: only weak references are kept, so that
 watching a step prolongs no life; all times are numbers of operations in the forward, and of
-requests in backward. Imports rebuild and the tape. Rejected: looking after each
+requests in backward. Imports names, rebuild and the tape. Rejected: looking after each
 operation for what has died, a walk over all values each time.
 """
 
@@ -14,16 +14,24 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from lowtide.observing.names import Names
 from lowtide.observing.rebuild import FOREVER, OpLog
 from lowtide.tape.values import Handle, Value
 
 
 class Lives:
-    """The lives of one step's values. What `Observer` adds is what its operations do."""
+    """The lives of one step's values. What `Observer` adds is what its operations do.
+
+    Attributes:
+        missing: bytes that autograd has saved and that are in memory no more. The plain step would
+            have them besides what is live.
+    """
 
     def __init__(self) -> None:
+        self.names = Names()
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
+        self.first: dict[tuple[int, int], int] = {}  # such a save -> its value then, if it moved
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
         self.evicted: dict[int, int] = {}
@@ -32,6 +40,8 @@ class Lives:
         self.outlived: dict[int, int] = {}  # those no longer held -> operations by then
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
+        self.missing = 0
+        self._missing: dict[int, int] = {}  # the same, value by value
         self._saved: frozenset[int] | None = None  # when backward began
         self._handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
@@ -52,6 +62,7 @@ class Lives:
         if value.held is not None:  # held again, if it was dropped before
             self.evicted.pop(number, None)
             self._named.pop(number, None)
+            self._found(number)
         self.forgotten.pop(number, None)
         self.last_save.append((number, handle.sequence))
         self._handles[number] = self._handles.get(number, 0) + 1
@@ -66,6 +77,7 @@ class Lives:
             if self._saved is None:
                 self.dead[number, sequence] += 1
             if not self._handles[number]:
+                self._found(number)
                 self.released[number] = len(self.requests) - 1
                 if self._saved is None:
                     self._forgets(number, weak())
@@ -95,10 +107,13 @@ class Lives:
             return
         if old >= 0:
             self._handles[old] -= 1
+            if not self._handles[old]:
+                self._found(old)
             place = len(self.last_save) - 1  # a handle that moves was mostly made just before
             while self.last_save[place] != (old, handle.sequence):
                 place -= 1
-            self.last_save[place] = (number, handle.sequence)
+            self.last_save[place] = save = number, handle.sequence
+            self.first[save] = self.first.get((old, handle.sequence), old)
             if number < 0:
                 del self.last_save[place]
         if number >= 0:
@@ -110,12 +125,38 @@ class Lives:
         number = value.number
         assert value.held is not None
 
-        def gone(_: Any) -> None:
+        def gone(_: Any, nbytes: int = value.nbytes) -> None:
             if self._named.pop(number, None) is not None:
                 self.evicted[number] = len(self.ops)
+                self._lost(number, nbytes)
 
         self.evicted[number] = len(self.ops)
         self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
+
+    def look_for_missing(self) -> None:
+        """No plan is followed any more: find what is missing by now."""
+        storages = self.names.storages()
+        for value in self.alive():
+            number = value.number
+            if value.held is not None or not self._handles.get(number):
+                continue
+            storage = storages.get(number)
+            if storage is None:
+                self._lost(number, value.nbytes)
+                continue
+
+            def gone(_: Any, number: int = number, nbytes: int = value.nbytes) -> None:
+                self._lost(number, nbytes)
+
+            self._refs.append(weakref.ref(storage, gone))
+
+    def _lost(self, number: int, nbytes: int) -> None:
+        if self._handles.get(number) and number not in self._missing:
+            self._missing[number] = nbytes
+            self.missing += nbytes
+
+    def _found(self, number: int) -> None:
+        self.missing -= self._missing.pop(number, 0)
 
     # ------------------------------------------------------------------ backward
 

@@ -49,6 +49,15 @@ class Names:
             if 0 <= node.producer < count <= len(base.ops) and node.named >= 0:
                 self.until[number] = min(node.named, count - 1)
 
+    def storages(self) -> dict[int, Any]:
+        """What is in memory now, by the numbers of the values in it."""
+        found = {}
+        for entry in list(self.table.values()):  # as in `forward_ends`
+            value, storage = _value_in(entry), entry()
+            if value is not None and storage is not None:
+                found[value.number] = storage
+        return found
+
     def ran(self, operation: int, made: list[Value], written: Iterable[int]) -> None:
         """An operation has made values, and has written the storages of these keys in place."""
         self._look(operation)
@@ -106,10 +115,14 @@ class Names:
         storage = None if entry is None else entry()
         if entry is None or storage is None:
             return None
-        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        value = _value_in(entry)
         if value is None or value.number < 0:
             return None
         held = value.held
         ours = held is not None and _compat.storage_key(held) == key
         # One is the storage's Python object.
         return value if _compat.storage_holders(storage) > 1 + ours else None
+
+
+def _value_in(entry: Entry) -> Value | None:
+    return entry.value or (entry.weak() if entry.weak is not None else None)

@@ -30,7 +30,6 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
 from lowtide.observing.leaves import Leaves
 from lowtide.observing.lives import Lives, weak_to
-from lowtide.observing.names import Names
 from lowtide.observing.rebuild import OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
@@ -51,7 +50,6 @@ class Observer(Lives):
         self._where: Where | None = None
         self.earlier = earlier  # operations of the step before, whose times are used as well
         self.place = self.before = 0  # as in `Seen`
-        self.names = Names()
         self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape

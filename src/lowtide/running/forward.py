@@ -102,7 +102,7 @@ class ForwardDecisions:
         assert self.tape.recorder is not None
         assert self.observer is not None
         room = self._room = Room(self.owner, self.observer, self.live, self._drop)
-        self.tape.recorder.before = room.before
+        self.tape.recorder.before, self.tape.recorder.kept = room.before, room.kept
         return room
 
     def _ceiling(self, prepared: Prepared) -> int | None:

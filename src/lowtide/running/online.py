@@ -27,7 +27,7 @@ class Evictor:
         self._live = live
         self._known: list[weakref.ref[Value]] = []
         self._chain: dict[int, float] = {}  # seconds to make a dropped value again, by number
-        self.dropped_bytes = 0
+        self.drops = 0  # how many values were dropped
         self.largest = 0  # bytes of the largest value so far
 
     def add(self, values: list[Value]) -> None:
@@ -61,7 +61,7 @@ class Evictor:
                 continue
             drop(value)
             self._chain[value.number] = self._cost(value)
-            self.dropped_bytes += value.nbytes
+            self.drops += 1
         return self._live[0] <= target
 
     def _cost(self, value: Value) -> float:

@@ -49,7 +49,7 @@ class Room:
         """Start with what was recorded up to here under a plan, held or dropped."""
         alive = list(self._observer.alive())
         self._evictor.add(alive)
-        self._evictor.dropped_bytes = sum(v.nbytes for v in alive if v.held is None)
+        self._observer.look_for_missing()
 
     def before(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation is about to allocate: make room for it."""
@@ -59,7 +59,7 @@ class Room:
         self._observer.anew()  # values dropped earlier may have been freed just now
         live = self._live[0]
         plenty = live + _PLENTY * max(evictor.largest, _together(args))
-        target = self._owner.allowance.target(live, evictor.dropped_bytes)
+        target = self._owner.allowance.target(live, self._observer.missing)
         if plenty <= target and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
@@ -67,6 +67,20 @@ class Room:
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
             self.lacks(facts.name, min(need, nearest))
+
+    def kept(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
+        """A call that is not recorded is about to run, or is `over`: what it makes is kept.
+
+        To know its size, code of the program might have to run. Most operators make no more than
+        the largest of their inputs; if one makes more, that is seen afterwards.
+        """
+        if elsewhere(self._owner, args):
+            return
+        if over:
+            self._fits(facts.name)
+            return
+        need = max(map(_made_like, tensors_in(args, kwargs)), default=0)
+        self.shrink(self.target(need) - need)
 
     def before_backward(self) -> None:
         """The forward is over: make room for what backward allocates before it asks for anything,
@@ -84,11 +98,14 @@ class Room:
 
     def target(self, need: int) -> int:
         """Bytes that may be live, with those that are about to be allocated."""
-        return self._owner.allowance.target(self._live[0] + need, self._evictor.dropped_bytes)
+        return self._owner.allowance.target(self._live[0] + need, self._observer.missing)
 
     def produced(self, name: str, made: list[Value]) -> None:
         """An operation has run: if it made more than foreseen, make room now."""
         self._evictor.add(made)
+        self._fits(name)
+
+    def _fits(self, name: str) -> None:
         live = self._live[0]
         target = self.target(0)
         if live > target and not self.shrink(target):
@@ -96,9 +113,9 @@ class Room:
 
     def shrink(self, target: int) -> bool:
         """Drop values until at most `target` bytes are live; whether that was possible."""
-        before = self._evictor.dropped_bytes
+        before = self._evictor.drops
         enough = self._evictor.shrink(max(0, target), self._drop)
-        if self._evictor.dropped_bytes > before:
+        if self._evictor.drops > before:
             self._observer.anew()
         return enough
 
@@ -125,6 +142,13 @@ def elsewhere(owner: Loop, args: Any) -> bool:
         return False
     found = next(iter(tensors_in(args, {})), None)
     return found is not None and found.device != counts
+
+
+def _made_like(tensor: torch.Tensor) -> int:
+    """Bytes of a result of this input's size; 0 for a parameter, which may be a large table."""
+    if isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _together(args: Any) -> int:

@@ -64,6 +64,8 @@ class Recorder(Saves, _compat.Mode):
         self.timed = tape.timed
         self.accelerated = _compat.accelerator_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
+        # Called before each call that is not recorded, and after it.
+        self.kept: Callable[[Facts, Any, Any, bool], None] | None = None
         self.drawn: Callable[[], None] | None = None  # called when a random state was read
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.accelerated
@@ -289,6 +291,8 @@ class Recorder(Saves, _compat.Mode):
             self._overwriting(entry, facts.unversioned or (saved is not None and saved.op is None))
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
+        if self.kept is not None:
+            self.kept(facts, args, kwargs, False)
         if facts.has_bodies:
             args, kwargs = bodies.watched(facts.name, args, kwargs)
         try:
@@ -303,6 +307,8 @@ class Recorder(Saves, _compat.Mode):
                 entry.version, entry.loose = version  # autograd's counter did not move
                 self._follow_live(*behind[entry.key], entry)
         self._register(None, result, [])
+        if self.kept is not None:
+            self.kept(facts, args, kwargs, True)
         return result
 
     def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
