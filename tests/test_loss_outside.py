@@ -89,13 +89,26 @@ def test_the_first_step_leaves_room_for_a_loss_as_large_as_its_result(
 
 
 def test_no_room_is_left_if_the_loss_is_inside(replayed: Callable[[], int]) -> None:
-    model, x = deep(), torch.randn(1024, 128)
-    (plain, *_), _ = train(copy.deepcopy(model), x, squares, 1)
+    model, x = nn.Sequential(deep(), nn.Linear(128, 1024)), torch.randn(1024, 128)
+    (plain, *_), _ = train(copy.deepcopy(model), x, torch.sum, 1)
     with lowtide.budget(int(1.2 * plain)):
         y = model(x)
-        loss = squares(y)
+        loss = y.sum()
     loss.backward()
     assert not replayed()
+
+
+def test_what_the_program_lets_go_of_after_the_forward_is_no_loss() -> None:
+    """Steps that change later would leave room for it."""
+    model, budget = deep(), lowtide.budget(1 << 40)
+    for _ in range(2):
+        with budget:
+            tiled = model(torch.randn(1024, 128)).repeat(1, 8)
+            loss = tiled.sum()
+        del tiled
+        loss.backward()
+    budget.report()
+    assert budget._loop.allowance.outside == 0
 
 
 def test_a_fraction_is_one_of_the_whole_step() -> None:

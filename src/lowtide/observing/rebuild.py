@@ -284,17 +284,17 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
 def _turn(seen: Observer, sizes: list[int]) -> int:
     """The most other memory between the end of the forward and backward's first request.
 
-    0 if memory does not rise above that at the request, which is counted by itself.
+    0 if memory does not rise above that at both ends, which are counted by themselves. What was
+    dropped when the forward was over is no longer there at the first.
     """
     if seen.timeline is None:
         return 0
-    levels = seen.timeline.levels
     # If backward asks for nothing, all of it comes before its first request.
-    entry = seen.requests[0][2] if seen.requests else len(levels)
+    entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
     begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     begin = max(begin, seen.over or 0)
     peak = max(seen.timeline.peaks[begin:entry], default=0)
-    if peak <= max(levels[entry : entry + 1], default=0):
+    if peak <= max(seen.timeline.levels[begin], *seen.timeline.levels[entry : entry + 1], 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached))
 
