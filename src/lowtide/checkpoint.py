@@ -19,7 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
 from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy
-from lowtide.step import Nested, Recording, current_recorder, recordable
+from lowtide.step import Nested, Recording, called_inside, current_recorder, recordable
 
 if TYPE_CHECKING:
     from lowtide.tape.operators import Facts
@@ -231,12 +231,7 @@ def _call(
     if not recordable():
         return function(*args, **kwargs)
     inside = region(_policy_of(given.get("context_fn"), policy))
-    try:
-        with inside:
-            return function(*args, **kwargs)
-    except BaseException:
-        inside.make_sure()
-        raise
+    return called_inside(inside, functools.partial(function, *args, **kwargs))
 
 
 def _traced(

@@ -27,7 +27,7 @@ from lowtide.models.removable import Removable
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
 from lowtide.report import BudgetReport
-from lowtide.step import current_recorder, recordable
+from lowtide.step import called_inside, current_recorder, recordable
 
 _KIND = "lowtide.fit"
 
@@ -108,12 +108,7 @@ def _inside(
             return forward(*args, **kwargs)  # a budget or region around it decides already
         if not budget.begun:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
-        try:
-            with budget:
-                return forward(*args, **kwargs)
-        except BaseException:
-            budget.make_sure()
-            raise
+        return called_inside(budget, functools.partial(forward, *args, **kwargs))
 
     return run
 

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Decisions, Tape
 from lowtide.tape.values import Region
+
+R = TypeVar("R")
 
 
 class _Open(threading.local):
@@ -232,6 +234,32 @@ class Nested:
         self.recorder.region = self._outer
         if _open.recorder is self.recorder:  # else a forked process has left it
             _compat.pop_saved_tensor_hooks(self.recorder.pack)
+
+
+class _Context(Protocol):
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+    def make_sure(self) -> None:
+        """Leave it, also if an interrupt has cut that short."""
+
+
+def called_inside(context: _Context, function: Callable[[], R]) -> R:
+    """Call a function inside a recording, and leave nothing open whenever an interrupt comes: at
+    the first instruction of the context's `__exit__`, nothing inside the context can know of it."""
+    try:
+        with context:
+            return function()
+    except BaseException:
+        context.make_sure()
+        raise
 
 
 def recordable() -> bool:

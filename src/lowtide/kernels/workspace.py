@@ -322,10 +322,8 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
     dynamo_aside()
     try:
-        with (
-            _compat.below_autograd(),
-            _compat.no_overrides(),
-        ):  # so that no mode of the program sees or counts it
+        # so that no mode of the program sees or counts it
+        with _compat.below_autograd(), _compat.no_overrides():
             named = {name: _meta(a) for name, a in kwargs.items()}
             if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
                 named["device"] = torch.device("meta")

@@ -3,8 +3,8 @@
 Problem: to run an operation again one needs to know exactly which content of which storage it
 read. Invariant: a value that cannot be replayed is held or refused, never guessed (rule 5). User
 code runs once (rule 2): the recorder calls each operator exactly once and returns that call's
-result. Imports saves, operators, generators. Rejected: recording above autograd, where one call may
-be many operations, and autograd saves results of the inner ones.
+result. Imports encoding, operators, generators. Rejected: recording above autograd, where one call
+may be many operations, and autograd saves results of the inner ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape import bodies
+from lowtide.tape.encoding import Encoding
 from lowtide.tape.generators import states_before
-from lowtide.tape.known import Entry, is_lazy, weak_value
+from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.retry import called_with_room
-from lowtide.tape.saves import Saves
 from lowtide.tape.streams import put_on, read_unrecorded
-from lowtide.tape.values import Operation, RareOperation, Ref, Value, flatten, tensors_in
+from lowtide.tape.values import Operation, RareOperation, Ref, Value, tensors_in
 from lowtide.tape.writes import reads_moved
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 _STRIDED = torch.strided
 
 
-class Recorder(Saves, _compat.Mode):
+class Recorder(Encoding, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
     _among_others = False  # a mode around this one may change what every operator returns
@@ -60,7 +60,7 @@ class Recorder(Saves, _compat.Mode):
 
     def begin(self, tape: Tape) -> None:
         """Record onto this tape, as if nothing had been recorded before."""
-        Saves.__init__(self, tape)
+        Encoding.__init__(self, tape)
         self.timed = tape.timed
         self.accelerated = _compat.accelerator_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
@@ -311,98 +311,6 @@ class Recorder(Saves, _compat.Mode):
             self.kept(facts, args, kwargs, True)
         return result
 
-    def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
-        """Replace tensors by refs; False if the tape cannot represent one of them."""
-        known = True
-        for place in places:
-            argument = into[place]
-            if isinstance(argument, Tensor):
-                if place in statistics:
-                    into[place] = self._scratch(argument)
-                    continue
-                ref = self._reference(argument)
-                if ref is None:
-                    known = False
-                else:
-                    into[place] = ref
-                    refs.append(ref)
-            elif isinstance(argument, Ref):  # see `_freeze`
-                refs.append(argument)
-            elif isinstance(argument, list | tuple) and any(
-                isinstance(a, Tensor) for a in argument
-            ):
-                items = list(argument)
-                known = self._encode(items, range(len(items)), refs, ()) and known
-                into[place] = items
-        return known
-
-    def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
-        """Read running statistics from a copy: they are written without a new version (rule 4).
-
-        What autograd itself saves of them stays the live buffer, as in the plain step.
-        """
-        for place in places:
-            if isinstance(into[place], Tensor) and self.entry_of(into[place]) is not None:
-                copied = into[place].clone()
-                value = self.new_value(None, copied.untyped_storage().nbytes(), self.region)
-                value.held, value.version = copied, _compat.version_of(copied)
-                into[place] = Ref(value, copied)
-
-    def _reference(self, tensor: Tensor) -> Ref | None:
-        entry = self.entry_of(tensor)
-        if entry is None or entry.given_out or self._needs_care(entry, tensor):
-            return None
-        value = entry.value
-        if value is None:
-            value = self.value_in(entry)
-        if value.op is not None and value.op.sequence < self._group:
-            value.op = None  # see `_look_for_freed`
-        if value.op is None:
-            value.read = True
-            if value.held is None:
-                self._hold(entry, value, tensor)
-            else:
-                self._know_counters(entry, value, tensor)
-            if self._read is not None:
-                self._read[entry.key] = entry
-            return Ref(value, tensor)
-        if value.keep and value.held is None:
-            self._hold(entry, value, tensor)
-        if value.region is not self.region:
-            self._crossing(value)
-        return Ref(value, tensor)
-
-    # ------------------------------------------------------------------ outputs
-
-    def _register(self, op: Operation | None, result: Any, made: list[Value]) -> None:
-        flat = (result,) if isinstance(result, Tensor) else flatten(result)
-        place = 0
-        for tensor in flat:
-            plain = type(tensor) is Tensor and not tensor.is_nested
-            if plain or (isinstance(tensor, Tensor) and _has_storage(tensor)):
-                try:
-                    storage = tensor.untyped_storage()
-                    version = _compat.version_of(tensor)
-                except (NotImplementedError, RuntimeError):
-                    place += 1
-                    continue  # no storage, or an inference tensor: an external if it is ever read
-                # A storage that is in the table already: the result is an alias, and no value.
-                if self._find(storage) is None:
-                    value = self._enter(storage, op, version).value
-                    if op is None:  # such as a custom operator
-                        self._lazy_bits = self._lazy_bits or is_lazy(tensor)
-                    elif value is not None:
-                        op.outputs.append((place, weak_value(value)))
-                        made.append(value)
-            place += 1
-
-    @staticmethod
-    def _scratch(statistic: Tensor) -> Ref:
-        """Scratch memory for running statistics: a replay must not move the real ones."""
-        ref = Ref(None, statistic)
-        ref.make_blank(statistic.untyped_storage().nbytes(), statistic.device)
-        return ref
-
     def name(self, tensor: Tensor, label: str) -> None:
         """Name the value in a tensor's storage, and ask the policy again."""
         entry = self.entry_of(tensor)
@@ -446,7 +354,3 @@ class Recorder(Saves, _compat.Mode):
         self.writes_were_seen()
         self._wholes = []
         self.table.clear()
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested

@@ -85,10 +85,8 @@ def called_with_room(
     def undo() -> None:
         for generator, state in op.draws:
             put(generator, state)
-        with (
-            _compat.below_autograd(),
-            _compat.no_overrides(),
-        ):  # must not move their version counters (rule 4)
+        # must not move their version counters (rule 4)
+        with _compat.below_autograd(), _compat.no_overrides():
             for tensor, before in moved:
                 tensor.copy_(before)
 

@@ -1,0 +1,123 @@
+"""How the arguments and results of an operation are written down.
+
+Problem: a replay must find exactly what an operation read, which may be a view, running statistics
+or something that no tape can represent. Invariant: each tensor among the arguments becomes a `Ref`
+to one content of one storage, or the call is not recorded; each new storage among the results
+becomes a value. Imports saves and values. Rejected: doing this in the recorder, which decides what
+to do with each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide.tape.known import is_lazy, weak_value
+from lowtide.tape.saves import Saves
+from lowtide.tape.values import Operation, Ref, Value, flatten
+
+Tensor = torch.Tensor
+
+
+class Encoding(Saves):
+    """The part of a recorder that writes arguments and results down."""
+
+    # ------------------------------------------------------------------ arguments
+
+    def _encode(self, into: Any, places: Any, refs: list[Ref], statistics: tuple[int, ...]) -> bool:
+        """Replace tensors by refs; False if the tape cannot represent one of them."""
+        known = True
+        for place in places:
+            argument = into[place]
+            if isinstance(argument, Tensor):
+                if place in statistics:
+                    into[place] = self._scratch(argument)
+                    continue
+                ref = self._reference(argument)
+                if ref is None:
+                    known = False
+                else:
+                    into[place] = ref
+                    refs.append(ref)
+            elif isinstance(argument, Ref):  # see `_freeze`
+                refs.append(argument)
+            elif isinstance(argument, list | tuple) and any(
+                isinstance(a, Tensor) for a in argument
+            ):
+                items = list(argument)
+                known = self._encode(items, range(len(items)), refs, ()) and known
+                into[place] = items
+        return known
+
+    def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
+        """Read running statistics from a copy: they are written without a new version (rule 4).
+
+        What autograd itself saves of them stays the live buffer, as in the plain step.
+        """
+        for place in places:
+            if isinstance(into[place], Tensor) and self.entry_of(into[place]) is not None:
+                copied = into[place].clone()
+                value = self.new_value(None, copied.untyped_storage().nbytes(), self.region)
+                value.held, value.version = copied, _compat.version_of(copied)
+                into[place] = Ref(value, copied)
+
+    @staticmethod
+    def _scratch(statistic: Tensor) -> Ref:
+        """Scratch memory for running statistics: a replay must not move the real ones."""
+        ref = Ref(None, statistic)
+        ref.make_blank(statistic.untyped_storage().nbytes(), statistic.device)
+        return ref
+
+    def _reference(self, tensor: Tensor) -> Ref | None:
+        entry = self.entry_of(tensor)
+        if entry is None or entry.given_out or self._needs_care(entry, tensor):
+            return None
+        value = entry.value
+        if value is None:
+            value = self.value_in(entry)
+        if value.op is not None and value.op.sequence < self._group:
+            value.op = None  # see `_look_for_freed`
+        if value.op is None:
+            value.read = True
+            if value.held is None:
+                self._hold(entry, value, tensor)
+            else:
+                self._know_counters(entry, value, tensor)
+            if self._read is not None:
+                self._read[entry.key] = entry
+            return Ref(value, tensor)
+        if value.keep and value.held is None:
+            self._hold(entry, value, tensor)
+        if value.region is not self.region:
+            self._crossing(value)
+        return Ref(value, tensor)
+
+    # ------------------------------------------------------------------ outputs
+
+    def _register(self, op: Operation | None, result: Any, made: list[Value]) -> None:
+        flat = (result,) if isinstance(result, Tensor) else flatten(result)
+        place = 0
+        for tensor in flat:
+            plain = type(tensor) is Tensor and not tensor.is_nested
+            if plain or (isinstance(tensor, Tensor) and _has_storage(tensor)):
+                try:
+                    storage = tensor.untyped_storage()
+                    version = _compat.version_of(tensor)
+                except (NotImplementedError, RuntimeError):
+                    place += 1
+                    continue  # no storage, or an inference tensor: an external if it is ever read
+                # A storage that is in the table already: the result is an alias, and no value.
+                if self._find(storage) is None:
+                    value = self._enter(storage, op, version).value
+                    if op is None:  # such as a custom operator
+                        self._lazy_bits = self._lazy_bits or is_lazy(tensor)
+                    elif value is not None:
+                        op.outputs.append((place, weak_value(value)))
+                        made.append(value)
+            place += 1
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested
