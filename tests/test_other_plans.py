@@ -29,7 +29,8 @@ from zoo import CASES
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
-NETS = (
+# Others have generators and states of their own, which are not put back here.
+SAME_BITS = {
     "torch_gru",
     "torch_lstm_packed",
     "torch_transformer",
@@ -45,9 +46,7 @@ NETS = (
     "monai_dense_net",
     "hf_gpt2_sdpa",
     "hf_mixtral",
-)
-
-
+}
 # A constant, or an external that only the tape still has, stays in memory where a replay reads it,
 # and a plan that drops its reader is predicted some hundred bytes too low.
 KEEPS_MORE = {
@@ -66,23 +65,25 @@ NO_STEP_LIKE_THE_LAST = {
     "autograd_two_backwards",
     "torch_embeddings",
 }
-OTHERS = sorted(CASES.keys() - {*NETS} - KEEPS_MORE - NO_STEP_LIKE_THE_LAST)
+NETS = sorted(CASES.keys() - KEEPS_MORE - NO_STEP_LIKE_THE_LAST)
 
 
 def drawn(learned: Learned, rng: random.Random) -> Prepared:
-    """A plan for a random limit, made as if each operation took another time."""
+    """A plan for a random limit, made as if each operation took another time.
+
+    Low limits are drawn most: there the peak is within replays.
+    """
     graph = learned.graph
     ops = [replace(op, seconds=op.seconds * math.exp(rng.gauss(0, 2))) for op in graph.ops]
     least, most = minimum(graph).peak, plain_peak(graph)
-    limit = least + int(rng.random() * (most - least))
+    limit = least + int(rng.random() ** 3 * (most - least))
     solution = solve(replace(graph, ops=tuple(ops)), limit)
     return replace(learned.prepared(solution.plan, solution.peak), lessons=LESSONS - 1)
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-@pytest.mark.parametrize(
-    "name", [*NETS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-)
+@pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
+@pytest.mark.parametrize("name", NETS)
 def test_each_plan_takes_what_was_learned_under_another(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,5 +126,4 @@ def test_each_plan_takes_what_was_learned_under_another(
         assert loop._last.followed.plan is plan.plan
         assert 0.98 * plan.peak - 64 <= peak <= 1.005 * plan.peak + 64
         assert found[-1].plain_peak == pytest.approx(found[0].plain_peak, rel=0.005)
-        # Others have generators and states of their own, which are not put back here.
-        assert name not in NETS or same(gradients, plain)
+        assert name not in SAME_BITS or same(gradients, plain)

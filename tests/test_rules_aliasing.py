@@ -190,6 +190,45 @@ def test_a_storage_shared_by_many_saves_is_held_once() -> None:
     assert replayed.nbytes == 6 * 6 * 4
 
 
+def _tripled(y: Tensor) -> Tensor:
+    return y.mul_(3)
+
+
+def _squared(y: Tensor) -> Tensor:
+    return y.mul_(y)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("write", [_tripled, _squared])
+def test_a_replay_writes_where_the_step_wrote(write: Callable[[Tensor], Tensor]) -> None:
+    """A temporary of the replay that nothing reads later is not copied to be written."""
+    size = 1 << 20
+
+    def net(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = write(x.detach().exp()).mean()
+        return x * scale
+
+    def step(compute: Callable[[Tensor], Tensor]) -> int:
+        x = torch.linspace(0, 1, size // 4).requires_grad_()
+        out = compute(x)
+
+        def backward() -> None:
+            (found[compute],) = torch.autograd.grad(out, x, torch.ones(()).expand_as(out))
+
+        return lowtide.measure(backward, device="cpu").peak_bytes
+
+    found: dict[Callable[[Tensor], Tensor], Tensor] = {}
+    step(net)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        return lowtide.checkpoint(net, x)
+
+    peak = step(checkpointed)
+    assert torch.equal(found[net], found[checkpointed])
+    assert peak == pytest.approx(size, rel=0.01)  # what is written, and then the gradient
+
+
 def test_a_saved_tensor_overwritten_later_is_made_again() -> None:
     """Plain autograd refuses this; a replay has the old content, so the gradient is right."""
 

@@ -237,7 +237,7 @@ def _run(
 ) -> list[tuple[Value, Tensor]]:
     bases: dict[Value | Ref, Tensor] = {}
     for ref, _ in op.writes:
-        bases[ref.value or ref] = _private(ref, live, readers)
+        bases[ref.value or ref] = _private(ref, live, readers, op)
     args = op.args.copy()
     for place, argument in enumerate(args):
         if type(argument) is Ref:
@@ -330,14 +330,18 @@ def _under_recorded_state(
         return op.facts.func(*args, **kwargs)
 
 
-def _private(ref: Ref, live: dict[Value, Tensor], readers: dict[Value, int]) -> Tensor:
+def _private(
+    ref: Ref, live: dict[Value, Tensor], readers: dict[Value, int], op: Operation
+) -> Tensor:
     """Memory of its own for the operation to write, with the content that it is going to change."""
     value = ref.value
     if value is None:
         return _fresh(ref)
     base = live.get(value)
-    if base is not None and value.held is not base and readers[value] == 1:
-        return base  # a temporary of this replay, which no later operation reads
+    if base is not None and value.held is not base:
+        here = sum(1 for other in op.refs if other.value is value)
+        if readers[value] == here:
+            return base  # a temporary of this replay, which no later operation reads
     if base is None:
         base = in_memory(value)
     if base is None:

@@ -22,6 +22,7 @@ class Tape:
         self.producer: list[int] = []
         self.ops: list[tuple[str, float, tuple[int, ...], tuple[int, ...], int, bool]] = []
         self.saved: list[tuple[int, ...]] = []
+        self.overwrites: list[tuple[int, ...]] = []
         self.named: dict[int, int] = {}  # value -> the last operation during which user code has it
 
     def external(self, nbytes: int) -> int:
@@ -40,6 +41,7 @@ class Tape:
         save_outputs: bool | Sequence[int] = False,
         workspace: int = 0,
         replayable: bool = True,
+        overwrites: Sequence[int] = (),
     ) -> list[int]:
         """Record one operation; `outputs` are sizes, the result their value ids."""
         made = []
@@ -48,6 +50,7 @@ class Tape:
             self.producer.append(len(self.ops))
             made.append(len(self.nbytes) - 1)
         self.ops.append((name, seconds, tuple(inputs), tuple(made), workspace, replayable))
+        self.overwrites.append(tuple(overwrites))
         kept = _chosen(inputs, save_inputs) + _chosen(made, save_outputs)
         self.saved.append(tuple(dict.fromkeys(kept)))
         return made
@@ -64,9 +67,10 @@ class Tape:
         named = [self.named.get(v, -1) for v in range(len(self.nbytes))]
         natural = _sums(self.nbytes, self.producer, list(map(max, last_use, named)), count)
         ops = tuple(
-            OpNode(name, seconds, ins, outs, work, replayable, natural[i], natural[i] + work)
-            for i, (name, seconds, ins, outs, work, replayable) in enumerate(self.ops)
+            OpNode(*op, natural[i], natural[i] + op[4], written)
+            for i, (op, written) in enumerate(zip(self.ops, self.overwrites, strict=True))
         )
+        overwritten = {value for written in self.overwrites for value in written}
         # The gradient of a value lives from its last consumer's backward to its producer's.
         grads = _sums(self.nbytes, self.producer, last_use, count) if gradients else [0] * count
         events: list[Event] = []
@@ -86,8 +90,10 @@ class Tape:
                 top = grads[index] + work if final else before
                 events.append(Event(value, before, max(top, before), gone))
         values_ = tuple(
-            ValueNode(size, maker, named=last)
-            for size, maker, last in zip(self.nbytes, self.producer, named, strict=True)
+            ValueNode(size, maker, overwritten=value in overwritten, named=last)
+            for value, (size, maker, last) in enumerate(
+                zip(self.nbytes, self.producer, named, strict=True)
+            )
         )
         return Graph(values_, ops, tuple(events))
 
@@ -228,8 +234,8 @@ def transformer(layers: int = 84, unit: int = MIB) -> Graph:
 
 
 def random_graph(seed: int, ops: int) -> Graph:
-    """A small graph with branches, several outputs, workspaces, operations that cannot be replayed,
-    and values that user code holds."""
+    """A small graph with branches, several outputs, workspaces, operations that cannot be replayed
+    or write in place, and values that user code holds."""
     rng = random.Random(seed)
     tape = Tape()
     values = [tape.external(rng.randint(1, 9))]
@@ -238,15 +244,21 @@ def random_graph(seed: int, ops: int) -> Graph:
         ins += rng.sample(values, rng.randint(0 if ins else 1, min(2, len(values))))
         ins = list(dict.fromkeys(ins))
         sizes = [rng.randint(1, 9) for _ in range(rng.choice((1, 1, 1, 2)))]
+        saved = {value for each in tape.saved for value in each}
+        written = [x for x in ins if x not in saved][: rng.random() < 0.4]
+        for x in written:  # its old content is read no more
+            values.remove(x)
+            sizes[0] = tape.nbytes[x]
         values += tape.op(
             f"op{index}",
             rng.randint(0, 5) * 1e-3,
             ins,
             sizes,
-            save_inputs=[i for i in range(len(ins)) if rng.random() < 0.5],
+            save_inputs=[i for i, x in enumerate(ins) if x not in written and rng.random() < 0.5],
             save_outputs=[i for i in range(len(sizes)) if rng.random() < 0.4],
             workspace=rng.choice((0, 0, rng.randint(1, 9))),
             replayable=rng.random() > 0.1,
+            overwrites=written,
         )
     for value in values[1:]:
         if rng.random() < 0.3:

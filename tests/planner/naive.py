@@ -79,6 +79,8 @@ def _replay(
         op = graph.ops[number]
         standing = sum(size[v] for v in stored | temporary)
         making = sum(size[w] for w in op.outputs) + op.workspace
+        wanted = {event.value}.union(*(graph.ops[later].inputs for later in order[place + 1 :]))
+        making -= sum(size[x] for x in op.overwrites if x in temporary - wanted)
         peak = max(peak, event.other + standing + making)
         for w in op.outputs:
             if w in stored or w in free:
@@ -87,6 +89,5 @@ def _replay(
                 stored.add(w)
             else:
                 temporary.add(w)
-        wanted = {event.value}.union(*(graph.ops[later].inputs for later in order[place + 1 :]))
         temporary &= wanted
     return peak

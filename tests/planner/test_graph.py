@@ -74,6 +74,12 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
         (VALUES, (OpNode("f", 1.0, (1,), (1,)),), (), "list operations in recorded order"),
         (VALUES, (OpNode("f", 1.0, (), (0,)),), (), "a value has one producer"),
         (VALUES, (OpNode("f", 1.0, (), (1, 1)),), (), "a value has one producer"),
+        (
+            VALUES,
+            (OpNode("f", 1.0, (), (1,), overwrites=(0,)),),
+            (),
+            "writes value 0 in place, which is not one of its inputs",
+        ),
         (VALUES, (OpNode("f", 1.0, (), ()),), (), "names producer 0, which does not list it"),
         ((ValueNode(-8, -1),), (), (), "value 0 has a size of -8 bytes"),
         (
@@ -100,9 +106,10 @@ def test_contradictions_are_refused(
         Graph(values, ops, events)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", [*NETWORKS, "random"])
 def test_graph_round_trip(name: str) -> None:
-    graph = NETWORKS[name]()
+    graph = random_graph(3, 12) if name == "random" else NETWORKS[name]()
+    assert any(op.overwrites for op in graph.ops) is (name == "random")
     again = Graph.from_json(graph.to_json())
     assert again == graph
     assert again.fingerprint == graph.fingerprint

@@ -130,6 +130,25 @@ def test_unwanted_outputs_count_while_the_operation_runs() -> None:
     assert found.trace.peak_op == 0
 
 
+def test_a_replay_in_place_writes_what_it_is_the_last_to_read() -> None:
+    """x0 -> a -> v1 -> relu_ -> v2, which is saved."""
+    values = (ValueNode(1, -1), ValueNode(10, 0, overwritten=True), ValueNode(10, 1))
+    make, write = OpNode("a", 1.0, (0,), (1,)), OpNode("relu_", 1.0, (1,), (2,), overwrites=(1,))
+    graph = Graph(values, (make, write), (Event(2, releases=(2,)),))
+    assert simulate(graph, (HOLD, NEVER, 0)).peak == 10
+    copied = replace(graph, ops=(make, replace(write, overwrites=())))
+    assert simulate(copied, (HOLD, NEVER, 0)).peak == 20
+    # What is held, or retained by the plan, is copied.
+    saved = replace(graph, events=(*graph.events, Event(1, releases=(1,))))
+    assert simulate(saved, (HOLD, 0, 0)).peak == 20
+    assert simulate(replace(saved, events=saved.events[::-1]), (HOLD, HOLD, 0)).peak == 20
+    # So is what a later operation of the same replay reads.
+    values = (values[0], values[1], values[2], ValueNode(3, 2))
+    late = OpNode("b", 1.0, (1, 2), (3,))
+    graph = Graph(values, (make, write, late), (Event(3, releases=(3,)),))
+    assert simulate(graph, (HOLD, NEVER, NEVER, 0)).peak == 23
+
+
 def test_a_missing_value_that_cannot_be_replayed_is_an_error() -> None:
     values = (ValueNode(1, -1), ValueNode(10, 0))
     graph = Graph(

@@ -15,7 +15,7 @@
 
 namespace lowtide::planner {
 
-constexpr size_t LISTS = 14;
+constexpr size_t LISTS = 15;
 constexpr int64_t PYTHON_NEVER = int64_t(1) << 60, PYTHON_ABSENT = int64_t(1) << 61;
 
 inline Lists lists_of(py::handle rows) {
@@ -43,7 +43,7 @@ inline void check_graph(const Graph& graph) {
     check(size == graph.nbytes.size());
   }
   for (size_t size : {graph.reads.begin.size() - 1, graph.outputs.begin.size() - 1,
-                      graph.work.size(), graph.replayable.size()}) {
+                      graph.overwrites.begin.size() - 1, graph.work.size(), graph.replayable.size()}) {
     check(size == graph.cost.size());
   }
   check(graph.event_other.size() == graph.event_value.size());
@@ -51,7 +51,8 @@ inline void check_graph(const Graph& graph) {
   check_within(graph.producer, -1, ops);
   check_within(graph.stays, -1, ops);
   check_within(graph.release, -1, events);
-  for (const auto* ids : {&graph.reads.items, &graph.outputs.items, &graph.event_value}) {
+  for (const auto* ids : {&graph.reads.items, &graph.outputs.items, &graph.overwrites.items,
+                          &graph.event_value}) {
     check_within(*ids, 0, values);
   }
   for (int32_t value = 0; value < values; ++value) {
@@ -73,6 +74,7 @@ inline Graph graph_of(py::tuple lists) {
   graph.reads = lists_of(lists[next++]);
   graph.outputs = lists_of(lists[next++]);
   take(graph.work);
+  graph.overwrites = lists_of(lists[next++]);
   take(graph.cost);
   take(graph.replayable);
   take(graph.event_value);

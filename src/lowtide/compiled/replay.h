@@ -225,9 +225,13 @@ class Replay {
   at::Tensor private_base(const Operation* op, const Input& input) {
     if (input.value == nullptr) return fresh(input);
     auto found = live_.find(input.value);
-    if (found != live_.end() && readers_[input.value] == 1 &&
-        !input.value->held.is_same(found->second)) {
-      return found->second;  // a temporary of this replay, which no later operation reads
+    if (found != live_.end() && !input.value->held.is_same(found->second)) {
+      auto here = std::count_if(op->inputs.begin(), op->inputs.end(), [&](const Input& other) {
+        return other.value == input.value;
+      });
+      if (readers_[input.value] == here) {
+        return found->second;  // a temporary of this replay, which no later operation reads
+      }
     }
     const at::Tensor& base = base_of(input.value, op);
     Geometry whole({static_cast<int64_t>(base.storage().nbytes())}, {1}, 0,

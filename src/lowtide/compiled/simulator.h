@@ -32,6 +32,7 @@ struct Graph {
   std::vector<int32_t> producer, free, release, stays;
   Lists reads, outputs;
   std::vector<int64_t> work;
+  Lists overwrites;
   std::vector<double> cost;
   std::vector<int32_t> replayable, event_value;
   std::vector<int64_t> event_other, event_peak, forward_peak;
@@ -221,6 +222,9 @@ class Simulator {
     double took = 0;
     for (int32_t op : order_) {
       int64_t total = bytes_ + temporary + graph_.work[op];
+      for (auto x = graph_.overwrites.first(op); x != graph_.overwrites.last(op); ++x) {
+        if (readers_[*x] == 1 && start_[*x] == ABSENT) total -= graph_.nbytes[*x];
+      }
       if (total > top) {
         top = total;
         seen.highest(op, bytes_);

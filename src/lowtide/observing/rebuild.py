@@ -205,6 +205,7 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
                 True,
                 max(0, level - bytes_held),
                 max(0, peak - bytes_held),
+                tuple(dict.fromkeys(log.overwrites)),
             )
         )
     return tuple(nodes)

@@ -66,6 +66,8 @@ class OpNode:
     """Bytes in memory right after this operation in the forward that the plan does not hold."""
     peak_other: int = 0
     """The maximum of such bytes while the operation runs."""
+    overwrites: tuple[int, ...] = ()
+    """Inputs whose storage it writes in place; their new contents are among its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class Graph:
                     ]
                     for o in self.ops
                 ],
+                "overwrites": [[k, o.overwrites] for k, o in enumerate(self.ops) if o.overwrites],
                 "events": [[e.value, e.other, e.peak_other, e.releases] for e in self.events],
                 "turn": self.turn,
             },
@@ -279,6 +282,8 @@ class Graph:
         overwritten = frozenset(fields.ids(data.get("overwritten", [])))
         rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
         forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
+        rows = fields.rows({"overwrites": data.get("overwrites", [])}, "overwrites", 2)
+        overwrites = {fields.whole(index): fields.ids(written) for index, written in rows}
         values = tuple(
             ValueNode(
                 fields.whole(row[0]),
@@ -300,8 +305,9 @@ class Graph:
                 fields.flag(row[5]),
                 fields.whole(row[6]),
                 fields.whole(row[7]),
+                overwrites.get(place, ()),
             )
-            for row in fields.rows(data, "ops", 8)
+            for place, row in enumerate(fields.rows(data, "ops", 8))
         )
         events = tuple(
             Event(
@@ -329,6 +335,11 @@ def _check_ops(graph: Graph) -> None:
                     f"{where} reads value {value}, which operation "
                     f"{graph.values[value].producer} makes only later; list operations in "
                     "recorded order"
+                )
+        for value in op.overwrites:
+            if value not in op.inputs:
+                raise UsageError(
+                    f"{where} writes value {value} in place, which is not one of its inputs"
                 )
         for value in op.outputs:
             if value in made or graph.values[value].producer != index:

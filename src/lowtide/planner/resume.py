@@ -52,9 +52,11 @@ def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) 
 def with_margin(
     graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
 ) -> Candidate:
-    """The same with a share of the limit left free; a smaller share if that replays too much."""
+    """The same with a share of the limit left free; a smaller share if that replays too much, or if
+    not even the limit is kept: the search for less may end where this one does not pass."""
     found = from_held(graph, held, int(limit * (1 - margin)), search=search)
-    if found.result.seconds <= _DEAR * sum(Simulator(graph).cost):
+    dear = found.result.seconds > _DEAR * sum(Simulator(graph).cost)
+    if found.result.peak <= limit and not dear:
         return found
     closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=search)
     return min(found, closer, key=lambda candidate: candidate.key(limit))

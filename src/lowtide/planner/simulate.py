@@ -14,8 +14,9 @@ Invariant: this module is the definition of what a plan means. The rules:
    recorded order. Outputs that nothing needs are freed right after their operation, temporaries
    after their last reader in this replay; an output with a pending handle is retained if the plan
    says so.
-4. While an operation is replayed, all its outputs and its workspace count. The unpacked value lives
-   to the end of its event even if it is not retained.
+4. While an operation is replayed, all its outputs and its workspace count. One that writes in place
+   writes the memory of a temporary that it is the last to read, and that of a copy otherwise. The
+   unpacked value lives to the end of its event even if it is not retained.
 
 Imports: `lowtide.planner.graph`, `lowtide.planner.retention`, `lowtide.errors`.
 
@@ -117,6 +118,7 @@ class Simulator:
         self.outputs = [op.outputs for op in graph.ops]
         self.made = [sum(self.nbytes[w] for w in outs) for outs in self.outputs]
         self.work = [made + op.workspace for made, op in zip(self.made, graph.ops, strict=True)]
+        self.overwrites = [op.overwrites for op in graph.ops]
         self.cost = [op.seconds + REPLAY_OVERHEAD for op in graph.ops]
         self.replayable = [op.replayable for op in graph.ops]
         self.release = list(graph.release)
@@ -145,6 +147,7 @@ class Simulator:
             self.reads,
             self.outputs,
             self.work,
+            self.overwrites,
             self.cost,
             self.replayable,
             self.event_value,
@@ -298,13 +301,16 @@ class _Run:
         """Replay the closure of a missing value. Its bytes if it is not retained, else 0."""
         sim, start, retain, expire = self.sim, self.start, self.retain, self.expire
         nbytes, outputs, reads, work = sim.nbytes, sim.outputs, sim.reads, sim.work
-        release, cost, alive = sim.release, sim.cost, self.alive
+        release, cost, alive, overwrites = sim.release, sim.cost, self.alive, sim.overwrites
         order, readers = self.closure(value)
         other = sim.event_other[event]
         peak, peak_op, peak_held = -1, -1, 0
         bytes_, temporary, seconds = self.bytes, 0, 0.0
         for op in order:
             total = bytes_ + temporary + work[op]
+            for x in overwrites[op]:
+                if readers.get(x, 0) == 1 and start[x] == ABSENT:
+                    total -= nbytes[x]
             if total > peak:
                 peak, peak_op, peak_held = total, op, bytes_
             seconds += cost[op]

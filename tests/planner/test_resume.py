@@ -1,0 +1,42 @@
+"""A backward that is planned when part of its forward was already dropped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from graphs import random_graph
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.planner import HOLD, Graph, simulate
+from lowtide.planner.resume import forward_over, from_held, with_margin
+
+
+def stopped(seed: int) -> tuple[Graph, set[int], random.Random]:
+    """A forward that is over, and what it happens to hold."""
+    rng = random.Random(seed)
+    graph = random_graph(seed, rng.randint(6, 16))
+    may = [v for v, node in enumerate(graph.values) if node.producer >= 0]
+    held = {v for v in may if v not in graph.fleeting and rng.random() < 0.4}
+    held |= graph.must_hold
+    return forward_over(graph, held), held, rng
+
+
+@given(st.integers(0, 1 << 16), st.floats(0.5, 1.5))
+def test_only_what_is_held_is_held(seed: int, share: float) -> None:
+    graph, held, _ = stopped(seed)
+    least = from_held(graph, held, 0).result.peak
+    found = with_margin(graph, held, int(share * least), 0.1, search=True)
+    kept = {v for v, choice in enumerate(found.retain) if choice == HOLD}
+    assert {v for v in kept if graph.values[v].producer >= 0} <= held
+    assert found.result.peak == simulate(graph, found.retain).peak
+
+
+@pytest.mark.parametrize("seed", [291, 645, 755, 1086, 1517])
+def test_a_margin_that_is_not_found_refuses_no_limit_that_is_kept(seed: int) -> None:
+    """The search is led by the excess over its goal: a goal below the limit may lead it astray."""
+    graph, held, rng = stopped(seed)
+    limit = int(from_held(graph, held, 0).result.peak * rng.uniform(1, 1.1))
+    assert from_held(graph, held, int(limit * 0.9)).result.peak > limit
+    assert with_margin(graph, held, limit, 0.1, search=True).result.peak <= limit
