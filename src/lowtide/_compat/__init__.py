@@ -86,6 +86,7 @@ from lowtide._compat.dynamo import (
     hide_generated_code,
     is_compiled_in_place,
     is_compiled_module,
+    is_tracing,
     never_compiled,
     run_compiled_eagerly,
 )
@@ -181,6 +182,7 @@ __all__ = [
     "is_compiled_module",
     "is_operator",
     "is_script",
+    "is_tracing",
     "is_view",
     "is_wrapper",
     "kernel_at_key",

@@ -153,6 +153,12 @@ def never_compiled(function: Callable[..., Any]) -> None:
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
 
 
+def is_tracing() -> bool:
+    """Whether Dynamo traces a function on this thread; `torch.compiler.is_compiling` says so in the
+    traced code only, not in what Dynamo asks of the objects that it meets there."""
+    return torch._guards.CompileContext.current_compile_id() is not None
+
+
 def is_compiled_in_place(module: object) -> bool:
     """Whether ``module.compile()`` was called. Unnecessary when torch tells."""
     return module.__dict__.get("_compiled_call_impl") is not None

@@ -4,7 +4,7 @@ Problem: a region has to start where a module's forward starts. A wrapper module
 below it, another class changes `type(module)`, and a hook cannot enclose the call. Invariant
 (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module. Only a few
 entries of the instance's `__dict__` change, and each of them removes itself from every copy.
-Imports torch only. Rejected: a strong reference to the module, a cycle that keeps a deleted model
+Imports _compat. Rejected: a strong reference to the module, a cycle that keeps a deleted model
 in memory until the garbage collector runs.
 """
 
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from lowtide import _compat
 
 Call = Callable[..., Any]
 
@@ -158,10 +160,10 @@ class _ForwardOverride(InstanceEntry):
         return "forward"
 
     # As of the plain forward: `inspect` finds the source of methods and functions only, and
-    # torch.jit.script compiles what it finds.
+    # torch.jit.script compiles what it finds. Dynamo must see what this is, to trace its call.
     @property
     def __class__(self) -> Any:
-        return types.MethodType
+        return _ForwardOverride if _compat.is_tracing() else types.MethodType
 
     @__class__.setter
     def __class__(self, cls: Any) -> None:
