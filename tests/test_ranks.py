@@ -265,6 +265,16 @@ def one_rank_cannot() -> Outcome:
     return {"text": "nothing was refused"}
 
 
+def one_rank_cannot_plan_its_example() -> Outcome:
+    """`fit` refuses before the first step, and where one rank does, all of them do."""
+    limit = "20 KB" if dist.get_rank() == 2 else "1 GB"
+    try:
+        lowtide.fit(Net(), limit, group=True, example=torch.randn(256, 8))
+    except BudgetError as error:
+        return {"text": str(error), "minimum": error.minimum}
+    return {"text": "nothing was refused"}
+
+
 def collectives_sent() -> Outcome:
     """One number per step that went as planned, sent outside forward and backward."""
     from test_distributed import collectives_in
@@ -345,7 +355,8 @@ def sync_batch_norm() -> Outcome:
 def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
     for function in (
         plans_alike, plans_apart, engines_that_differ, shapes_that_differ, one_rank_cannot,
-        collectives_sent, one_rank_was_not_watched, sync_batch_norm,
+        one_rank_cannot_plan_its_example, collectives_sent, one_rank_was_not_watched,
+        sync_batch_norm,
     ):  # fmt: skip
         yield function.__name__, function
     for backwards in (1, 3):
@@ -457,6 +468,14 @@ def test_a_limit_that_one_rank_refuses_is_refused_on_all(
     )
     assert "The smallest limit known to suffice is" in told[0]["text"]
     assert len({outcome["minimum"] for outcome in told}) == 1
+
+
+def test_an_example_that_one_rank_refuses_is_refused_on_all(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    told = [found["one_rank_cannot_plan_its_example"] for found in outcomes]
+    assert told[0]["text"].startswith("1 of 4 ranks cannot keep their limit, so all of them stop")
+    assert all(outcome == told[0] for outcome in told)
 
 
 def test_what_is_sent(outcomes: list[dict[str, Outcome]]) -> None:
