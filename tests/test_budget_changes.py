@@ -12,6 +12,7 @@ import functools
 import gc
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import budgeted
+from lowtide.learning.effort import Effort
 from lowtide.running.prepared import ANCHOR
 from zoo import CASES
 
@@ -393,3 +395,17 @@ def test_whoever_makes_a_budget_for_every_step_is_told_once(
     for more in range(200):  # such a program is not remembered limit by limit
         one_step(lowtide.budget((1 << 27) + more))
     assert len(lowtide.budget.__globals__["_beginners"]) <= 64
+
+
+def test_waiting_for_a_step_to_measure_comes_to_an_end() -> None:
+    """Where steps take turns, the one that begins may never be the one that is to be measured."""
+    settled = SimpleNamespace(lessons=2, measured=True, tried=True, grown=False, of_plain=None)
+    due = SimpleNamespace(lessons=1, measured=True, tried=False, grown=False, of_plain=None)
+    effort, times = Effort(), 0
+    while effort.to_measure(due, lambda: False):  # type: ignore[arg-type]
+        effort.measured(settled)  # type: ignore[arg-type]
+        times += 1
+        assert times < 100
+    assert times > 3
+    effort.measured(due)  # type: ignore[arg-type]
+    assert effort.to_measure(due, lambda: False)  # type: ignore[arg-type]

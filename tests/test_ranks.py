@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.errors import BudgetError, UsageError
-from lowtide.learning.ranks import merged
+from lowtide.learning.ranks import Known, merged, together
 from lowtide.observing.observer import Observer
 from lowtide.planner import Event, Graph, OpNode, ValueNode
 from test_distributed import Net, Outcome, against, compare, ddp, train
@@ -264,6 +265,16 @@ def one_rank_cannot() -> Outcome:
     return {"text": "nothing was refused"}
 
 
+def one_rank_cannot_plan_its_example() -> Outcome:
+    """`fit` refuses before the first step, and where one rank does, all of them do."""
+    limit = "20 KB" if dist.get_rank() == 2 else "1 GB"
+    try:
+        lowtide.fit(Net(), limit, group=True, example=torch.randn(256, 8))
+    except BudgetError as error:
+        return {"text": str(error), "minimum": error.minimum}
+    return {"text": "nothing was refused"}
+
+
 def collectives_sent() -> Outcome:
     """One number per step that went as planned, sent outside forward and backward."""
     from test_distributed import collectives_in
@@ -274,6 +285,60 @@ def collectives_sent() -> Outcome:
         steps(limit, [64] * 6, model)
         counts[name] = collectives_in(lambda m=model, b=limit: steps(b, [64] * 3, m))
     return counts
+
+
+def settling(backwards: int) -> Outcome:
+    """In which steps the ranks gather what they learned, and what is planned and watched: with an
+    accumulation of two backwards, or with so many inside one context."""
+    from lowtide.learning.ranks import Ranks
+
+    gather, gathered, contexts = Ranks.gather, [0], 14
+    limit, model = lowtide.budget(0.75, group=True), ddp(Net())
+    steps: list[tuple[bool, bool]] = []
+    finish = limit._loop._finish
+
+    def finished(decisions: Any) -> None:
+        if decisions.ended:
+            steps.append((decisions.prepared is not None, decisions.observer is not None))
+        finish(decisions)
+
+    def counted(self: Ranks, item: Any) -> list[Any]:
+        gathered[0] += 1
+        return gather(self, item)
+
+    limit._loop._finish = finished
+    Ranks.gather = counted  # type: ignore[method-assign]
+    counts = []
+    try:
+        for number in range(contexts):
+            torch.manual_seed(number)
+            model.zero_grad(set_to_none=backwards > 1 or not number % 2)
+            before = gathered[0]
+            with limit:
+                for _ in range(backwards):
+                    model(torch.randn(256, 8)).square().mean().backward()
+            counts.append(gathered[0] - before)
+    finally:
+        Ranks.gather = gather  # type: ignore[method-assign]
+    last = steps[-4 * backwards :]
+    planned, watched = ([step[i] for step in last] for i in (0, 1))
+    return {"counts": counts, "planned": planned, "watched": watched}
+
+
+def one_rank_was_not_watched() -> Outcome:
+    """Rank 1 could not measure its second step, which the others plan once more."""
+    limit, model = lowtide.budget(0.75, group=True), ddp(Net())
+    rest = [256] * 4
+    steps(limit, [256], model)
+    with lowtide_is_deaf() if dist.get_rank() == 1 else contextlib.nullcontext():
+        steps(limit, [256], model)
+    steps(limit, rest, model)
+    return {"retain": limit._loop._plans.expected(0).plan.retain}
+
+
+def lowtide_is_deaf() -> Any:
+    """A profiler of the program's own, beside which no step is measured."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def sync_batch_norm() -> Outcome:
@@ -290,9 +355,12 @@ def sync_batch_norm() -> Outcome:
 def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
     for function in (
         plans_alike, plans_apart, engines_that_differ, shapes_that_differ, one_rank_cannot,
-        collectives_sent, sync_batch_norm,
+        one_rank_cannot_plan_its_example, collectives_sent, one_rank_was_not_watched,
+        sync_batch_norm,
     ):  # fmt: skip
         yield function.__name__, function
+    for backwards in (1, 3):
+        yield f"settling {backwards}", functools.partial(settling, backwards)
 
 
 # ------------------------------------------------------------------------- running the ranks
@@ -402,11 +470,40 @@ def test_a_limit_that_one_rank_refuses_is_refused_on_all(
     assert len({outcome["minimum"] for outcome in told}) == 1
 
 
+def test_an_example_that_one_rank_refuses_is_refused_on_all(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    told = [found["one_rank_cannot_plan_its_example"] for found in outcomes]
+    assert told[0]["text"].startswith("1 of 4 ranks cannot keep their limit, so all of them stop")
+    assert all(outcome == told[0] for outcome in told)
+
+
 def test_what_is_sent(outcomes: list[dict[str, Outcome]]) -> None:
     for found in outcomes:
         sent, apart = found["collectives_sent"]["alike"], found["collectives_sent"]["apart"]
         assert sum(apart.values()) > 0
         assert sum(sent.values()) == sum(apart.values()) + 3  # steps
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_ranks_plan_every_step_of_a_context_and_then_only_follow(
+    outcomes: list[dict[str, Outcome]], backwards: int
+) -> None:
+    """After two plans for each step, and one measurement more, nothing is gathered or watched."""
+    for found in outcomes:
+        outcome = found[f"settling {backwards}"]
+        assert "error" not in outcome, outcome["text"]
+        assert sum(outcome["counts"]) > 0
+        assert not any(outcome["counts"][-4:]), outcome["counts"]
+        assert all(outcome["planned"]), outcome
+        assert not any(outcome["watched"]), outcome
+
+
+def test_a_rank_that_was_not_watched_plans_with_the_others(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    plans = [found["one_rank_was_not_watched"]["retain"] for found in outcomes]
+    assert all(plan == plans[0] for plan in plans)
 
 
 def test_sync_batch_norm_is_refused_by_torch_itself(outcomes: list[dict[str, Outcome]]) -> None:
@@ -435,6 +532,11 @@ def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
     named = merged([graph(1.0, 1, named=0), graph(1.0, 1), graph(1.0, 1, named=0)])
     assert named == graph(1.0, 1)
     assert merged([graph(1.0, 1, named=0)] * 2) == graph(1.0, 1, named=0)
+
+
+def test_a_step_that_one_rank_has_modelled_counts_as_modelled() -> None:
+    one, two = Known(graph(1.0, 100), True, 2, 0), Known(graph(3.0, 50), False, 0, 8)
+    assert together([one, two]) == Known(graph(2.0, 100), False, 0, 8)
 
 
 def test_a_group_that_is_not_there() -> None:

@@ -4,8 +4,8 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-plans and override. Rejected: a wrapper module, which renames parameters; running the first batch on
-fake tensors unasked, which would run user code twice (rule 2).
+plans, ranks and override. Rejected: a wrapper module, which renames parameters; running the first
+batch on fake tensors unasked, which would run user code twice (rule 2).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
+from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
+from lowtide.learning.ranks import Ranks
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, has_override, override_forward
 from lowtide.models.removable import Removable
@@ -169,7 +170,7 @@ def fit(
         model: any module.
         limit: as for `lowtide.budget`.
         device: as for `lowtide.budget`.
-        group: as for `lowtide.budget`.
+        group: as for `lowtide.budget`. With an `example`, this call is a collective too.
         example: a batch like those to come: a tensor, or a tuple or dict of the forward's
             arguments. A dry run of the model on it then makes a plan at once, as `lowtide.plan`
             does: nothing is computed or allocated, but the model's Python code runs once more.
@@ -209,10 +210,26 @@ def fit(
                 "lowtide.fit: a plan already is for the step that it was made from, and needs no "
                 "example. Leave example= out, or give a limit instead of the plan."
             )
-        limit = _planned(model, limit, example)
+        limit = _planned_alike(model, limit, example, None if group is None else Ranks(group))
     budget = FittedBudget(limit, device, group)
     budget.attach(model)
     return budget
+
+
+def _planned_alike(
+    model: torch.nn.Module, limit: int | float | str, example: Any, ranks: Ranks | None
+) -> Plan:
+    """The plan for this example, unless some rank has none: then all of them refuse together, as
+    one that did not come would leave the others waiting in their next collective."""
+    if ranks is None:
+        return _planned(model, limit, example)
+    try:
+        found = _planned(model, limit, example)
+    except BudgetError as error:
+        ranks.refuse_together(error)
+        raise
+    ranks.refuse_together(None)
+    return found
 
 
 def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> Plan:

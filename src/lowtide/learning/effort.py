@@ -33,6 +33,7 @@ class Effort:
 
     def __init__(self) -> None:
         self._awaited = 0  # how many more steps to measure, waiting for an unmeasured one
+        self._vain = 0  # steps in a row that were measured for a plan that another step followed
         self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
         self._between = _BETWEEN  # how many follow a much too large plan before one is planned
         self._far = _BETWEEN  # how many have since the last that was planned
@@ -44,14 +45,18 @@ class Effort:
         was never measured.
 
         A better plan that follows from a measured step is measured once, too: what was measured
-        holds for every plan only if it was understood. Plans that are bounds are not.
+        holds for every plan only if it was understood. Plans that are bounds are not. Where steps
+        take turns, the step that begins now may never be the one that followed its plan last.
         """
-        if expected is None or expected.lessons < LESSONS:
+        if expected is None:
             return True
-        bound = expected.grown or expected.of_plain is not None
-        if expected.measured and not expected.tried and not bound:
+        if _to_learn(expected) and self._vain < _AWAITED:
             return True
         return self._awaited > 0 and unmeasured()
+
+    def measured(self, followed: Prepared) -> None:
+        """A measured step followed this plan, as it was when the step began."""
+        self._vain = 0 if _to_learn(followed) else self._vain + 1
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
         """Whether to plan a step that followed the plan for a larger one.
@@ -113,6 +118,13 @@ class Effort:
         self._barren += 1
         self._awaited = _AWAITED
         return True
+
+
+def _to_learn(prepared: Prepared) -> bool:
+    """Whether there is something to learn from a measured step that follows this plan."""
+    bound = prepared.grown or prepared.of_plain is not None
+    untried = prepared.measured and not prepared.tried and not bound
+    return prepared.lessons < LESSONS or untried
 
 
 def _bytes(signature: Signature) -> int:

@@ -3,8 +3,8 @@
 Problem: the next step is planned from the one before, and there may be no plan that leaves the
 margin a plan should leave. Invariant: a plan that was measured to keep its limit is never given up
 for another; the result depends only on the graph, the limit and what ran, so ranks that agree on
-these agree on the plan. Imports margins, effort, planner, prepared. Rejected: refusing whatever
-does not leave the whole margin, although it would have run.
+these agree on the plan. Imports margins, effort, ranks, planner, prepared. Rejected: refusing
+whatever does not leave the whole margin, although it would have run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from lowtide.learning.effort import LESSONS
+from lowtide.learning.ranks import Known
 from lowtide.memory import margins
 from lowtide.observing.seen import Seen
 from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
@@ -55,6 +56,29 @@ class Learned:
             prepared.measured,
             prepared.lessons,
             prepared.grown,
+        )
+
+    @cached_property
+    def step(self) -> tuple[str, int, int, bool]:
+        """What tells it from other steps, in the same way in each process: its operations, its
+        place in the context, and the gradients that its backward allocates."""
+        seen = self.seen
+        gradients = sum(nbytes for _, nbytes in seen.parameters.values())
+        return self.graph.fingerprint, seen.place, gradients, seen.retains
+
+    @property
+    def known(self) -> Known:
+        """What other ranks are told."""
+        return Known(self.graph, self.measured, self.lessons, self.seen.before)
+
+    def as_known(self, known: Known) -> Learned:
+        """The same step, as all ranks know it."""
+        return replace(
+            self,
+            graph=known.graph,
+            measured=known.measured,
+            lessons=known.lessons,
+            seen=replace(self.seen, before=known.before),
         )
 
     @cached_property

@@ -23,7 +23,7 @@ from lowtide.learning.depth import Depth
 from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
-from lowtide.learning.ranks import News, Ranks
+from lowtide.learning.ranks import Ranks, Step
 from lowtide.learning.refusals import Refusals
 from lowtide.memory import margins
 from lowtide.observing.observer import Observer
@@ -50,7 +50,8 @@ class Planning:
         self.allowance = Allowance(limit)
         self.place = 0
         self._ranks = ranks
-        self._news: Learned | None = None  # what the ranks have not planned yet
+        self._news: dict[Step, Learned] = {}  # learned since the ranks have last planned
+        self._wanted: dict[Step, None] = {}  # what of it this rank wants to plan
         self._plans = KnownPlans()
         self._effort = Effort()
         self._depth = Depth()
@@ -167,6 +168,7 @@ class Planning:
         if followed is not None:
             if timeline is None:
                 return
+            self._effort.measured(followed)
             plain, before, covered = followed.plain_peak, observer.before, decisions.covered
             if timeline.peak <= self.allowance.of(plain, before, covered=covered):
                 followed = self._plans.tried(followed)
@@ -189,12 +191,15 @@ class Planning:
         covered = followed is not None and decisions.covered
         if followed is not None and covered and not self._outdone(followed, decisions, observer):
             return
-        if self._ranks is not None:
-            self._news = learned  # planned where all ranks enter the next step
-            return
         limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
-        if not (covered or (timeline and not kept) or self._worth_planning(decisions)):
+        worth = covered or (timeline and not kept) or self._worth_planning(decisions)
+        if self._ranks is not None:  # planned where all ranks enter the next step
+            self._news[learned.step] = learned
+            if worth:
+                self._wanted[learned.step] = None
+            return
+        if not worth:
             return
         if followed is not None and kept:
             self._plan_better(learned, followed, limit)
@@ -326,13 +331,18 @@ class Planning:
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them. A collective of the group."""
-        news, self._news = self._news, None
-        if not ranks.any(news is not None or self._refusal is not None):
+        news, self._news = self._news, {}
+        wanted, self._wanted = self._wanted, {}
+        if not ranks.any(bool(wanted) or self._refusal is not None):
             return
-        common = ranks.common(News(None if news is None else news.graph, self.allowance.limit))
-        if news is not None:
-            alike = news if common is None else replace(news, graph=common)
-            self._plan_next(alike, None if common is None else ranks)
+        known = {**{learned.step: learned for learned in map(Learned.of, self._plans)}, **news}
+        told = {step: learned.known for step, learned in known.items()}
+        common = ranks.common(self.allowance.limit, wanted, told)
+        for step, everywhere in common.items():  # another rank may want what this one has planned
+            self._plan_next(known[step].as_known(everywhere), ranks)
+        for step in wanted:
+            if step not in common:
+                self._plan_next(news[step])
         refused, self._refusal = self._refusal, None
         ranks.refuse_together(refused)
 

@@ -10,7 +10,7 @@ of the model's own collectives: a deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,13 +21,19 @@ from lowtide.planner import Graph
 
 T = TypeVar("T")
 
+Step = tuple[Any, ...]
+"""What tells one step from another, in the same way on each rank."""
+
 
 @dataclass(frozen=True)
-class News:
-    """What one rank learned from a step: its graph, or None; and the limit to plan it for."""
+class Known:
+    """What a rank knows of a step, or what all ranks take to be known of it."""
 
-    graph: Graph | None
-    limit: int | float
+    graph: Graph
+    measured: bool
+    lessons: int
+    before: int
+    """As in `lowtide.observing.seen.Seen`."""
 
 
 class Ranks:
@@ -92,14 +98,37 @@ class Ranks:
             minimum=minimum,
         )
 
-    def common(self, news: News) -> Graph | None:
-        """One graph for all ranks, if they learned the same step for the same limit."""
-        found = self.gather(news)
-        graphs = [entry.graph for entry in found if entry.graph is not None]
-        alike = len(graphs) == self.size and all(entry.limit == news.limit for entry in found)
-        if not alike or len({graph.fingerprint for graph in graphs}) > 1:
-            return None
-        return merged(graphs)
+    def common(
+        self, limit: int | float, wanted: Iterable[Step], known: Mapping[Step, Known]
+    ) -> dict[Step, Known]:
+        """What all ranks know together of each step that some rank wants a plan for and that every
+        rank knows, if the limit is the same on all of them; in the same order on each rank.
+
+        Args:
+            limit: what this rank plans for.
+            wanted: the steps that this rank wants to plan.
+            known: what this rank knows of steps.
+        """
+        found = self.gather((limit, tuple(wanted)))
+        steps = tuple(dict.fromkeys(step for _, wants in found for step in wants))
+        if not steps or any(other != limit for other, _ in found):
+            return {}
+        each = self.gather([known.get(step) for step in steps])
+        return {
+            step: together([one for one in all_of_it if one is not None])
+            for step, *all_of_it in zip(steps, *each, strict=True)
+            if None not in all_of_it
+        }
+
+
+def together(known: Sequence[Known]) -> Known:
+    """What holds on every rank."""
+    return Known(
+        merged([one.graph for one in known]),
+        all(one.measured for one in known),
+        min(one.lessons for one in known),
+        max(one.before for one in known),
+    )
 
 
 def merged(graphs: Sequence[Graph]) -> Graph:
