@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import tape_records
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -208,6 +209,19 @@ def test_each_of_them_is_a_step_with_a_plan(make: Callable[[], object]) -> None:
     train(make, lambda: budget, 2)
     assert budget.report().steps == 3 * steps
     assert budget.report().planned
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_they_leave_no_records(make: Callable[[], object]) -> None:
+    """Rule 8: also while the parameters live, which every step enters into its table."""
+    torch.manual_seed(0)
+    loop, budget = make(), lowtide.budget("1 GiB")
+    left = []
+    for _ in range(6):
+        with budget:
+            loop.step()  # type: ignore[attr-defined]
+        left.append(tape_records())
+    assert left[-1] <= left[2]
 
 
 def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
