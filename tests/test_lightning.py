@@ -26,6 +26,8 @@ from once import on_one_recorder
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.tuner import Tuner
 
 from lowtide.lightning import MemoryBudget
 
@@ -293,6 +295,89 @@ def test_what_is_refused(tmp_path: Path) -> None:
     flagged.parts[1].use_checkpoint = True
     with pytest.raises(UsageError, match=r"use_checkpoint is True.*: parts\.1"):
         fit(tmp_path, MemoryBudget(0.7), module=flagged)
+
+
+class BatchOnly(Net):
+    def training_step(self, batch: Tensor) -> Tensor:  # type: ignore[override]
+        return super().training_step(batch, 0)
+
+
+def test_a_training_step_that_takes_only_the_batch(tmp_path: Path) -> None:
+    """Lightning looks at its parameters."""
+    expected = fit(tmp_path, module=BatchOnly())
+    assert same(fit(tmp_path, MemoryBudget(0.7), module=BatchOnly()), expected)
+
+
+class FullDisk(Callback):
+    def on_exception(self, *args: Any) -> None:
+        raise OSError("no space left on device")
+
+
+def test_an_entry_that_was_left_is_replaced(tmp_path: Path) -> None:
+    """Lightning runs no further ``on_exception`` if one of them fails."""
+    expected, module = fit(tmp_path, module=Net(late=False)), Net(late=False)
+    start = copy.deepcopy(module.state_dict())
+    with pytest.raises(OSError, match="no space"):
+        fit(tmp_path, FullDisk(), MemoryBudget("30 KiB"), module=module)
+    module.seen.clear()
+    module.load_state_dict(start)
+    assert same(fit(tmp_path, MemoryBudget(0.7), module=module), expected)
+    assert "training_step" not in vars(module)
+
+
+class Sized(Net):
+    """Whose batches may be of any size."""
+
+    batch_size, lr = 16, 0.01
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
+        data: Any = torch.randn(1024, 16)
+        return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+
+class Manual(Sized):
+    """Whose backward runs inside the training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Sized, Manual])
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_a_batch_size_is_searched_for_inside_the_limit(
+    make: type[Sized], mode: Any, tmp_path: Path, replayed: Callable[[], int]
+) -> None:
+    """Lightning takes the callbacks of the Trainer away meanwhile."""
+    module = make()
+    found = BatchSizeFinder(mode, init_val=16, max_trials=6)
+    options = {"max_epochs": 1, "accumulate_grad_batches": 1}
+    trainer(tmp_path, MemoryBudget("300 KiB", log=False), found, **options).fit(module)
+    assert replayed() > 0
+    assert 64 <= module.batch_size < 512
+    assert not {"training_step", "backward"} & set(vars(module))
+
+
+def test_a_learning_rate_is_searched_for_inside_the_limit(
+    tmp_path: Path, replayed: Callable[[], int]
+) -> None:
+    for limit in (None, "100 KiB"):
+        seed_everything(1, verbose=False)
+        module = Sized()
+        module.batch_size = 64
+        callbacks = [] if limit is None else [MemoryBudget(limit, log=False)]
+        Tuner(trainer(tmp_path, *callbacks)).lr_find(module, num_training=4)
+        if limit is None:
+            expected = module.seen
+    assert same(module.seen, expected)
+    assert replayed() > 0
+    assert not {"training_step", "backward"} & set(vars(module))
 
 
 def test_a_compiled_module_runs_eagerly_and_says_so(

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import tape_records
+from lowtide.errors import BudgetError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -208,6 +210,48 @@ def test_each_of_them_is_a_step_with_a_plan(make: Callable[[], object]) -> None:
     train(make, lambda: budget, 2)
     assert budget.report().steps == 3 * steps
     assert budget.report().planned
+
+
+class FewRows(Adversaries):
+    """Mostly gradients; in its first step each optimizer allocates its state inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.noise = torch.randn(2, 16, WIDTH)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.9])
+def test_a_fraction_is_one_of_all_of_them(share: float) -> None:
+    """Each by itself does not fit into that part of its own peak, nor the second one beside what
+    is there in the first context only. Rule 13, Limits."""
+    _, expected = train(FewRows, contextlib.nullcontext)
+    budget = lowtide.budget(share)
+    _, found = train(FewRows, lambda: budget)
+    assert all(map(torch.equal, expected, found))
+    report = budget.report()
+    assert report.steps == 8
+    assert report.measured_peak is not None
+    assert report.measured_peak <= report.limit  # an optimizer's own memory does not count
+
+
+@pytest.mark.parametrize("share", [0.2, 0.3])
+def test_a_fraction_that_none_of_them_fits_into(share: float) -> None:
+    budget = lowtide.budget(share)
+    with pytest.raises(BudgetError):
+        train(FewRows, lambda: budget)
+
+
+@pytest.mark.parametrize("make", LOOPS)
+def test_they_leave_no_records(make: Callable[[], object]) -> None:
+    """Rule 8: also while the parameters live, which every step enters into its table."""
+    torch.manual_seed(0)
+    loop, budget = make(), lowtide.budget("1 GiB")
+    left = []
+    for _ in range(6):
+        with budget:
+            loop.step()  # type: ignore[attr-defined]
+        left.append(tape_records())
+    assert left[-1] <= left[2]
 
 
 def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:

@@ -23,7 +23,7 @@ from lowtide.budget import Budget
 from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
 from lowtide.learning.ranks import Ranks
 from lowtide.models.foreign import refuse_active_checkpointing
-from lowtide.models.override import Restore, has_override, override_forward
+from lowtide.models.override import Restore, find_layer, override_forward
 from lowtide.models.removable import Removable
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
@@ -43,6 +43,11 @@ class _ForwardBudget(Budget):
     def begun(self) -> bool:
         """Whether a step has run."""
         return self._loop.steps > 0
+
+
+def budget_on(model: torch.nn.Module) -> Restore | None:
+    """The layer that a budget has put around the model's forward."""
+    return find_layer(model, _KIND)
 
 
 class FittedBudget(Removable):
@@ -68,6 +73,16 @@ class FittedBudget(Removable):
         self._restore = override_forward(
             model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
         )
+
+    def owned_by(self, owner: Any) -> None:
+        """Tell others who meet this budget on the model whose it is, as `str(owner)` says."""
+        if self._restore is not None:
+            self._restore.owner = owner
+
+    @property
+    def displaced(self) -> bool:
+        """Whether another than `remove()` has taken it off the model."""
+        return self._restore is not None and not self._restore.active
 
     @property
     def active(self) -> bool:
@@ -191,11 +206,9 @@ def fit(
             captured, or in a copy that ``nn.DataParallel`` has made for another device.
     """
     check_model(model, "lowtide.fit")
-    if has_override(model, _KIND):
-        raise UsageError(
-            f"this {type(model).__name__} has a budget already. Call remove() on the budget that "
-            "lowtide.fit returned before giving the model another."
-        )
+    present = budget_on(model)
+    if present is not None:
+        raise UsageError(_has_one(model, present))
     if _compat.is_compiled_in_place(model):
         raise UsageError(
             f"lowtide.fit: this {type(model).__name__} was compiled in place with model.compile(), "
@@ -230,6 +243,18 @@ def _planned_alike(
         raise
     ranks.refuse_together(None)
     return found
+
+
+def _has_one(model: torch.nn.Module, present: Restore) -> str:
+    if present.owner is not None:
+        return (
+            f"this {type(model).__name__} has a budget already, from {present.owner}. Call "
+            "budget.remove() on that callback before giving the model another."
+        )
+    return (
+        f"this {type(model).__name__} has a budget already. Call remove() on what lowtide.fit "
+        "or lowtide.transformers.enable returned before giving the model another."
+    )
 
 
 def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> Plan:

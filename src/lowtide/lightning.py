@@ -3,21 +3,23 @@
 Problem: Lightning calls ``training_step`` itself, so a script has no place for a ``with``, and the
 layers may not exist before ``configure_model`` has run. Invariant: the budget is around
 ``training_step`` alone, that is forward and loss (under manual optimization, all that it does),
-from the first batch of a fit to its end; validation and the module itself are untouched. Imports
-lightning, budget, plans, foreign, override. Rejected: a budget around the module's ``forward``,
-which many training steps never call.
+from the first batch of a fit to its end, and while Lightning's tuners try learning rates and batch
+sizes; validation and the module itself are untouched. Imports lightning, budget, plans, foreign,
+override. Rejected: a budget around the module's ``forward``, which many training steps never call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.budget import Budget
-from lowtide.errors import UsageError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import InstanceEntry
 from lowtide.plans import Plan, limit_of
@@ -34,7 +36,30 @@ except ImportError as error:
 __all__ = ["MemoryBudget"]
 
 
-class _TrainingStep(InstanceEntry):
+_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
+class _Entry(InstanceEntry):
+    """A method of a module that Lightning calls.
+
+    It looks at the code of what it finds, and passes ``batch_idx`` if the parameters have it.
+    """
+
+    @property
+    def __wrapped__(self) -> Any:
+        plain = self.plain()
+        return getattr(plain, "__wrapped__", plain)
+
+    def install(self) -> None:
+        present = self.module().__dict__.get(self.attribute)
+        if isinstance(present, _Entry):
+            # Left by another trainer that failed, if an ``on_exception`` before ours failed too.
+            present.uninstall()
+            self.shadowed = present.shadowed
+        super().install()
+
+
+class _TrainingStep(_Entry):
     """`training_step` of a module, inside a budget."""
 
     attribute = "training_step"
@@ -45,6 +70,35 @@ class _TrainingStep(InstanceEntry):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.budget:
+            return self.plain()(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_out_of_memory() -> Iterator[None]:
+    """Add to a refusal what Lightning's search for a batch size looks for in an error's text."""
+    try:
+        yield
+    except BudgetError as error:
+        if _OUT_OF_MEMORY not in str(error):
+            error.args = (f"{error}\n(For Lightning's tuners: {_OUT_OF_MEMORY}.)",)
+        raise
+
+
+class _Trial(_TrainingStep):
+    """The same while Lightning looks for a learning rate or a batch size."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _as_out_of_memory():
+            return super().__call__(*args, **kwargs)
+
+
+class _TrialBackward(_Entry):
+    """Under automatic optimization, a step may be refused here."""
+
+    attribute = "backward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _as_out_of_memory():
             return self.plain()(*args, **kwargs)
 
 
@@ -91,7 +145,7 @@ class MemoryBudget(Callback):
         self.group = group
         self.log_figures = log
         self.budget: Budget | None = None
-        self._entry: _TrainingStep | None = None
+        self._entries: list[_Entry] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         budgets = [one for one in trainer.callbacks if isinstance(one, MemoryBudget)]
@@ -101,14 +155,24 @@ class MemoryBudget(Callback):
                 f"MemoryBudget: this Trainer has {len(budgets)} of these callbacks (limits "
                 f"{limits}), but a step has only one budget. Keep one of the callbacks."
             )
+        if stage == "fit":
+            # The tuners run steps before the training starts, without the trainer's callbacks.
+            self._enter(_Trial(pl_module, self._anew()), _TrialBackward(pl_module))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in `setup`, which runs before `configure_model` and the strategy are done.
         self._leave()
+        # Not in `setup`, which runs before `configure_model` and the strategy are done.
         refuse_active_checkpointing(pl_module, "MemoryBudget")
+        budget = self.budget
+        # The largest batch size that was found may need what was learned while it was looked for.
+        # A fraction would be one of the largest size that was tried.
+        if budget is None or isinstance(budget.limit, float):
+            budget = self._anew()
+        self._enter(_TrainingStep(pl_module, budget))
+
+    def _anew(self) -> Budget:
         self.budget = Budget(self.limit, device=self.device, group=self.group)
-        self._entry = _TrainingStep(pl_module, self.budget)
-        self._entry.install()
+        return self.budget
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -132,7 +196,12 @@ class MemoryBudget(Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._leave()
 
+    def _enter(self, *entries: _Entry) -> None:
+        for entry in entries:
+            self._entries.append(entry)
+            entry.install()
+
     def _leave(self) -> None:
-        entry, self._entry = self._entry, None
-        if entry is not None:
+        entries, self._entries = self._entries, []
+        for entry in entries:
             entry.uninstall()

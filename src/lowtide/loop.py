@@ -165,6 +165,7 @@ class Loop(Planning):
                 recording.__exit__(kind, error, trace)
         finally:
             recording.make_sure()
+            self._earlier.end()
             decisions.forward_over()
             if decisions.operations:
                 self.where.forward_over()
@@ -186,6 +187,7 @@ class Loop(Planning):
         if self._recording is not None:
             self._recording.make_sure()
             self._recording = None
+        self._earlier.end()
 
     # ------------------------------------------------------------------ a step's life
 

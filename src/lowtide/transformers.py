@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
-from lowtide.fitting import FittedBudget, fit
+from lowtide.fitting import FittedBudget, budget_on, fit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.removable import Removable
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
@@ -192,12 +193,35 @@ def set_checkpointing_function(
     return Enabled(_OwnFunction(base))
 
 
+class _Training:
+    """What a `MemoryBudget` gave a model its budget for.
+
+    Trainer tells its callbacks neither of an error nor of an interrupt, so a budget may outlive its
+    training. That is over at the latest when another one begins, which has a state of its own.
+    """
+
+    def __init__(self, callback: MemoryBudget, state: Any, budget: FittedBudget) -> None:
+        self.limit = callback.limit
+        self.state = weakref.ref(state)
+        # Held here, by the model: without its callback, nobody could take the budget off.
+        self._callback = weakref.ref(callback, lambda _: budget.remove())
+
+    def __str__(self) -> str:
+        return (
+            f"lowtide.transformers.MemoryBudget({self.limit!r}), a Trainer's callback whose "
+            "training has not ended, or was interrupted"
+        )
+
+
 class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Keep every training step of a Trainer inside a memory limit::
 
         Trainer(model=model, args=args, callbacks=[MemoryBudget("6 GiB")], ...).train()
 
     A callback that calls `lowtide.fit` when a training begins and detaches the budget when it ends.
+    Trainer does not tell its callbacks of an error or an interrupt. After one, the budget stays on
+    the model until another training with such a callback begins, the callback is deleted, or
+    ``callback.budget.remove()`` is called; evaluation and copies are plain all the same.
     Adds ``lowtide/limit``, ``lowtide/planned_peak``, ``lowtide/measured_peak`` and
     ``lowtide/highest_peak``, in bytes, to what Trainer logs, as far as they are known;
     `lowtide.BudgetReport` explains them.
@@ -212,8 +236,8 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
             None before the first training.
 
     Raises:
-        UsageError: the limit cannot be read; or, when training begins, the model cannot be fitted
-            (see `lowtide.fit`).
+        UsageError: the limit cannot be read; or, when training begins, the Trainer has two of
+            these callbacks, or the model cannot be fitted (see `lowtide.fit`).
         BudgetError: in a step, if the limit cannot be met.
     """
 
@@ -234,7 +258,24 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         self._detach()  # a training that failed never called on_train_end
+        present = budget_on(model)
+        if present is not None and isinstance(present.owner, _Training):
+            present.remove()
+            if present.owner.state() is state:
+                raise UsageError(
+                    "MemoryBudget: this Trainer has two of these callbacks (limits "
+                    f"{present.owner.limit!r} and {self.limit!r}), but a step has only one budget. "
+                    "Keep one of the callbacks."
+                )
         self.budget = fit(model, self.limit, device=self.device, group=self.group)
+        self.budget.owned_by(_Training(self, state, self.budget))
+
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self.budget is not None and self.budget.displaced:
+            # By another training of the same model, which began and ended during this one.
+            self.on_train_begin(args, state, control, model=model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()

@@ -70,8 +70,12 @@ class Planning:
         allowance.plain_peak, allowance.outside = learned.plain_peak, learned.outside
         if self._ranks is not None and ranks is None:
             return  # the other ranks would not know, and would plan for other limits
-        if learned.measured and allowance.measured(learned.plain_peak + learned.seen.before):
-            self._refused = Refusals()  # what did not fit into a smaller limit may now
+        if learned.measured:
+            self._knows_a_peak(learned.plain_peak + learned.seen.before)
+
+    def _knows_a_peak(self, whole: int) -> None:
+        if self.allowance.measured(whole):  # what did not fit into a smaller limit may now
+            self._refused, self._refusal = Refusals(), None
 
     # ------------------------------------------------------------------ plans
 
@@ -229,7 +233,7 @@ class Planning:
             return
         before, peak = observer.before, observer.timeline.peak + observer.before
         if not before:
-            self.allowance.measured(peak)
+            self._knows_a_peak(peak)
         elif isinstance(self.allowance.limit, float):
             return
         limit = self.allowance.of(peak - before, before) + before
@@ -275,11 +279,15 @@ class Planning:
         elif learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
-            self._refusal = self._refusing(
+            refused = self._refusing(
                 graph, allowed, plan.retain, before, measured=True, predicted=followed
             )
             if self._ranks is None or ranks is not None:  # else the other ranks would not know
-                self._refused.add(learned.seen, self._refusal)
+                self._refused.add(learned.seen, refused)
+            if self._ranks is not None or not before or isinstance(self.allowance.limit, int):
+                self._refusal = refused
+            # Else the same step may have more room in the next context, where those before it
+            # leave less: an optimizer's state is allocated once.
             return
         if self._ranks is None and learned.measured:
             _, ratio = self._plans.outgrown(signatures_of(learned.seen.ops), learned.seen.place)

@@ -226,7 +226,12 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
 
 
 class Restore:
-    """One layer around a forward; `remove()` removes this layer and no other."""
+    """One layer around a forward; `remove()` removes this layer and no other.
+
+    Attributes:
+        kind: tells layers apart, see `find_layer`.
+        owner: whoever put it on, if that is not the user; it may be asked when the layer is found.
+    """
 
     def __init__(
         self,
@@ -239,6 +244,7 @@ class Restore:
         self.make_call = make_call
         self.kind = kind
         self.for_replica = for_replica
+        self.owner: Any = None
 
     @property
     def active(self) -> bool:
@@ -265,7 +271,7 @@ def override_forward(
     """Make every call of `module.forward` run `make_call(forward)` in its place.
 
     `make_call` is called at once, and again whenever a layer is added or removed; it is given the
-    module's own `forward` or the layer below. `kind` tells layers apart, see `has_override`.
+    module's own `forward` or the layer below. `kind` tells layers apart, see `find_layer`.
     `for_replica` replaces it on the replicas that `nn.DataParallel` makes. Neither `make_call` nor
     what it returns should hold a strong reference to the module.
     """
@@ -306,7 +312,13 @@ def find_override(module: nn.Module) -> _ForwardOverride | None:
     return None
 
 
+def find_layer(module: nn.Module, kind: str) -> Restore | None:
+    """A layer of that kind around `module.forward`."""
+    override = find_override(module)
+    layers = [] if override is None else override.layers
+    return next((layer for layer in layers if layer.kind == kind), None)
+
+
 def has_override(module: nn.Module, kind: str) -> bool:
     """Whether a layer of that kind is around `module.forward`."""
-    override = find_override(module)
-    return override is not None and any(layer.kind == kind for layer in override.layers)
+    return find_layer(module, kind) is not None

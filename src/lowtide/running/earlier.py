@@ -10,6 +10,7 @@ counting anew from the end of each backward, which lets the limit grow with ever
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lowtide import _compat
@@ -40,10 +41,31 @@ class Earlier:
         self._entry, self.failures = given.now, given.failures
 
     def add(self, recorder: Recorder) -> None:
-        """A step that this recorder recorded is over."""
+        """A step that this recorder recorded is over: only what it has left is still looked at."""
         self.steps += 1
-        self._recorded = [known for known in self._recorded if known[0][0]]
-        self._recorded.append((recorder.live, recorder.table))
+        live, table = recorder.live, recorder.table
+        for entry in list(table.values()):
+            entry.value = entry.weak = entry.counter = None
+        left = [entry for entry in table.values() if entry.counted]
+        recorder.close()
+        for entry in left:
+            if entry() is None:  # freed meanwhile, on another thread
+                live[0] -= entry.counted
+            else:
+                table[entry.key] = entry
+        self._recorded.append((live, table))
+        self._drop(lambda live: not live[0])
+
+    def end(self) -> None:
+        """The context is left."""
+        self._drop(lambda live: True)
+
+    def _drop(self, which: Callable[[list[int]], bool]) -> None:
+        """A table and its entries hold one another, the compiled ones unseen by the collector."""
+        for live, table in self._recorded:
+            if which(live):
+                table.clear()
+        self._recorded = [known for known in self._recorded if not which(known[0])]
 
     @property
     def nbytes(self) -> int:
