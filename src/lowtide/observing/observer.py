@@ -63,6 +63,7 @@ class Observer(Lives):
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
+        self._draws: int | None = None  # mark before a random state was read for an operation
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
         self.over: int | None = None  # mark after what was dropped when the forward was over
         self._replay_from: int | None = None  # mark where a replay inside the forward began
@@ -105,7 +106,7 @@ class Observer(Lives):
 
     def attach(self, recorder: Recorder) -> None:
         """Take the recorder of the forward to watch, once it is open."""
-        recorder.drawn = self.anew
+        recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
 
     def seen(self) -> Seen:
@@ -134,11 +135,13 @@ class Observer(Lives):
         signature: Signature,
     ) -> None:
         begin, self._begin = self._begin, None
+        unseen, self._draws = self._draws, None
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
         self.leaves.ran(tensors)
         log = _what_ran(op, made, signature, live, begin, mark)
         log.inside = tuple(self._replays)
+        log.unseen = begin if unseen is None else unseen
         self._replays.clear()
         self._look_at_backward(log, op, args, kwargs, tensors)
         # Values written in place without grad count as hidden only if they were made without grad.
@@ -222,6 +225,11 @@ class Observer(Lives):
         """
         if self.memory is not None:
             self._begin = self.memory.mark()
+
+    def draws(self) -> None:
+        """A random state is about to be read for the next operation."""
+        if self.memory is not None:
+            self._draws = self.memory.mark()
 
     def replays_inside(self) -> None:
         """A value is replayed for a backward inside the forward: not the next operation's work."""

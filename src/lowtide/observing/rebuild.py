@@ -20,6 +20,7 @@ from lowtide.backward.operation import Call
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
+    from lowtide.memory.events import Timeline
     from lowtide.observing.observer import Observer
 
 FOREVER = 1 << 60
@@ -86,6 +87,10 @@ class OpLog:
     """Whether autograd is known to have made a node for it; not written into files."""
     inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """Marks around each replay since the operation before, for a backward inside the forward. Not
+    written into files."""
+    unseen: int | None = field(default=None, compare=False)
+    """Mark up to which something else may have run since the operation before, and been freed: a
+    call that is not recorded (rule 5). None: that is not told apart from the operation itself. Not
     written into files."""
     hidden: tuple[int, ...] | None = field(default=None, compare=False)
     """If it ran without grad: the number of autograd's newest node then, and the leaves it read.
@@ -188,8 +193,10 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
             level = seen.timeline.levels[log.mark]
             # What was dropped before it allocated is not its workspace: it counts from `begin`.
             peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
-            before = log.mark
             workspace = max(0, peak - level)
+            if log.unseen is not None and log.begin is not None:
+                peak = max(peak, _unseen(seen.timeline, before, log.unseen, log.begin))
+            before = log.mark
             for first, last in log.inside:
                 peak = max(peak, *seen.timeline.rises[first:last])
         else:
@@ -209,6 +216,20 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
             )
         )
     return tuple(nodes)
+
+
+def _unseen(timeline: Timeline, first: int, last: int, begin: int) -> int:
+    """The most memory of calls that are not recorded between two marks, less what was dropped from
+    then until the mark `begin`; 0 if there were none that rose above what was there."""
+    levels, rises = timeline.levels, timeline.rises
+    return max(
+        (
+            rises[mark] - max(0, levels[mark + 1] - levels[begin])
+            for mark in range(first, last)
+            if rises[mark] > max(levels[mark : mark + 2])
+        ),
+        default=0,
+    )
 
 
 def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNode]:
@@ -292,9 +313,10 @@ def _turn(seen: Observer, sizes: list[int]) -> int:
         return 0
     # If backward asks for nothing, all of it comes before its first request.
     entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
-    begin = max((log.mark for log in seen.ops if log.mark < entry), default=0)
-    begin = max(begin, seen.over or 0)
+    last = max((log.mark for log in seen.ops if log.mark < entry), default=0)
+    begin = max(last, seen.over or 0)
     peak = max(seen.timeline.peaks[begin:entry], default=0)
+    peak = max(peak, _unseen(seen.timeline, last, begin, begin))
     if peak <= max(seen.timeline.levels[begin], *seen.timeline.levels[entry : entry + 1], 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached))

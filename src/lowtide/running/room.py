@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowtide.loop import Loop
 
 _LOSS = 3  # times its input: a loss saves something of that size, and makes two gradients
+_INSIDE = 6  # times its largest input: what a custom operator or its backward may hold at once
 _PLENTY = 8  # a call is not looked at closely while 8 of the largest storages still fit
 
 
@@ -72,14 +73,20 @@ class Room:
         """A call that is not recorded is about to run, or is `over`: what it makes is kept.
 
         To know its size, code of the program might have to run. Most operators make no more than
-        the largest of their inputs; if one makes more, that is seen afterwards.
+        the largest of their inputs; if one makes more, that is seen afterwards. The body of one
+        with a gradient is mostly a formula, which holds four such tensors, and its backward another
+        one with the gradients of its input and result: what is dropped now makes room for both, as
+        that backward is modelled by nothing. This is a guess, so it drops but refuses nothing.
         """
         if elsewhere(self._owner, args):
             return
         if over:
             self._fits(facts.name)
             return
-        need = max(map(_made_like, tensors_in(args, kwargs)), default=0)
+        tensors = tensors_in(args, kwargs)
+        need = max(map(_made_like, tensors), default=0)
+        if facts.opaque and any(tensor.requires_grad for tensor in tensors):
+            need *= _INSIDE
         self.shrink(self.target(need) - need)
 
     def before_backward(self) -> None:

@@ -66,7 +66,8 @@ class Recorder(Encoding, _compat.Mode):
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
         # Called before each call that is not recorded, and after it.
         self.kept: Callable[[Facts, Any, Any, bool], None] | None = None
-        self.drawn: Callable[[], None] | None = None  # called when a random state was read
+        self.draws: Callable[[], None] | None = None  # called before a random state is read
+        self.drawn: Callable[[], None] | None = None  # called when it was read
         self._switches: tuple[object, ...] = ()
         self._careful = self.timed or self.accelerated
 
@@ -189,6 +190,8 @@ class Recorder(Encoding, _compat.Mode):
             named = dict(kwargs)
             known = self._encode(named, list(named), refs, ()) and known
         through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
+        if facts.random and through is not None and self.draws is not None:
+            self.draws()
         draws = states_before(args, kwargs) if facts.random and known else ()
         if draws is None:
             through = None

@@ -1,0 +1,178 @@
+"""Rule 13: the memory of custom operators, which are not recorded (rule 5).
+
+What the body of one takes while it runs is measured, also in the first step, whatever follows the
+call: a draw, an operation that something is dropped for, or nothing. Before that it is a guess,
+which makes room but refuses nothing.
+"""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+
+_LIBRARY = "lowtide_tests_unrecorded_calls"
+
+
+@torch.library.custom_op(f"{_LIBRARY}::wide_inside", mutates_args=())
+def _wide_inside(x: Tensor) -> Tensor:
+    return x.repeat(1, 40).view(len(x), 40, -1).mean(1)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient.clone()
+
+
+_wide_inside.register_autograd(_backward, setup_context=lambda ctx, inputs, output: None)
+
+
+def _save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::formula", mutates_args=())
+def _formula(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def _formula_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    slope = 0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)
+    return slope * gradient
+
+
+@torch.library.custom_op(f"{_LIBRARY}::gate", mutates_args=())
+def _gate(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sigmoid(a) * b
+
+
+def _gate_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
+    s = torch.sigmoid(a)
+    return gradient * b * s * (1 - s), gradient * s
+
+
+@torch.library.custom_op(f"{_LIBRARY}::fused", mutates_args=())
+def _fused(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+def _fused_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    result: Tensor = torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0)
+    return result
+
+
+@torch.library.custom_op(f"{_LIBRARY}::loss", mutates_args=())
+def _loss(x: Tensor) -> Tensor:
+    return (x * x).exp().log1p().mean()
+
+
+def _loss_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        loss = (x * x).exp().log1p().mean()
+    return torch.autograd.grad(loss, x, gradient)[0]
+
+
+_formula.register_autograd(_formula_backward, setup_context=_save_inputs)
+_gate.register_autograd(_gate_backward, setup_context=_save_inputs)
+_fused.register_autograd(_fused_backward, setup_context=_save_inputs)
+_loss.register_autograd(_loss_backward, setup_context=_save_inputs)
+
+
+class _Layers(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.wide = nn.ModuleList(nn.Linear(32, 256) for _ in range(4))
+        self.thin = nn.ModuleList(nn.Linear(256, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for wide, thin in zip(self.wide, self.thin, strict=True):
+            x = x + thin(self.inner(wide(x)))
+        if self.how == "loss":
+            return _loss(x.repeat(1, 8))
+        return _formula(x.repeat(1, 8)).sum() if self.how == "last" else x.square().mean()
+
+    def inner(self, x: Tensor) -> Tensor:
+        if self.how == "formula":
+            return _formula(x)
+        if self.how == "gate":
+            return _gate(x, torch.tanh(x))
+        return _fused(x) if self.how == "fused" else torch.nn.functional.gelu(x)
+
+
+class _Net(nn.Module):
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then = then
+        self.wide = nn.ModuleList(nn.Linear(32, 128) for _ in range(6))
+        self.thin = nn.ModuleList(nn.Linear(128, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, (wide, thin) in enumerate(zip(self.wide, self.thin, strict=True)):
+            x = x + thin(torch.nn.functional.gelu(wide(x)))
+            if index == 3 and self.then != "nothing":
+                x = _wide_inside(x)
+                if self.then == "a draw":
+                    x = torch.nn.functional.dropout(x, 0.1)
+        return _wide_inside(x).sum() if self.then == "nothing" else x.square().mean()
+
+
+def _run(model: nn.Module, x: Tensor, limit: lowtide.Budget | None) -> int:
+    model.zero_grad()
+    x.grad = None
+
+    def go() -> None:
+        with limit or contextlib.nullcontext():
+            loss = model(x)
+        loss.backward()
+
+    return lowtide.measure(go, device="cpu").peak_bytes
+
+
+def _gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    found = [leaf.grad for leaf in (x, *model.parameters())]
+    return [gradient.clone() for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("then", ["an operation", "a draw", "nothing"])
+def test_what_a_custom_operator_takes_inside_is_known_after_one_step(
+    then: str, share: float
+) -> None:
+    model, x = _Net(then), torch.randn(1024, 32, requires_grad=True)
+    limit = int(share * _run(model, x, None))
+    budget = lowtide.budget(limit)
+    _run(model, x, budget)  # what its body takes is not known yet
+    assert all(_run(model, x, budget) <= limit for _ in range(4))
+
+
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [
+        ("formula", 0.9),
+        ("gate", 0.9),
+        ("gate", 0.8),
+        ("fused", 0.7),
+        ("loss", 0.9),
+        ("loss", 0.6),
+        ("last", 0.9),
+        ("last", 0.6),
+    ],
+)
+def test_the_first_step_has_room_for_custom_operators(how: str, share: float) -> None:
+    torch.manual_seed(0)
+    model, x = _Layers(how), torch.randn(1024, 32, requires_grad=True)
+    limit = int(share * _run(model, x, None))
+    wanted = _gradients(model, x)
+    budget = lowtide.budget(limit)
+    for _ in range(3):
+        assert _run(model, x, budget) <= limit
+        found = _gradients(model, x)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
