@@ -21,6 +21,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import find_executable_batch_size
 
 LIMIT = 0.7
 
@@ -120,3 +121,32 @@ def test_regions_under_accelerate(replayed: Callable[[], int]) -> None:
     found = train("bf16", lambda model: lowtide.checkpoint_modules(model, Part), no_fit)
     assert replayed() > 0
     assert same(found, expected)
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+def test_a_batch_that_is_refused_is_made_smaller() -> None:
+    """It is known by what the error says."""
+    peaks: dict[int, int] = {}
+    model = net()
+
+    def training(batch_size: int, limit: int) -> int:
+        peaks[batch_size], x = 0, torch.randn(batch_size, 16)
+
+        def step() -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        with lowtide.fit(model, limit):
+            for _ in range(4):
+                peak = lowtide.measure(step, device="cpu").peak_bytes
+                peaks[batch_size] = max(peaks[batch_size], peak)
+        return batch_size
+
+    training(64, 1 << 40)
+    limit = int(0.8 * peaks.pop(64))
+    search = find_executable_batch_size(training, starting_batch_size=256)
+    found = search(limit)  # type: ignore[call-arg]
+    assert 64 < found < 256
+    assert found == min(peaks)
+    assert len(peaks) > 2
+    assert peaks[found] <= limit

@@ -229,7 +229,7 @@ def test_a_refusal_in_the_forward_says_what_it_does_not_know() -> None:
     with pytest.raises(lowtide.BudgetError) as caught, lowtide.budget(100_000):
         model(x).square().mean()
     text = str(caught.value)
-    assert "at operation 1 of the forward (aten::sin)" in text
+    assert "At operation 1 of the forward (aten::sin)" in text
     assert "needs at least" in text
     assert "the rest of the step is not known yet" in text
     assert f"{caught.value.minimum} bytes" in text

@@ -427,7 +427,7 @@ ERRORS = [
     (["plan", "program.py:build", "--limit", "1.5"], r"in \(0, 1\]; got 1.5. Bytes are a whole n"),
     (["plan", "program.py:build", "--limit", "9" * 400 + " GiB"], r"at most 2\*\*63 - 1 bytes; "),
     (["plan", "program.py:build", "--limit", "9" * 400], r"is at most 2\*\*63 - 1 bytes; "),
-    (["plan", "program.py:build", "--limit", "1 kB"], r"does not fit in 1000 B; its pl.* limit\.$"),
+    (["plan", "program.py:build", "--limit", "1 kB"], r"fit in 1000 B: .* Its pl.* limit\.$"),
     (["plan", "program.py:frozen", "--limit", "60%"], r"No backward asks for anything from this "
      r"step, so there is nothing to recompute: does what it returns require grad\?"),
     (["plan", "program.py:labelled"], r"the model is called as model\(\*batch\), but the forward of"

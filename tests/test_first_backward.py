@@ -230,7 +230,7 @@ def test_a_first_step_that_is_refused_is_told_its_plain_peak() -> None:
     plain = lowtide.measure(step, device="cpu").peak_bytes
     with pytest.raises(lowtide.BudgetError) as caught:
         step(lowtide.budget(int(0.9 * plain)))
-    said = re.search(r"its plain peak is (\d+\.\d) MiB", str(caught.value))
+    said = re.search(r"Its plain peak is (\d+\.\d) MiB", str(caught.value))
     assert said is not None
     assert abs(float(said[1]) * (1 << 20) / plain - 1) <= 0.05
 

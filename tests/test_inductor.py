@@ -161,7 +161,7 @@ def test_a_limit_that_is_met_changes_nothing() -> None:
 def test_a_limit_that_cannot_be_met() -> None:
     model, backend = Net(), lowtide.CompileBudget("20 KiB", compiler="aot_eager")
     compiled = torch.compile(model, backend=backend)
-    with pytest.raises(BudgetError, match=r"does not fit in 20\.0 KiB: graph 0 takes at") as caught:
+    with pytest.raises(BudgetError, match=r"fit in 20\.0 KiB: .* Graph 0 takes at") as caught:
         step(model, compiled)
     with pytest.raises(BudgetError):
         step(model, compiled)

@@ -22,10 +22,10 @@ from lowtide.errors import UsageError
 
 pytest.importorskip("transformers")
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lowtide.transformers import MemoryBudget, enable
-from test_transformers import llama, step, train
+from test_transformers import VOCABULARY, llama, step, train
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -131,3 +131,34 @@ def test_a_training_inside_another_one(tmp_path: Path, replayed: Callable[[], in
     assert outer.budget is not None
     assert outer.budget.report().steps == 6  # of 8, two of which came before
     assert "forward" not in vars(model)
+
+
+def test_a_batch_size_that_is_refused_is_made_smaller(tmp_path: Path) -> None:
+    """The Trainer goes on with the same callback."""
+    rows = torch.randint(0, VOCABULARY, (96, 40), generator=torch.Generator().manual_seed(7))
+
+    def trainer(limit: int) -> tuple[Trainer, MemoryBudget]:
+        callback = MemoryBudget(limit)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True,
+            per_device_train_batch_size=24, auto_find_batch_size=True, max_steps=4,
+            save_strategy="no", dataloader_pin_memory=False,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        made = Trainer(model=llama(), args=arguments, train_dataset=data, callbacks=[callback])
+        made.train()
+        return made, callback
+
+    def highest(callback: MemoryBudget) -> int:
+        assert callback.budget is not None
+        peak = callback.budget.report().highest_peak
+        assert peak is not None
+        return peak
+
+    plain, callback = trainer(1 << 40)
+    assert plain._train_batch_size == 24
+    limit = highest(callback) // 7
+    smaller, callback = trainer(limit)
+    assert 1 < smaller._train_batch_size < 24
+    assert smaller.state.global_step == 4
+    assert highest(callback) <= limit

@@ -31,6 +31,9 @@ class LowtideError(Exception):
 class BudgetError(LowtideError, RuntimeError):
     """The step does not fit inside its limit (rule 13).
 
+    The text contains "out of memory.", by which `accelerate.utils.find_executable_batch_size` and
+    Trainer's ``auto_find_batch_size`` know that a smaller batch may fit.
+
     Attributes:
         limit: the limit that was given, in bytes.
         minimum: the smallest limit known to suffice, in bytes. If the step was refused before all

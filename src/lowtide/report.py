@@ -116,10 +116,10 @@ def too_small(
     `live` and `need` include what earlier steps have left, `before`."""
     making = f", and it allocates another {format_bytes(need)}" if need else ""
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}{_left(before)}: at operation {count} of "
-        f"the forward ({name}), {format_bytes(live)} are allocated of which nothing more can be "
-        f"dropped{making}. What has run so far needs at least {format_bytes(least)} with its "
-        "backward; the rest of the step is not known yet. A limit that gets past this operation, "
+        f"{_does_not_fit(limit, before)} At operation {count} of the forward ({name}), "
+        f"{format_bytes(live)} are allocated of which nothing more can be dropped{making}. What "
+        f"has run so far needs at least {format_bytes(least)} with its backward; the rest of the "
+        "step is not known yet. A limit that gets past this operation, "
         f"with room for the rest, is {named} bytes ({format_bytes(named)}). Use a smaller batch or "
         "a larger limit.",
         limit=limit,
@@ -127,11 +127,12 @@ def too_small(
     )
 
 
-def _left(before: int) -> str:
-    """The part of a refusal that speaks of the steps before this one."""
-    if not before:
-        return ""
-    return f", of which earlier steps in the same context occupy {format_bytes(before)}"
+def _does_not_fit(limit: int, before: int) -> str:
+    """How a refusal begins. The last words are those that accelerate knows a batch by that is too
+    large, see `accelerate.find_executable_batch_size`."""
+    left = f", of which earlier steps in the same context occupy {format_bytes(before)}"
+    text = f"the step does not fit in {format_bytes(limit)}{left if before else ''}"
+    return f"{text}: it would run out of memory."
 
 
 def refusal(
@@ -185,8 +186,8 @@ def refusal(
             "or a larger limit."
         )
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}{_left(before)}; its plain peak is "
-        f"{format_bytes(plain)}. The smallest limit known to suffice is {minimum} bytes "
+        f"{_does_not_fit(limit, before)} Its plain peak is {format_bytes(plain)}. "
+        f"The smallest limit known to suffice is {minimum} bytes "
         f"({format_bytes(minimum)}): its peak is {_stands(graph, result.peak_at, modules)}, "
         f"with {format_bytes(result.held_bytes_at_peak)} of activations and "
         f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
@@ -213,9 +214,8 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
             "recomputed."
         )
     return BudgetError(
-        f"the step does not fit in {format_bytes(limit)}{_left(before)}: it took "
-        f"{format_bytes(peak)}, {why} Use a smaller batch, or a limit of at least {peak} bytes "
-        f"({format_bytes(peak)}).",
+        f"{_does_not_fit(limit, before)} It took {format_bytes(peak)}, {why} Use a smaller batch, "
+        f"or a limit of at least {peak} bytes ({format_bytes(peak)}).",
         limit=limit,
         minimum=peak,
     )

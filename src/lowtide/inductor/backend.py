@@ -169,11 +169,12 @@ class CompileBudget:
             else ""
         )
         return BudgetError(
-            f"the compiled step does not fit in {format_bytes(limit)}: graph "
-            f"{self._graphs.index(graph)} takes at least {format_bytes(choice.outcome.peak)} for "
-            f"its forward and backward, of which {format_bytes(choice.outcome.gradients)} are "
-            f"gradients.{others} The smallest limit that would do{so_far} is {least} bytes "
-            f"({format_bytes(least)}). Use a smaller batch or a larger limit.{fraction}",
+            f"the compiled step does not fit in {format_bytes(limit)}: it would run out of memory. "
+            f"Graph {self._graphs.index(graph)} takes at least "
+            f"{format_bytes(choice.outcome.peak)} for its forward and backward, of which "
+            f"{format_bytes(choice.outcome.gradients)} are gradients.{others} The smallest limit "
+            f"that would do{so_far} is {least} bytes ({format_bytes(least)}). "
+            f"Use a smaller batch or a larger limit.{fraction}",
             limit=limit,
             minimum=least,
         )
