@@ -105,6 +105,17 @@ def test_close_to_every_plan_on_average() -> None:
     assert lowest_met >= tried * 0.95
 
 
+@pytest.mark.parametrize("seed", [103, 301, 332])
+def test_the_lowest_peak_may_take_two_moves_at_once(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = random_graph(seed, 10)
+    least = brute_force(graph, 0)[1]
+    assert minimum(graph).peak == least
+    monkeypatch.setattr("lowtide.planner.lowest.PAIRS", 0)
+    assert minimum(graph).peak > least
+
+
 def test_brute_force_refuses_large_graphs() -> None:
     with pytest.raises(UsageError, match="combinations are too many"):
         brute_force(chain(30), 0)

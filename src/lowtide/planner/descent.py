@@ -19,6 +19,9 @@ from lowtide.planner.repair import Candidate, Problem, live_at_peak, trace_of
 from lowtide.planner.retention import HOLD
 from lowtide.planner.simulate import Simulation, Trace
 
+FOLLOWING = 2
+"""How many moves `pairs` tries after each."""
+
 
 def excess(result: Simulation, limit: int) -> int:
     """Bytes over the limit, summed over operations and events."""
@@ -55,6 +58,25 @@ def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int
         if not improved:
             break
     return best
+
+
+def pairs(problem: Problem, candidate: Candidate, limit: int, evaluations: int) -> Candidate:
+    """One step of a descent that no single move can go on with: the first move after which a few
+    more lower the excess, although it does not by itself."""
+    sim = problem.sim
+    stop = sim.evaluations + evaluations
+    score = excess(candidate.result, limit)
+    for value, choice in _moves(problem, candidate):
+        if sim.evaluations >= stop:
+            break
+        retain = candidate.retain.copy()
+        retain[value] = choice
+        result = problem.run(retain)
+        if result.complete:
+            found = descend(problem, Candidate(retain, result), limit, FOLLOWING)
+            if excess(found.result, limit) < score:
+                return found
+    return candidate
 
 
 def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:

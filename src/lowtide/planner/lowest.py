@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from lowtide.planner.descent import descend
+from lowtide.planner.descent import descend, pairs
 from lowtide.planner.greedy import greedy
 from lowtide.planner.repair import Problem, shrink
 from lowtide.planner.search import LARGE, SEGMENTS, Search, nested_anchors, offer_anchors
@@ -19,6 +19,8 @@ from lowtide.planner.segments import Boundaries
 
 LOWER = 4
 """How many times the work of a search for the cheapest plan: a refusal names the lowest peak."""
+PAIRS, NEARER = 3, 400
+"""The same for pairs of moves at the end, whose goal is this part of the peak below it."""
 NESTED = 3
 """How many plans with nested anchors are shrunk further."""
 
@@ -40,6 +42,7 @@ def lowest(problem: Problem, enough: int, deadline: float) -> Search:
     if search.best.result.peak > enough and len(problem.sim.cost) <= LARGE:
         _nested(search)
     _lower(search, enough)
+    _pair(search, enough)
     return search
 
 
@@ -74,3 +77,18 @@ def _lower(search: Search, enough: int) -> None:
             if step == 1:
                 return
             step = max(step // 4, 1)
+
+
+def _pair(search: Search, enough: int) -> None:
+    """Lower the best peak, where single moves have ended, by pairs of them."""
+    sim = search.problem.sim
+    stop = sim.evaluations + PAIRS * search.allowed
+    best = search.best
+    while search.best.result.peak > enough and perf_counter() < search.deadline:
+        left = stop - sim.evaluations
+        goal = best.result.peak - max(best.result.peak // NEARER, 1)
+        found = pairs(search.problem, best, goal, left)
+        if found is best:
+            return
+        best = found  # less above the goal; perhaps only the next one has a lower peak
+        search.offer(best, "descent")
