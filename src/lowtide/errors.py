@@ -31,8 +31,9 @@ class LowtideError(Exception):
 class BudgetError(LowtideError, RuntimeError):
     """The step does not fit inside its limit (rule 13).
 
-    The text contains "out of memory.", by which `accelerate.utils.find_executable_batch_size` and
-    Trainer's ``auto_find_batch_size`` know that a smaller batch may fit.
+    The text of a refusal contains "out of memory.", by which accelerate's
+    ``find_executable_batch_size`` and Trainer's ``auto_find_batch_size`` know that a smaller batch
+    may fit.
 
     Attributes:
         limit: the limit that was given, in bytes.

@@ -155,7 +155,8 @@ def never_compiled(function: Callable[..., Any]) -> None:
 
 def is_tracing() -> bool:
     """Whether Dynamo traces a function on this thread; `torch.compiler.is_compiling` says so in the
-    traced code only, not in what Dynamo asks of the objects that it meets there."""
+    traced code only, not in what Dynamo asks of the objects that it meets there. Unnecessary once
+    torch 2.10 is not supported: Dynamo of 2.13 traces an overridden forward without it."""
     return torch._guards.CompileContext.current_compile_id() is not None
 
 
