@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
@@ -235,7 +236,7 @@ def transformer(layers: int = 84, unit: int = MIB) -> Graph:
 
 def random_graph(seed: int, ops: int) -> Graph:
     """A small graph with branches, several outputs, workspaces, operations that cannot be replayed
-    or write in place, and values that user code holds."""
+    or write in place, values that user code holds, and externals that only the record has."""
     rng = random.Random(seed)
     tape = Tape()
     values = [tape.external(rng.randint(1, 9))]
@@ -263,7 +264,31 @@ def random_graph(seed: int, ops: int) -> Graph:
     for value in values[1:]:
         if rng.random() < 0.3:
             tape.named[value] = rng.randint(tape.producer[value], ops - 1)
-    return tape.close()
+    return with_owned(tape.close(), rng, rng.choice((0, 0, 1, 2)))
+
+
+def with_owned(graph: Graph, rng: random.Random, count: int) -> Graph:
+    """The same step with more externals, which only the record has: some operations read them, and
+    autograd may have saved them until some event."""
+    values, ops, events = list(graph.values), list(graph.ops), list(graph.events)
+    for number in range(len(values), len(values) + count):
+        readers = sorted(rng.sample(range(len(ops)), rng.randint(1, min(3, len(ops)))))
+        until = rng.randint(readers[-1], len(ops) - 1) if rng.random() < 0.3 else -1
+        nbytes = rng.randint(1, 9)
+        values.append(ValueNode(nbytes, -1, named=until, owned=True))
+        for index in range(max(readers[-1], until) + 1):
+            op = ops[index]  # until then it is in memory whatever a plan says
+            ops[index] = replace(
+                op,
+                inputs=(*op.inputs, number) if index in readers else op.inputs,
+                other=op.other + nbytes,
+                peak_other=op.peak_other + nbytes,
+            )
+        if events and rng.random() < 0.3:
+            place = rng.randrange(len(events))
+            event = events[place]
+            events[place] = replace(event, releases=(*event.releases, number))
+    return replace(graph, values=tuple(values), ops=tuple(ops), events=tuple(events))
 
 
 NETWORKS: dict[str, Callable[[], Graph]] = {

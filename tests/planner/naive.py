@@ -29,7 +29,11 @@ def reachable(graph: Graph, retain: Sequence[int], event: int) -> set[int]:
 def peak_and_replays(graph: Graph, retain: Sequence[int]) -> tuple[int, list[int]]:
     """The peak of the whole step and the operations replayed, in order."""
     size = [v.nbytes for v in graph.values]
-    free = {v for v, node in enumerate(graph.values) if node.producer < 0 or node.pinned}
+    free = {
+        v
+        for v, node in enumerate(graph.values)
+        if node.pinned or (node.producer < 0 and not node.owned)
+    }
     stored = {v for v, h in enumerate(retain) if h == -1 and v not in free}
     stored &= reachable(graph, retain, 0)
     peak = 0

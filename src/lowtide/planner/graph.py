@@ -7,7 +7,7 @@ Invariant: a `Graph` is immutable and checked when built. Operations are in reco
 every operation reads values with smaller producers; events are in backward order; a value is
 never released before its last event. Whatever passes the constructor can be simulated.
 
-Imports: `lowtide.errors`, `lowtide.planner.fields` and the standard library. Never torch.
+Imports: `lowtide.planner.fields`, `lowtide.planner.wellformed` and the standard library. Never torch.
 
 Rejected: a general graph library. Ids are positions in tuples; the solvers copy them into flat
 lists once and never touch these classes in a loop.
@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from lowtide.errors import UsageError
 from lowtide.planner import fields
+from lowtide.planner.wellformed import EXTERNAL as EXTERNAL
+from lowtide.planner.wellformed import check
 
 FORMAT = "lowtide.graph"
 VERSION = 3
-EXTERNAL = -1
-"""The producer of a value that was made outside the recorded operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,10 @@ class ValueNode:
     """If the autograd graph that saved it dies before any backward: the last operation of the
     forward during which that graph lives; else -1. A plain step holds it until then; a plan does
     not, since no backward will ask for it."""
+    owned: bool = False
+    """If it is `EXTERNAL`: nothing but the record has it in backward, such as the result of a
+    custom operator. It counts for as long as an operation that reads it may be replayed, or until
+    its release; no replay can make it. Other externals count no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,7 @@ class Graph:
     neighbouring peaks."""
 
     def __post_init__(self) -> None:
-        _check_ops(self)
-        _check_events(self)
+        check(self)
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -202,7 +204,17 @@ class Graph:
                 read = any(self.ops[reader].replayable for reader in self.consumers[value])
                 if self.release[value] >= 0 or read:
                     found.add(value)
-        return frozenset(found)
+        return frozenset(found.union(self.owned))
+
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """The externals that only the record has. They are the last of its values."""
+        return tuple([value for value, node in enumerate(self.values) if node.owned])
+
+    @property
+    def recorded(self) -> int:
+        """How many of its values are not `owned`: those whose ids the recorder knows."""
+        return len(self.values) - len(self.owned)
 
     @cached_property
     def fleeting(self) -> frozenset[int]:
@@ -231,14 +243,19 @@ class Graph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
-        Times, memory outside the plan, `pinned` and `named` are observations that vary from step
-        to step, so they are left out: a plan stays applicable when they are measured again.
+        Times, memory outside the plan, `pinned`, `named` and `owned` values are observations that
+        vary from step to step, so they are left out: a plan stays applicable when they are measured
+        again.
         """
+        known = self.recorded
         text = json.dumps(
             [
-                [[v.nbytes, v.producer] for v in self.values],
-                [[o.name, o.inputs, o.outputs, o.replayable] for o in self.ops],
-                [[e.value, e.releases] for e in self.events],
+                [[v.nbytes, v.producer] for v in self.values[:known]],
+                [
+                    [o.name, [v for v in o.inputs if v < known], o.outputs, o.replayable]
+                    for o in self.ops
+                ],
+                [[e.value, [v for v in e.releases if v < known]] for e in self.events],
             ],
             separators=(",", ":"),
         )
@@ -252,6 +269,7 @@ class Graph:
                 "version": VERSION,
                 "values": [[v.nbytes, v.producer, v.pinned, v.named] for v in self.values],
                 "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
+                "owned": self.owned,
                 "forgotten": [
                     [k, v.forgotten] for k, v in enumerate(self.values) if v.forgotten >= 0
                 ],
@@ -280,6 +298,7 @@ class Graph:
         """Read what `to_json` wrote. Anything else is a `UsageError`; nothing is executed."""
         data = fields.read_document(text, FORMAT, VERSION)
         overwritten = frozenset(fields.ids(data.get("overwritten", [])))
+        owned = frozenset(fields.ids(data.get("owned", [])))
         rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
         forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
         rows = fields.rows({"overwrites": data.get("overwrites", [])}, "overwrites", 2)
@@ -292,6 +311,7 @@ class Graph:
                 place in overwritten,
                 fields.whole(row[3]),
                 forgotten.get(place, -1),
+                place in owned,
             )
             for place, row in enumerate(fields.rows(data, "values", 4))
         )
@@ -316,76 +336,3 @@ class Graph:
             for row in fields.rows(data, "events", 4)
         )
         return Graph(values, ops, events, fields.whole(data.get("turn")))
-
-
-def _check_ops(graph: Graph) -> None:
-    count = len(graph.values)
-    made: dict[int, int] = {}
-    for index, op in enumerate(graph.ops):
-        where = f"operation {index} ({op.name})"
-        _check_ids(where, (*op.inputs, *op.outputs), count)
-        _check_sizes(where, op.workspace, op.other, op.peak_other)
-        if not 0 <= op.seconds < float("inf"):
-            raise UsageError(
-                f"{where} takes {op.seconds} seconds; a time is finite and not negative"
-            )
-        for value in op.inputs:
-            if graph.values[value].producer >= index:
-                raise UsageError(
-                    f"{where} reads value {value}, which operation "
-                    f"{graph.values[value].producer} makes only later; list operations in "
-                    "recorded order"
-                )
-        for value in op.overwrites:
-            if value not in op.inputs:
-                raise UsageError(
-                    f"{where} writes value {value} in place, which is not one of its inputs"
-                )
-        for value in op.outputs:
-            if value in made or graph.values[value].producer != index:
-                raise UsageError(
-                    f"{where} lists value {value} as an output, whose producer is "
-                    f"{graph.values[value].producer}; a value has one producer"
-                )
-            made[value] = index
-    for value, node in enumerate(graph.values):
-        _check_sizes(f"value {value}", node.nbytes)
-        for what, until in (("named", node.named), ("saved", node.forgotten)):
-            if not -1 <= until < len(graph.ops):
-                raise UsageError(
-                    f"value {value} is {what} up to operation {until}; the graph has "
-                    f"{len(graph.ops)} operations"
-                )
-        if node.producer != EXTERNAL and value not in made:
-            raise UsageError(
-                f"value {value} names producer {node.producer}, which does not list it"
-            )
-
-
-def _check_events(graph: Graph) -> None:
-    _check_sizes("what follows the forward", graph.turn)
-    released: dict[int, int] = {}
-    for index, event in enumerate(graph.events):
-        where = f"event {index}"
-        _check_ids(where, (event.value, *event.releases), len(graph.values))
-        _check_sizes(where, event.other, event.peak_other)
-        if event.value in released:
-            raise UsageError(
-                f"{where} unpacks value {event.value}, which event {released[event.value]} released"
-            )
-        for value in event.releases:
-            if value in released:
-                raise UsageError(f"{where} releases value {value} a second time")
-            released[value] = index
-
-
-def _check_ids(where: str, ids: tuple[int, ...], count: int) -> None:
-    for value in ids:
-        if not 0 <= value < count:
-            raise UsageError(f"{where} names value {value}; the graph has values 0 to {count - 1}")
-
-
-def _check_sizes(where: str, *sizes: int) -> None:
-    for size in sizes:
-        if size < 0:
-            raise UsageError(f"{where} has a size of {size} bytes; sizes are not negative")

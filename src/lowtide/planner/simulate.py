@@ -10,6 +10,7 @@ Invariant: this module is the definition of what a plan means. The rules:
 2. A value lives until its release and as long as an operation that reads it may be replayed; an
    operation may be replayed as long as one of its outputs that is not held lives. A held value cuts
    the link to its producer. A held or retained value is freed after the last event of its life.
+   An external that only the record has (`ValueNode.owned`) is such a value, and always held.
 3. At an event whose value is missing, the operations that lead to it from values in memory run in
    recorded order. Outputs that nothing needs are freed right after their operation, temporaries
    after their last reader in this replay; an output with a pending handle is retained if the plan
@@ -111,16 +112,18 @@ class Simulator:
         self.graph = graph
         self.nbytes = [v.nbytes for v in graph.values]
         self.producer = [v.producer for v in graph.values]
-        self.free = [v.producer < 0 or v.pinned for v in graph.values]
-        self.inputs = [tuple(dict.fromkeys(op.inputs)) for op in graph.ops]
+        self.free = [v.pinned or (v.producer < 0 and not v.owned) for v in graph.values]
         # Externals and pinned values are always in memory, so no walk needs to look at them.
-        self.reads = [tuple(x for x in ins if not self.free[x]) for ins in self.inputs]
+        self.reads = [
+            tuple(x for x in dict.fromkeys(op.inputs) if not self.free[x]) for op in graph.ops
+        ]
         self.outputs = [op.outputs for op in graph.ops]
-        self.made = [sum(self.nbytes[w] for w in outs) for outs in self.outputs]
-        self.work = [made + op.workspace for made, op in zip(self.made, graph.ops, strict=True)]
+        self.work = [sum(self.nbytes[w] for w in op.outputs) + op.workspace for op in graph.ops]
         self.overwrites = [op.overwrites for op in graph.ops]
         self.cost = [op.seconds + REPLAY_OVERHEAD for op in graph.ops]
         self.replayable = [op.replayable for op in graph.ops]
+        for value in graph.owned:
+            self._make_before(value)
         self.release = list(graph.release)
         self.last_use = list(graph.last_use)
         self.stays = list(graph.stays)
@@ -135,6 +138,23 @@ class Simulator:
         ][::-1]
         self.evaluations = 0
         self._compiled: Compiled | None = None
+
+    def _make_before(self, value: int) -> None:
+        """Give an external that counts bytes a producer of its own, which cannot be replayed. It
+        is one more entry after those of the operations, and is none of the forward."""
+        self.producer[value] = len(self.cost)
+        self.reads.append(())
+        self.outputs.append((value,))
+        self.work.append(self.nbytes[value])
+        self.overwrites.append(())
+        self.cost.append(0.0)
+        self.replayable.append(False)
+
+    def output_of(self, op: int) -> str:
+        """In words, for errors."""
+        if op < len(self.graph.ops):
+            return f"an output of operation {op} ({self.graph.ops[op].name})"
+        return f"value {self.outputs[op][0]}, an external"
 
     def lists(self) -> Lists:
         """The lists, in the order in which `planning.h` reads them."""
@@ -284,9 +304,8 @@ class _Run:
             op = stack.pop()
             if not sim.replayable[op]:
                 raise UsageError(
-                    f"the plan lets go of an output of operation {op} ({sim.graph.ops[op].name}), "
-                    f"which cannot be replayed and is needed for value {value}; hold every value "
-                    "in graph.must_hold"
+                    f"the plan lets go of {sim.output_of(op)}, which cannot be replayed and is "
+                    f"needed for value {value}; hold every value in graph.must_hold"
                 )
             for x in reads[op]:
                 if start[x] == ABSENT:
