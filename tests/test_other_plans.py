@@ -47,16 +47,6 @@ SAME_BITS = {
     "hf_gpt2_sdpa",
     "hf_mixtral",
 }
-# A constant, or an external that only the tape still has, stays in memory where a replay reads it,
-# and a plan that drops its reader is predicted some hundred bytes too low.
-KEEPS_MORE = {
-    "state_default_dtype",
-    "state_old_spectral_norm",
-    "aliasing_changes_its_input",
-    "aliasing_complex",
-    "autograd_implicit_layer",
-    "autograd_unseen_write",
-}
 # Each step is another one, or has several backwards, or leaves a sparse gradient.
 NO_STEP_LIKE_THE_LAST = {
     "random_stochastic_depth",
@@ -65,7 +55,7 @@ NO_STEP_LIKE_THE_LAST = {
     "autograd_two_backwards",
     "torch_embeddings",
 }
-NETS = sorted(CASES.keys() - KEEPS_MORE - NO_STEP_LIKE_THE_LAST)
+NETS = sorted(CASES.keys() - NO_STEP_LIKE_THE_LAST)
 
 
 def drawn(learned: Learned, rng: random.Random) -> Prepared:

@@ -298,7 +298,7 @@ class Loop(Planning):
                 plain=plain,
             )
         self.allowance.shortage.needs(found.result.peak + before)
-        decisions.settle(found.retain)
+        decisions.settle(found.retain[: graph.recorded])
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.

@@ -101,7 +101,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         OpLog(
             name=op.name,
             seconds=op.seconds,
-            inputs=op.inputs,
+            inputs=tuple([value for value in op.inputs if value < graph.recorded]),
             outputs=op.outputs,
             sizes=tuple(graph.values[value].nbytes for value in op.outputs),
             begin=None,

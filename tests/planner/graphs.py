@@ -273,10 +273,10 @@ def with_owned(graph: Graph, rng: random.Random, count: int) -> Graph:
     values, ops, events = list(graph.values), list(graph.ops), list(graph.events)
     for number in range(len(values), len(values) + count):
         readers = sorted(rng.sample(range(len(ops)), rng.randint(1, min(3, len(ops)))))
-        until = rng.randint(readers[-1], len(ops) - 1) if rng.random() < 0.3 else -1
+        until = rng.randint(readers[-1], len(ops)) if rng.random() < 0.6 else -1
         nbytes = rng.randint(1, 9)
         values.append(ValueNode(nbytes, -1, named=until, owned=True))
-        for index in range(max(readers[-1], until) + 1):
+        for index in range(min(max(readers[-1], until) + 1, len(ops))):
             op = ops[index]  # until then it is in memory whatever a plan says
             ops[index] = replace(
                 op,

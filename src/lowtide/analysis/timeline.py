@@ -390,4 +390,6 @@ class Reader:
             shape, dtype = saved.shape, saved.dtype
         elif block is not None:
             shape, dtype = block.shape, block.dtype
-        return Item(node.nbytes, kind, self.ledger.sites[node.producer], shape, dtype, "", value)
+        # A plan never lets go of an external that only the record has; no operation made it.
+        site = Site("unrecorded") if node.owned else self.ledger.sites[node.producer]
+        return Item(node.nbytes, kind, site, shape, dtype, "", value)

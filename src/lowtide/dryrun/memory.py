@@ -35,6 +35,7 @@ class FakeMemory(Counting):
         self.last = 0.0  # of the last one
         self._levels = [0]
         self._rises: list[int] = []
+        self._noted: list[bool] = []
         self.ask: Callable[[Any, Any, Any], Any] | None = None  # for calls that depend on data
 
     def __torch_dispatch__(
@@ -84,6 +85,10 @@ class FakeMemory(Counting):
         self.peak = 0  # the peak since this mark
         return len(self._levels) - 1
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        self._noted.append(_compat.storage_id(storage) in self._known)
+        return len(self._noted) - 1
+
     def of_step(self, pending: Callable[[], bool]) -> None:
         """Nothing to do: this memory counts one step only."""
 
@@ -92,4 +97,4 @@ class FakeMemory(Counting):
 
     def stop(self, then: Arrived) -> None:
         self.mark()
-        then(Timeline(self._levels[:-1], self._rises, self.level))
+        then(Timeline(self._levels[:-1], self._rises, self.level, tuple(self._noted)))

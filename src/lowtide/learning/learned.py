@@ -18,7 +18,7 @@ from lowtide.learning.effort import LESSONS
 from lowtide.learning.ranks import Known
 from lowtide.memory import margins
 from lowtide.observing.seen import Seen
-from lowtide.planner import Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
+from lowtide.planner import HOLD, Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
 from lowtide.planner.polish import Polish
 from lowtide.running.prepared import Prepared, Signature
 
@@ -107,7 +107,8 @@ class Learned:
         that ran: what was measured to keep the limit is never refused."""
         graph, ran = self.graph, self.ran
         found = [(closest.peak, closest.seconds, closest.plan)]
-        if ran is not None and len(ran) == len(graph.values):
+        if ran is not None and len(ran) == graph.recorded:
+            ran = ran + [HOLD] * len(graph.owned)
             result = Simulator(graph).run(ran)
             found.append((result.peak, result.seconds, Retention(tuple(ran), graph.fingerprint)))
         if all(peak > limit for peak, _, _ in found):

@@ -4,12 +4,13 @@ Problem: each rank measures different times, so each would make its own plan, an
 one rank refuses leaves the others waiting in their next collective. Invariant: ranks communicate
 only where a budget is entered, which every rank does equally often; nothing is sent in a forward or
 a backward, and what was agreed on is the same value on each rank. Imports torch.distributed, the
-planner and errors. Rejected: agreeing in the middle of a step, where other ranks may be inside one
+planner, externals and errors. Rejected: agreeing in the middle of a step, where other ranks may be inside one
 of the model's own collectives: a deadlock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide.errors import BudgetError, UsageError
+from lowtide.observing.externals import External, externals_of, with_externals
 from lowtide.planner import Graph
 
 T = TypeVar("T")
@@ -136,6 +138,7 @@ def merged(graphs: Sequence[Graph]) -> Graph:
 
     A plan that fits it fits on each rank.
     """
+    graphs = _with_all_externals(graphs)
     first = graphs[0]
     values = tuple(
         replace(
@@ -165,3 +168,26 @@ def merged(graphs: Sequence[Graph]) -> Graph:
     )
     turn = max(graph.turn for graph in graphs)
     return replace(first, values=values, ops=ops, events=events, turn=turn)
+
+
+def _with_all_externals(graphs: Sequence[Graph]) -> list[Graph]:
+    """Externals that only the record has are no part of the structure: what one rank has, all do.
+
+    A rank that was not watched knows of none, and on one the program may have what it has let go of
+    on another.
+    """
+    without, each = zip(*map(externals_of, graphs), strict=True)
+    known: dict[tuple[int, ...], External] = {}
+    for found in each:
+        seen: Counter[tuple[int, ...]] = Counter()
+        for one in found:
+            seen[one.readers] += 1
+            key = (seen[one.readers], *one.readers)
+            other = known.setdefault(key, one)
+            known[key] = replace(
+                one,
+                nbytes=max(one.nbytes, other.nbytes),
+                named=min(one.named, other.named),
+                release=max(one.release, other.release),
+            )
+    return [with_externals(graph, list(known.values())) for graph in without]

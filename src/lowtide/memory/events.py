@@ -16,7 +16,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,15 @@ class Timeline:
             after an allocation; without one, their number at the end. What is freed between the
             mark and the next allocation is not in it.
         final: bytes allocated and not freed at the end.
+        known: for each storage that was noted, whether it is a block of the recording, so that its
+            release is in the levels too. On the CPU, older blocks and memory that others have
+            allocated are not.
     """
 
     levels: list[int]
     rises: list[int]
     final: int
+    known: tuple[bool, ...] = ()
 
     @property
     def peaks(self) -> list[int]:
@@ -64,7 +68,7 @@ class Timeline:
         """The recording as if it had ended at a mark other than the first."""
         if mark >= len(self.levels):
             return self
-        return Timeline(self.levels[:mark], self.rises[:mark], self.levels[mark])
+        return Timeline(self.levels[:mark], self.rises[:mark], self.levels[mark], self.known)
 
 
 class MemoryEvents:
@@ -84,6 +88,7 @@ class MemoryEvents:
         self._turned_away: set[int] = set()  # threads that wanted the recorder after `over`
         self._marker: torch.UntypedStorage | None = None
         self._addresses: list[int] = []
+        self._noted: list[tuple[int, int]] = []  # (marks before it, address)
         self._waiting: list[Callable[[Timeline | None], None]] = []
         self._over = False
         self._step: weakref.WeakMethod[Callable[[], bool]] | None = None
@@ -175,6 +180,11 @@ class MemoryEvents:
         self._addresses.append(marker.data_ptr())
         return index
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        """Note a storage that was there at the last mark; returns its place in `known`."""
+        self._noted.append((len(self._addresses) - 1, storage.data_ptr()))
+        return len(self._noted) - 1
+
     def stop(self) -> Timeline | None:
         """End the recording; `None`, with the reason in `obstacle`, if it was disturbed."""
         timeline = self._early[0] if self._early else self._stop()
@@ -205,7 +215,7 @@ class MemoryEvents:
             if not ending:
                 profiling.profiler_token.token = None
             fields = profiling.stop_memory_profiler()
-        timeline = read_timeline(fields, self.device, self._addresses)
+        timeline = read_timeline(fields, self.device, self._addresses, self._noted)
         if timeline is None:
             self.obstacle = "part of the recording is missing"
         return timeline
@@ -310,11 +320,15 @@ def _obstacle() -> str:
 
 
 def read_timeline(
-    fields: Iterable[Any], device: torch.device, markers: list[int]
+    fields: Iterable[Any],
+    device: torch.device,
+    markers: list[int],
+    noted: Sequence[tuple[int, int]] = (),
 ) -> Timeline | None:
     """Turn a stream of allocations into bytes, cut where the marker block left `markers[k]`.
 
-    `None` if not every move of the marker is in the stream: then events are missing.
+    `noted` has (mark, address) of storages, in the order of their marks. `None` if not every move
+    of the marker is in the stream: then events are missing.
     """
     found = _find_marks(fields, device, markers)
     if found is None:
@@ -324,7 +338,10 @@ def read_timeline(
     on_cpu = device.type == "cpu"
     level = begin = 0
     levels, rises = [0], []
+    known: list[bool] = []
     for cut in cuts:
+        while len(known) < len(noted) and noted[len(known)][0] < len(levels):
+            known.append(noted[len(known)][1] in held)
         rise: int | None = None
         for size, address in zip(sizes[begin:cut], addresses[begin:cut], strict=True):
             if size > 0:
@@ -340,7 +357,7 @@ def read_timeline(
         rises.append(level if rise is None else rise)
         levels.append(level)
         begin = cut
-    return Timeline(levels[:-1], rises, levels[-1])
+    return Timeline(levels[:-1], rises, levels[-1], tuple(known))
 
 
 def _find_marks(

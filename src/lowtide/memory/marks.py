@@ -26,6 +26,11 @@ class Marks(Protocol):
         """Put a mark here; returns its index."""
         ...
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        """Note a storage that was there at the last mark; returns its place in
+        `Timeline.known`."""
+        ...
+
     def of_step(self, pending: Callable[[], bool]) -> None:
         """It measures a step, and is wanted as long as `pending` says that the step is pending."""
         ...
@@ -47,6 +52,9 @@ class OwnEvents:
 
     def mark(self) -> int:
         return self._events.mark()
+
+    def note(self, storage: torch.UntypedStorage) -> int:
+        return self._events.note(storage)
 
     def of_step(self, pending: Callable[[], bool]) -> None:
         self._events.of_step(pending)
@@ -75,6 +83,9 @@ class SharedEvents:
     def mark(self) -> int:
         return 0 if self._over else self._events.mark() - self._base
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        return self._events.note(storage)
+
     def of_step(self, pending: Callable[[], bool]) -> None:
         pass
 
@@ -95,6 +106,7 @@ class SharedEvents:
                 [level - zero for level in timeline.levels[self._base :]],
                 [rise - zero for rise in timeline.rises[self._base :]],
                 timeline.final - zero,
+                timeline.known,
             )
         if self._then is not None:
             self._then(self._timeline)
@@ -155,6 +167,7 @@ class DeviceCounters:
         self._entry = self._last.now
         self._levels = [0]
         self._rises: list[int] = []
+        self._noted = 0
 
     def mark(self) -> int:
         last, self._last = self._last, reset_peak(self._device)
@@ -164,6 +177,11 @@ class DeviceCounters:
         self._rises.append(rise - self._entry)
         return len(self._levels) - 1
 
+    def note(self, storage: torch.UntypedStorage) -> int:
+        """Whenever it was allocated, its release is counted."""
+        self._noted += 1
+        return self._noted - 1
+
     def of_step(self, pending: Callable[[], bool]) -> None:
         pass
 
@@ -172,7 +190,8 @@ class DeviceCounters:
 
     def stop(self, then: Arrived) -> None:
         self.mark()
-        then(Timeline(self._levels[:-1], self._rises, self._levels[-1]))
+        known = (True,) * self._noted
+        then(Timeline(self._levels[:-1], self._rises, self._levels[-1], known))
 
 
 def start_marks(device: torch.device) -> Marks | None:

@@ -28,6 +28,7 @@ from lowtide.kernels.workspace import (
 )
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
+from lowtide.observing.externals import Externals
 from lowtide.observing.leaves import Leaves
 from lowtide.observing.lives import Lives, weak_to
 from lowtide.observing.rebuild import OpLog, rebuild
@@ -55,6 +56,7 @@ class Observer(Lives):
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.leaves = Leaves()
+        self.externals = Externals()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
         self.base: Graph | None = None  # of another step, with the same first operations
         self.common = 0  # how many those are
@@ -99,6 +101,7 @@ class Observer(Lives):
         observer.base, observer.common = base, count
         observer.names.resume(base, count, {} if recorder is None else recorder.table)
         observer.leaves.resume(seen, count)
+        observer.externals.resume(base, count)
         observer._values = list(map(weak_to, values))
         for handle in handles:
             observer.saved(handle.value, handle)
@@ -139,6 +142,7 @@ class Observer(Lives):
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
         self.leaves.ran(tensors)
+        self.externals.ran([ref.value for ref in op.refs], self._counts, self.memory)
         log = _what_ran(op, made, signature, live, begin, mark)
         log.inside = tuple(self._replays)
         log.unseen = begin if unseen is None else unseen
@@ -274,6 +278,7 @@ class Observer(Lives):
             for_good = value.op is None and number not in anchored
             if for_good or _compat.storage_holders(storage) > 2:
                 self.pinned.add(number)
+        self.externals.begin_backward()
         self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
 
@@ -281,6 +286,7 @@ class Observer(Lives):
         if value.number >= 0:
             mark = self.memory.mark() if self.memory is not None else 0
             self.requests.append((value.number, operation, mark, mark))
+            self.externals.asked(len(self.requests))
 
     def answered(self) -> None:
         """The last request was answered with a tensor."""
@@ -303,6 +309,7 @@ class Observer(Lives):
     def finish(self, then: Callable[[Observer], None]) -> None:
         """The step is over; `then` is called once its measurement is available."""
         self._values.clear()
+        self.externals.close()
         self._refs.clear()  # what dies from now on does not belong to this step's backward
         memory, self.memory = self.memory, None
         if memory is None:

@@ -3,8 +3,8 @@
 Problem: what was measured belongs to the plan that ran, and the planner asks about others.
 Invariant: "other" memory is what was measured minus what that plan held at that moment, so that the
 simulator returns the measured peak for the plan that ran; without a measurement it is modelled from
-sizes, too high rather than too low. Imports modelled, planner. Rejected: modelling where there is a
-measurement.
+sizes, too high rather than too low. Imports modelled, externals, planner. Rejected: modelling where
+there is a measurement.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.backward.modelled import modelled_events
 from lowtide.backward.operation import Call
+from lowtide.observing.externals import External, with_externals
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
@@ -131,13 +132,15 @@ def rebuild(seen: Observer) -> Graph:
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
     ops = _op_nodes(seen, sizes, stays)
+    externals = seen.externals.found(seen.timeline.known if seen.timeline else ())
     if seen.requests and seen.timeline:
-        return Graph(values, ops, _measured_events(seen, sizes), _turn(seen, sizes))
+        events = _measured_events(seen, sizes, externals)
+        return with_externals(Graph(values, ops, events, _turn(seen, sizes)), externals)
     if seen.timeline:
         return Graph(values, ops, (), _turn(seen, sizes))
     asked = [(value, op) for value, op, *_ in seen.requests] or None
     events, _ = modelled_events(seen, sizes, asked)
-    return Graph(values, ops, events)
+    return with_externals(Graph(values, ops, events), externals)
 
 
 def before_requests(seen: Observer) -> int:
@@ -242,13 +245,18 @@ def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNod
         return []
     longer = [0] * (seen.common + 1)
     for number, (value, last) in enumerate(zip(base.values, base.stays, strict=True)):
-        if value.producer < seen.common and number < len(stays):
+        if 0 <= value.producer < seen.common and number < len(stays):
             end = min(stays[number], seen.common - 1)
             if end > last:
                 longer[last + 1] += sizes[number]
                 longer[end + 1] -= sizes[number]
     return [
-        replace(op, other=op.other + more, peak_other=op.peak_other + more)
+        replace(
+            op,
+            inputs=tuple([value for value in op.inputs if value < base.recorded]),
+            other=op.other + more,
+            peak_other=op.peak_other + more,
+        )
         for op, more in zip(base.ops[: seen.common], itertools.accumulate(longer), strict=False)
     ]
 
@@ -268,7 +276,9 @@ def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
     return replace(graph, events=tuple(events))
 
 
-def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
+def _measured_events(
+    seen: Observer, sizes: list[int], externals: Iterable[External]
+) -> tuple[Event, ...]:
     assert seen.timeline is not None
     count = len(seen.requests)
     held = [0] * (count + 1)
@@ -282,6 +292,10 @@ def _measured_events(seen: Observer, sizes: list[int]) -> tuple[Event, ...]:
         if last >= first:
             held[first] += sizes[number]
             held[last + 1] -= sizes[number]
+    for external in externals:
+        if external.measured and external.last >= 0:
+            held[0] += external.nbytes
+            held[min(external.last, count - 1) + 1] -= external.nbytes
     releases = _releases(seen, count)
     events = []
     levels, peaks = seen.timeline.levels, seen.timeline.peaks

@@ -7,7 +7,7 @@ Invariant: a `Graph` is immutable and checked when built. Operations are in reco
 every operation reads values with smaller producers; events are in backward order; a value is
 never released before its last event. Whatever passes the constructor can be simulated.
 
-Imports: `lowtide.planner.fields`, `lowtide.planner.wellformed` and the standard library. Never torch.
+Imports: `lowtide.planner.fields`, `lowtide.planner.wellformed`, the standard library. Never torch.
 
 Rejected: a general graph library. Ids are positions in tuples; the solvers copy them into flat
 lists once and never touch these classes in a loop.
@@ -51,7 +51,8 @@ class ValueNode:
     owned: bool = False
     """If it is `EXTERNAL`: nothing but the record has it in backward, such as the result of a
     custom operator. It counts for as long as an operation that reads it may be replayed, or until
-    its release; no replay can make it. Other externals count no bytes."""
+    its release; no replay can make it. Other externals count no bytes. If `named` is the number of
+    operations, it is in memory whatever a plan says until the first event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _check_values(graph: Graph) -> None:
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
         for what, until in (("named", node.named), ("saved", node.forgotten)):
-            if not -1 <= until < len(graph.ops):
+            if not -1 <= until < len(graph.ops) + node.owned:
                 raise UsageError(
                     f"value {value} is {what} up to operation {until}; the graph has "
                     f"{len(graph.ops)} operations"

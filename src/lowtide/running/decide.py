@@ -161,7 +161,8 @@ class StepDecisions(ForwardDecisions):
             self._made.settle()
             return
         if self.prepared is not None:
-            self.observer.ran = list(self.prepared.plan.retain)
+            planned = self.prepared
+            self.observer.ran = list(planned.plan.retain[: planned.graph.recorded])
         for value in self.observer.alive():
             if value.held is not None and value.op is not None:
                 value.settle()

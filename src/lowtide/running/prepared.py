@@ -161,7 +161,7 @@ class Prepared:
         grown: bool = False,
     ) -> Prepared:
         signatures = signatures_of(seen.ops)
-        choices = list(plan.retain)
+        choices = list(plan.retain[: graph.recorded])
         anchors = _anchors(plan, graph)
         for value, choice in enumerate(choices):
             if choice < 0 and graph.release[value] < 0:
