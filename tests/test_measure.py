@@ -221,6 +221,20 @@ def test_a_free_that_was_not_seen_is_made_up_for() -> None:
     assert read_timeline(stream, CPU, [900]) == Timeline(levels=[0], rises=[100], final=30)
 
 
+def test_which_storages_are_blocks_of_the_recording() -> None:
+    older = torch.empty(30)
+
+    def step(events: MemoryEvents) -> None:
+        mine, foreign = torch.empty(20), torch.frombuffer(bytearray(40), dtype=torch.uint8)
+        events.mark()
+        for tensor in (older, mine, foreign):
+            events.note(tensor.untyped_storage())
+        del mine
+        events.mark()
+
+    assert recorded(step).known == (False, True, False)
+
+
 # --- refusals and errors ----------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -532,6 +533,18 @@ def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
     named = merged([graph(1.0, 1, named=0), graph(1.0, 1), graph(1.0, 1, named=0)])
     assert named == graph(1.0, 1)
     assert merged([graph(1.0, 1, named=0)] * 2) == graph(1.0, 1, named=0)
+
+
+def test_what_only_the_record_has_on_one_rank_counts_on_all() -> None:
+    """As after a step that one rank has not watched: graphs of one structure can be merged."""
+    values = (ValueNode(8, 0), ValueNode(100, -1, named=1, owned=True))
+    ops = (OpNode("aten::sin", 1.0, (1,), (0,), 0, True, 1, 2),)
+    owning = Graph(values, ops, (Event(0, 3, 4, (0, 1)),))
+    without = Graph(values[:1], (replace(ops[0], inputs=()),), (Event(0, 3, 4, (0,)),))
+    larger = replace(owning, values=(values[0], replace(values[1], nbytes=200, named=0)))
+    assert merged([without, owning]) == merged([owning, without]) == owning
+    assert merged([owning, larger]) == larger
+    assert merged([without, without]) == without
 
 
 def test_a_step_that_one_rank_has_modelled_counts_as_modelled() -> None:

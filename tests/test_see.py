@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
@@ -526,6 +527,48 @@ def test_a_tensor_of_a_kernel_that_the_tape_cannot_see_is_said_to_be_kept_for_th
     assert [(item.kind, item.nbytes) for item in at_the_peak] == [("kept", 512 * 32 * 4)]
     kept = sum(item.nbytes for item in told.plain.items if item.kind == "kept")
     assert told.plain.by_kind()["kept"] == kept
+
+
+@torch.library.custom_op("lowtide_see::unshaped", mutates_args=())
+def unshaped(x: Tensor) -> Tensor:
+    return x * 2
+
+
+unshaped.register_autograd(lambda ctx, grad: grad * 2, setup_context=lambda *args, **kwargs: None)
+
+
+class _OpaqueLayers(nn.Module):
+    """A replay of each `sin` reads what a custom operator has made."""
+
+    def __init__(self, operator: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.operator = operator
+        self.wide = nn.ModuleList(nn.Linear(32, 128) for _ in range(5))
+        self.thin = nn.ModuleList(nn.Linear(128, 32) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for wide, thin in zip(self.wide, self.thin, strict=True):
+            x = x + thin(torch.sin(self.operator(wide(x))).square())
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+@pytest.mark.parametrize("share", [0.8, 0.5])
+@pytest.mark.parametrize("operator", [opaque, unshaped])
+def test_what_only_replays_need_of_a_custom_operator_is_listed_once(
+    operator: Callable[[Tensor], Tensor], share: float
+) -> None:
+    told = lowtide.explain(_OpaqueLayers(operator), torch.randn(512, 32), limit=share)
+    assert told.planned is not None
+    assert told.plan is not None
+    assert told.plan.graph.owned
+    for state in (told.plain, told.planned):
+        assert min(item.nbytes for item in state.items) > 0
+        by_kind = Counter[str]()
+        for item in state.items:
+            by_kind[item.kind] += item.nbytes
+        assert by_kind["kept"] == state.by_kind()["kept"]
+        assert sum(by_kind.values()) == sum(state.by_kind().values())
 
 
 def frozen(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 What the body of one takes while it runs is measured, also in the first step, whatever follows the
 call: a draw, an operation that something is dropped for, or nothing. Before that it is a guess,
-which makes room but refuses nothing.
+which makes room but refuses nothing. What it returned is in memory for as long as a replay may read
+it: see `autograd_custom_operators` in `test_other_plans.py`.
 """
 
 import contextlib

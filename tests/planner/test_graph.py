@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from graphs import NETWORKS, chain, random_graph
@@ -55,6 +56,16 @@ def test_a_name_keeps_a_value_in_memory_after_its_last_use() -> None:
     assert unnamed.fingerprint == graph.fingerprint  # it is an observation
 
 
+def test_what_only_the_record_has_is_an_observation() -> None:
+    graph = Graph(
+        (*VALUES, ValueNode(8, -1, named=1, owned=True)), (replace(OP, inputs=(0, 2)),), ()
+    )
+    assert (graph.owned, graph.recorded) == ((2,), 2)
+    assert Graph.from_json(graph.to_json()) == graph
+    released = replace(graph, events=(Event(1, releases=(1, 2)),))
+    assert released.fingerprint == Graph(VALUES, (OP,), (Event(1, releases=(1,)),)).fingerprint
+
+
 def test_must_hold_needs_a_reader_that_can_replay() -> None:
     values = (ValueNode(1, -1), ValueNode(1, 0), ValueNode(1, 1), ValueNode(1, 2))
     first = OpNode("f", 0.0, (0,), (1,), replayable=False)
@@ -89,6 +100,9 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
             "value 1 is named up to operation 1; the graph has 1 operations",
         ),
         ((ValueNode(8, -1, named=-2),), (), (), "value 0 is named up to operation -2"),
+        ((ValueNode(8, -1, named=1, owned=True),), (), (), "value 0 is named up to operation 1"),
+        ((ValueNode(8, 0, owned=True),), (OpNode("f", 0, (), (0,)),), (), "only for the record"),
+        ((ValueNode(8, -1, owned=True), ValueNode(8, -1)), (), (), "they follow all other values"),
         ((ValueNode(8, -1, forgotten=0),), (), (), "value 0 is saved up to operation 0"),
         (VALUES, (OP,), (Event(2),), "event 0 names value 2"),
         (VALUES, (OP,), (Event(1, releases=(1,)), Event(1)), "which event 0 released"),

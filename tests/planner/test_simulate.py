@@ -46,6 +46,52 @@ def test_everything_held() -> None:
     assert found.held_bytes_at_peak == 60
 
 
+def with_external(*, named: int = -1, released: bool = False) -> Graph:
+    """`line`, whose f1 also reads x4 (100), which only the record has."""
+    graph = line()
+    values = (*graph.values, ValueNode(100, -1, named=named, owned=True))
+    ops = (graph.ops[0], replace(graph.ops[1], inputs=(1, 4)), graph.ops[2])
+    last = replace(graph.events[2], releases=(1, 4)) if released else graph.events[2]
+    return Graph(values, ops, (*graph.events[:2], last))
+
+
+def test_an_external_that_only_the_record_has_lives_as_long_as_a_reader_may_be_replayed() -> None:
+    held = simulate(with_external(), (HOLD,) * 5, trace=True)
+    plain = simulate(line(), (HOLD,) * 4, trace=True)
+    assert held.trace is not None
+    assert plain.trace is not None
+    assert (held.trace.forward, held.trace.backward) == (plain.trace.forward, plain.trace.backward)
+    assert held.trace.alive[4] == -1
+    # v2 is made again at event 0 and retained until event 1: so long f1 may read x4.
+    found = simulate(with_external(), (HOLD, HOLD, 0, 0, HOLD), trace=True)
+    assert found.trace is not None
+    assert found.trace.alive[4] == 1
+    assert found.trace.forward == [10, 30, 50 + 10 + 100]
+    assert found.trace.replay == [3 + 110 + 20 + 30, 0, 0]
+    assert found.trace.backward == [4 + 60 + 100, 6 + 30 + 100, 8 + 10]
+    assert found.replayed_ops == 2  # it is never replayed itself
+
+
+def test_an_external_may_be_in_memory_until_backward_whatever_a_plan_says() -> None:
+    found = simulate(with_external(named=3), (HOLD, HOLD, 0, 0, HOLD), trace=True)
+    assert found.trace is not None
+    assert found.trace.forward == [10, 30, 50 + 10]  # part of what was measured
+    assert found.trace.backward == [4 + 60 + 100, 6 + 30 + 100, 8 + 10]
+
+
+def test_an_external_that_autograd_saved_lives_until_its_release() -> None:
+    found = simulate(with_external(released=True), (HOLD,) * 5, trace=True)
+    assert found.trace is not None
+    assert found.trace.backward == [4 + 60 + 100, 6 + 30 + 100, 8 + 10 + 100]
+
+
+def test_a_plan_cannot_let_go_of_an_external() -> None:
+    graph = with_external()
+    assert graph.must_hold == {4}
+    with pytest.raises(UsageError, match=r"lets go of value 4, an external, which cannot be"):
+        simulate(graph, (HOLD, HOLD, 0, 0, 0))
+
+
 def test_cached_once_recomputed() -> None:
     found = simulate(line(workspace=7), (HOLD, HOLD, 0, 0), trace=True)
     assert found.trace is not None

@@ -285,6 +285,48 @@ def _implicit(self: Any, x: Tensor) -> object:
     return torch.tanh(self.mix(state) * 0.5 + injected)
 
 
+@torch.library.custom_op("lowtide_zoo::saving_its_result", mutates_args=())
+def _saving_its_result(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+@torch.library.custom_op("lowtide_zoo::saving_its_inputs", mutates_args=())
+def _saving_its_inputs(a: Tensor, b: Tensor) -> Tensor:
+    return torch.sigmoid(a) * b
+
+
+@torch.library.custom_op("lowtide_zoo::half", mutates_args=())
+def _half(x: Tensor) -> Tensor:
+    return x * 0.5
+
+
+def _of_a_gate(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    a, b = ctx.saved_tensors
+    open_ = torch.sigmoid(a)
+    return gradient * b * open_ * (1 - open_), gradient * open_
+
+
+_saving_its_result.register_autograd(
+    lambda ctx, gradient: gradient * (ctx.saved_tensors[0] > 0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+_saving_its_inputs.register_autograd(
+    _of_a_gate, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+_half.register_autograd(
+    lambda ctx, gradient: gradient * 0.5, setup_context=lambda ctx, inputs, output: None
+)
+
+
+def _custom_operators(self: Any, x: Tensor) -> object:
+    """A replay reads what they have made, which is in memory only for that."""
+    for layer in self.layers:
+        x = x + torch.tanh(_half(layer(x))).square()
+        x = torch.sin(_saving_its_inputs(layer(x), x)) * x
+        x = x + _saving_its_result(layer(x.exp())).cos()
+    return x
+
+
 ROWS = noise((4, 6))
 
 CASES = [
@@ -292,6 +334,11 @@ CASES = [
     Case("autograd_dirty_function", lambda: _net(_dirty_function), ROWS),
     Case("autograd_unseen_kernel_into_empty", lambda: _net(_unseen(torch.empty)), ROWS),
     Case("autograd_unseen_kernel_into_zeros", lambda: _net(_unseen(torch.zeros)), ROWS),
+    Case(
+        "autograd_custom_operators",
+        lambda: Apply(_custom_operators, layers=nn.ModuleList(nn.Linear(6, 6) for _ in range(3))),
+        noise((64, 6)),
+    ),
     Case("autograd_unseen_write", lambda: _net(_written_in_place_unseen), ROWS),
     Case("autograd_twice_differentiable", lambda: _net(_cube), ROWS, gradient_penalty=True),
     Case(

@@ -14,7 +14,7 @@ share an axis.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lowtide.dryrun.ledger import Block, Ledger, Site
@@ -289,6 +289,8 @@ class Reader:
             found, rest = self._billed_once(found, rest)
         if rest < 0 and moment.phase == "backward":
             found, rest = self._still_there(found, rest, instant)
+        if rest < 0 and self.graph.owned:
+            found, rest = self._let_go(found, rest)
         if rest:
             kind = "workspace" if instant >= 0 else "temporary"
             found.append(Item(rest, kind, moment.site, (), "", "", -1))
@@ -319,12 +321,25 @@ class Reader:
                 there.append(item)
         return there, rest
 
+    def _let_go(self, found: list[Item], rest: int) -> tuple[list[Item], int]:
+        """Remove what only the record kept in the step that was looked at, and does not keep under
+        this plan. Which of those storages it is, is not known: the newest are freed first."""
+        there = []
+        for item in reversed(found):
+            if item.kind == "kept" and item.value < 0 and item.nbytes <= -rest:
+                rest += item.nbytes
+            else:
+                there.append(item)
+        return there[::-1], rest
+
     def _values_at(self, moment: Moment) -> list[tuple[int, str]]:
         """Values that the plan holds or has recomputed at a moment, with their kinds."""
         found = []
         for v, node in enumerate(self.graph.values):
             if self.sim.free[v] or self.trace.alive[v] < 0:
                 continue
+            if node.owned and self.ledger.blocks:
+                continue  # it is among the blocks, by the name of what has made it
             kept = self.retain[v] == HOLD
             if moment.phase == "forward":
                 if kept and node.producer <= moment.place:
@@ -390,6 +405,9 @@ class Reader:
             shape, dtype = saved.shape, saved.dtype
         elif block is not None:
             shape, dtype = block.shape, block.dtype
-        # A plan never lets go of an external that only the record has; no operation made it.
-        site = Site("unrecorded") if node.owned else self.ledger.sites[node.producer]
+        if node.owned:  # no operation of the record has made it
+            reader = self.ledger.sites[self.graph.consumers[value][0]]
+            site = replace(reader, operator=f"read by {reader.operator}")
+        else:
+            site = self.ledger.sites[node.producer]
         return Item(node.nbytes, kind, site, shape, dtype, "", value)

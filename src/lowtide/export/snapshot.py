@@ -135,8 +135,11 @@ def _of_values(reader: Reader, moments: Sequence[Moment]) -> Iterator[tuple[int,
         start, end = trace.start[value], trace.alive[value]
         if reader.sim.free[value] or end < 0:
             continue
+        if node.owned and reader.ledger.blocks:
+            continue  # a block has its storage
         if reader.retain[value] == HOLD:
-            yield value, _Life(reader.item(value, "kept"), node.producer, backward[end])
+            first = graph.consumers[value][0] if node.owned else node.producer
+            yield value, _Life(reader.item(value, "kept"), first, backward[end])
         elif start != ABSENT:
             yield value, _Life(reader.item(value, "recomputed"), backward[start], backward[end])
     for number, event in enumerate(graph.events):

@@ -4,8 +4,8 @@ Problem: each rank measures different times, so each would make its own plan, an
 one rank refuses leaves the others waiting in their next collective. Invariant: ranks communicate
 only where a budget is entered, which every rank does equally often; nothing is sent in a forward or
 a backward, and what was agreed on is the same value on each rank. Imports torch.distributed, the
-planner, externals and errors. Rejected: agreeing in the middle of a step, where other ranks may be inside one
-of the model's own collectives: a deadlock.
+planner, externals and errors. Rejected: agreeing in the middle of a step, where other ranks may be
+inside one of the model's own collectives: a deadlock.
 """
 
 from __future__ import annotations

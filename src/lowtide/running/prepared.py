@@ -114,6 +114,8 @@ class Prepared:
         for value, (node, choice) in enumerate(
             zip(self.graph.values, self.plan.retain, strict=True)
         ):
+            if node.owned:
+                continue
             if choice < 0:
                 kept += node.nbytes
             elif self.graph.release[value] >= 0:
