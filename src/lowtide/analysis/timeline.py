@@ -118,8 +118,12 @@ class Reader:
         self.saved = {s.number: s for s in ledger.saved if s.number >= 0}
 
     def _stays(self, block: Block) -> bool:
-        """Whether no plan can drop it: it is pinned, or the tape did not see it made."""
-        return any(v < 0 or self.graph.values[v].pinned for v in block.values)
+        """Whether no plan can drop it: it is pinned, or the tape did not see it made, unless it is
+        there only as long as a replay may read it."""
+        values = self.graph.values
+        if any(v >= 0 and values[v].owned for v in block.values):
+            return False
+        return any(v < 0 or values[v].pinned for v in block.values)
 
     def _alive(self, wanted: object) -> list[int]:
         """Live bytes of the blocks for which `wanted` is true, at each step of the ledger."""
@@ -289,8 +293,6 @@ class Reader:
             found, rest = self._billed_once(found, rest)
         if rest < 0 and moment.phase == "backward":
             found, rest = self._still_there(found, rest, instant)
-        if rest < 0 and self.graph.owned:
-            found, rest = self._let_go(found, rest)
         if rest:
             kind = "workspace" if instant >= 0 else "temporary"
             found.append(Item(rest, kind, moment.site, (), "", "", -1))
@@ -321,25 +323,12 @@ class Reader:
                 there.append(item)
         return there, rest
 
-    def _let_go(self, found: list[Item], rest: int) -> tuple[list[Item], int]:
-        """Remove what only the record kept in the step that was looked at, and does not keep under
-        this plan. Which of those storages it is, is not known: the newest are freed first."""
-        there = []
-        for item in reversed(found):
-            if item.kind == "kept" and item.value < 0 and item.nbytes <= -rest:
-                rest += item.nbytes
-            else:
-                there.append(item)
-        return there[::-1], rest
-
     def _values_at(self, moment: Moment) -> list[tuple[int, str]]:
         """Values that the plan holds or has recomputed at a moment, with their kinds."""
         found = []
         for v, node in enumerate(self.graph.values):
             if self.sim.free[v] or self.trace.alive[v] < 0:
                 continue
-            if node.owned and self.ledger.blocks:
-                continue  # it is among the blocks, by the name of what has made it
             kept = self.retain[v] == HOLD
             if moment.phase == "forward":
                 if kept and node.producer <= moment.place:
@@ -405,9 +394,11 @@ class Reader:
             shape, dtype = saved.shape, saved.dtype
         elif block is not None:
             shape, dtype = block.shape, block.dtype
-        if node.owned:  # no operation of the record has made it
+        if not node.owned:
+            site = self.ledger.sites[node.producer]
+        elif block is not None:
+            site = block.site
+        else:  # no operation of the record has made it
             reader = self.ledger.sites[self.graph.consumers[value][0]]
             site = replace(reader, operator=f"read by {reader.operator}")
-        else:
-            site = self.ledger.sites[node.producer]
         return Item(node.nbytes, kind, site, shape, dtype, "", value)

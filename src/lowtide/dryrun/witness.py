@@ -22,6 +22,7 @@ from lowtide.dryrun.ledger import Block, Ledger, Output, Saved, Site, Step
 from lowtide.dryrun.lines import line_of_caller
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.kernels.costs import CostModel
+from lowtide.observing.rebuild import found_externals, recorded
 from lowtide.tape.values import Handle, Value, flatten
 
 if TYPE_CHECKING:
@@ -224,6 +225,9 @@ class Witness:
         self._collect(self._leaves)
         memory = self._memory
         names = {id(leaf): name for name, leaf in self._leaves}
+        externals = dict(enumerate(found_externals(observer), recorded(observer)))
+        if memory is not None:
+            memory.number({number: one.place for number, one in externals.items()})
         before, marks = 0, []
         for log in observer.ops:
             marks.append((log.begin or before, log.mark))
@@ -239,7 +243,7 @@ class Witness:
             tuple(observer.requests),
             frozenset(
                 n for n in observer.held_from_forward() if n >= 0 and n not in observer.pinned
-            ),
+            ).union(externals),
             tuple(
                 (nbytes, reader, names.get(key, ""))
                 for key, (reader, nbytes) in observer.leaves.gradients.items()
@@ -285,6 +289,7 @@ class _Counted(FakeMemory):
         self.line = ""
         self.reads_grad = False
         self._open: dict[int, Block] = {}
+        self._noted_blocks: list[Block | None] = []
         self._site = Site()
         usual = self._forget
 
@@ -299,6 +304,17 @@ class _Counted(FakeMemory):
     def entry(self, key: int) -> Block | None:
         """The block of a live storage."""
         return self._open.get(key)
+
+    def note(self, storage: torch.UntypedStorage) -> int:
+        self._noted_blocks.append(self.entry(_compat.storage_id(storage)))
+        return super().note(storage)
+
+    def number(self, places: dict[int, int]) -> None:
+        """Say which of the storages that were noted are which values, by their places."""
+        for number, place in places.items():
+            block = self._noted_blocks[place] if place >= 0 else None
+            if block is not None:
+                block.values.append(number)
 
     def closed(self) -> None:
         """The step is over: what is freed from now on is not part of it."""

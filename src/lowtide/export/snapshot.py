@@ -135,8 +135,6 @@ def _of_values(reader: Reader, moments: Sequence[Moment]) -> Iterator[tuple[int,
         start, end = trace.start[value], trace.alive[value]
         if reader.sim.free[value] or end < 0:
             continue
-        if node.owned and reader.ledger.blocks:
-            continue  # a block has its storage
         if reader.retain[value] == HOLD:
             first = graph.consumers[value][0] if node.owned else node.producer
             yield value, _Life(reader.item(value, "kept"), first, backward[end])

@@ -38,6 +38,8 @@ class External:
     """The last event during which the record had it; -1 if it had none."""
     release: int
     """The event after which autograd had no handle on it, or -1 if it had none in backward."""
+    place: int = -1
+    """Where it was noted, see `Timeline.known`; -1 if it was not."""
     measured: bool = True
     """Whether it was watched, so that what was measured contains it."""
 
@@ -179,6 +181,7 @@ class Externals:
                 self._operations if watched.ended is None else watched.ended - 1,
                 self._events if watched.last is None else watched.last,
                 max(self._events - 1, 0) if watched.release is None else watched.release,
+                watched.place,
             )
             for watched in (*self._left, *self._known.values())
             if watched.nbytes and (watched.copied or any(known[watched.place : watched.place + 1]))

@@ -106,7 +106,7 @@ class OpLog:
 
 def rebuild(seen: Observer) -> Graph:
     """The step as a graph. Before backward, its events are predicted from the saves."""
-    count = 1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops)))
+    count = recorded(seen)
     sizes, producers = [0] * count, [-1] * count
     for index, log in enumerate(seen.ops):
         for number, nbytes in zip(log.outputs, log.sizes, strict=True):
@@ -132,7 +132,7 @@ def rebuild(seen: Observer) -> Graph:
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
     ops = _op_nodes(seen, sizes, stays)
-    externals = seen.externals.found(seen.timeline.known if seen.timeline else ())
+    externals = found_externals(seen)
     if seen.requests and seen.timeline:
         events = _measured_events(seen, sizes, externals)
         return with_externals(Graph(values, ops, events, _turn(seen, sizes)), externals)
@@ -143,10 +143,21 @@ def rebuild(seen: Observer) -> Graph:
     return with_externals(Graph(values, ops, events), externals)
 
 
+def recorded(seen: Observer) -> int:
+    """The number of values that the record has numbered; externals have the numbers from there
+    on."""
+    return 1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops)))
+
+
+def found_externals(seen: Observer) -> list[External]:
+    """What only the record had in memory, in the order in which the graph has it."""
+    return seen.externals.found(seen.timeline.known if seen.timeline else ())
+
+
 def before_requests(seen: Observer) -> int:
     """Bytes that a backward which has not run is modelled to have in memory, besides the tape's,
     before it first asks for something; 0 if it asks for nothing."""
-    sizes = [0] * (1 + max(itertools.chain([-1], *(log.outputs for log in seen.ops))))
+    sizes = [0] * recorded(seen)
     for log in seen.ops:
         for number, nbytes in zip(log.outputs, log.sizes, strict=True):
             sizes[number] = nbytes
