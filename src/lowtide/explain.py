@@ -165,7 +165,8 @@ def _say(told: Explanation) -> list[str]:
     said.append(_parts(plain))
     standing = standing_text(told.study.ledger.standing)
     said.append(f"In memory before the step, and not counted in its peak: {standing}.")
-    said += _advice(told)
+    if plain.peak:
+        said += _advice(told)
     if told.refused is not None:
         said.append(
             f"The limit of {format_bytes(told.refused.limit)} cannot be kept. The smallest that "
@@ -173,7 +174,8 @@ def _say(told: Explanation) -> list[str]:
         )
     if told.planned is not None and told.plan is not None:
         said += _under(told.plan, told.planned)
-    said.append(f"The largest {count_of(len(told.biggest), 'item')} at that peak:")
+    if told.biggest:
+        said.append(f"The largest {count_of(len(told.biggest), 'item')} at that peak:")
     for place, holder in enumerate(told.biggest, 1):
         said.append(f"  {place}. {_holder(holder)}")
     if told.kept and told.plan is not None and told.plan.overhead > 0:
