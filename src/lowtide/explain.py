@@ -35,7 +35,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What a step uses memory for. Prints as sentences.
 
@@ -87,6 +87,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return format_explanation(self)
+
+    def __repr__(self) -> str:
+        planned = "" if self.plan is None else f", planned peak {format_bytes(self.plan.peak)}"
+        return f"<Explanation of {self.study.name}: peak {format_bytes(self.plain.peak)}{planned}>"
 
     def _repr_html_(self) -> str:
         from lowtide.page.notebook import explanation_html
