@@ -26,6 +26,7 @@ from lowtide.measure import counted_device
 from lowtide.plans import Plan, limit_of
 from lowtide.report import BudgetReport
 from lowtide.step import current_recorder, recordable
+from lowtide.texttable import count_of
 
 _ANEW = 5  # after so many budgets in a row that had one step each, the user is warned
 
@@ -64,7 +65,8 @@ class Budget:
         return _anew, self._asked
 
     def __repr__(self) -> str:
-        return f"<lowtide.Budget of {self._loop.allowance}, after {self._loop.steps} steps>"
+        steps = count_of(self._loop.steps, "step")
+        return f"<lowtide.Budget of {self._loop.allowance}, after {steps}>"
 
     def __enter__(self) -> Budget:
         thread = threading.get_ident()
