@@ -189,9 +189,10 @@ def budget(
     Args:
         limit: bytes, as an ``int``; text, such as ``"6 GiB"``, ``"800 MB"`` or ``"50%"``; a
             ``float`` in (0, 1], a fraction of the plain step's peak (of the largest one measured so
-            far, if steps differ); or a `Plan`, which is followed from the first step on. A step
-            other than the planned one is noticed at the first operation that differs, and planned
-            like any unknown step. The limit is then the plan's; the peak of a plan without one.
+            far, if steps differ; the first step, whose peak is not known yet, may take more than
+            later ones); or a `Plan`, which is followed from the first step on. A step other than
+            the planned one is noticed at the first operation that differs, and planned like any
+            unknown step. The limit is then the plan's; the peak of a plan without one.
         device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
             ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.
