@@ -95,6 +95,22 @@ def test_a_decorator_takes_nothing_for_a_function() -> None:
         lowtide.checkpoint(None, 3)
 
 
+def test_what_cannot_be_called_as_it_is_given_says_how() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(
+        UsageError, match=r"got Tensor in place of a function.*\(function, \*args\)"
+    ):
+        lowtide.checkpoint(x.sin())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"calls double at once.* write @lowtide.checkpoint\(\)"):
+
+        @lowtide.checkpoint
+        def double(a: Tensor) -> Tensor:
+            return 2 * a
+
+    assert torch.equal(lowtide.checkpoint(lambda: 2 * x), 2 * x)
+    lowtide.checkpoint(dict)  # has no signature
+
+
 def test_callables_of_every_kind() -> None:
     class Called:
         def __call__(self, x: Tensor) -> Tensor:

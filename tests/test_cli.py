@@ -405,7 +405,11 @@ ERRORS = [
     (["saved", "program"], r"cannot read the target 'program'. Write file.py:function or package"),
     (["saved", "absent.py:build"], r"there is no file 'absent.py' \(looked in "),
     (["saved", "nowhere.at.all:f"], r"there is no module 'nowhere' for the target"),
-    (["saved", "program.py:biuld"], r"program has no 'biuld' .* It has blocks, build"),
+    (["saved", "program.py:biuld"], r"program has no 'biuld' .* Did you mean build\?"),
+    (["saved", "program.py:absent"], r"program has no 'absent' .* It has blocks, build"),
+    (["saved", "monai:UNett", "--shape", "1x1x8x8"], r" has no 'UNett' .* Did you mean UNet"),
+    (["saved", "transformers:GPT2LMHeadModel", "--shape", "2x8", "--set", "n_layers=2"],
+     r"GPT2Config has no 'n_layers', so --set would change nothing. Did you mean n_layer"),
     (["saved", "program.py:broken"], r"raised RuntimeError: no data today. Correct it, or add "),
     (["saved", "program.py:nothing"], r"returned an int. Return \(model, batch\), \(step,"),
     (["saved", "program.py:alone"], r"is a model without a batch. Return \(model, batch"),
@@ -413,7 +417,7 @@ ERRORS = [
     (["saved", "torch.nn:Linear"], r"is a class: give the shape of its input, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:Never", "--shape", "2xx"], r"cannot read the shape '2xx': write sizes"),
-    (["saved", "program.py:Large", "--shape", "2x9"], r"as built has 3725.3 GiB of parameters,"
+    (["saved", "program.py:Large", "--shape", "2x9"], r"as built has 3725.29 GiB of parameters,"
      r" but this machine has only .* Make it smaller with --set NAME=VALUE, or build it under "),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
     (["saved", "program.py:build", "--rows", "-1"], r"--rows is how many rows to print, 0 for all"),

@@ -116,8 +116,8 @@ def test_good_limits(limit: Any, expected: float) -> None:
 
 
 def test_bytes_for_people() -> None:
-    assert [format_bytes(n) for n in (None, 0, 1023, 1536, 5 << 20, 3 << 31)] == [
-        "unknown", "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "6.0 GiB",
+    assert [format_bytes(n) for n in (None, 0, 1023, 1536, 5 << 20, 3 << 31, 1101863432)] == [
+        "unknown", "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "6.00 GiB", "1.03 GiB",
     ]  # fmt: skip
 
 

@@ -133,6 +133,14 @@ def test_a_predicate_that_is_never_true() -> None:
     assert "predicate(name, module)" in text
 
 
+def test_a_predicate_of_the_module_alone_is_told_what_it_is_called_with() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(
+        UsageError, match=r"predicate\(name, module\): too many positional.* f\(mod"
+    ):
+        checkpoint_modules(model, lambda module: True)  # type: ignore[arg-type,misc]
+
+
 @pytest.mark.parametrize("which", ["layers", nn.ModuleList, operator.attrgetter("layers")])
 def test_only_containers(which: Any) -> None:
     model = net()

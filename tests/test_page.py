@@ -277,6 +277,19 @@ def test_a_plan_that_did_not_hold_is_said_at_the_top(tab: browser.Tab, tmp_path:
     assert "it needs more" in tab.value("document.getElementById('trial-refused').textContent")
 
 
+def test_large_sizes_and_small_errors_are_written_as_in_the_text(
+    tab: browser.Tab, tmp_path: Path
+) -> None:
+    path = tmp_path / "large.html"
+    trial = {"label": "plain", "predicted": 1101863431, "measured": 1101863432, "seconds": 1.0}
+    path.write_text(page({**DOCUMENT, "trials": [trial]}), encoding="utf-8")
+    tab.open(path)
+    text = tab.value("document.getElementById('trials').textContent")
+    assert format_bytes(1101863432) in text
+    assert "0.0 %" in text
+    assert "-" not in text
+
+
 def test_a_picture_of_it_can_be_taken(tab: browser.Tab, path: Path, tmp_path: Path) -> None:
     tab.open(path)
     picture = tmp_path / "page.png"

@@ -100,7 +100,15 @@ def test_decisions_by_operation_and_by_module(planned: Plan) -> None:
 
 def test_a_plan_prints(planned: Plan) -> None:
     text = str(planned)
-    for part in ("limit", "plain (", "more time; no plan", "recomputed", "modelled", "total"):
+    for part in (
+        "limit",
+        "plain (",
+        "more time; no plan",
+        "recomputed",
+        "modelled",
+        "total",
+        "operations, nothing was run",
+    ):
         assert part in text
     assert "no plan under" not in str(replace(planned, bound=None))
     assert planned.step.graph.fingerprint[:12] in repr(planned)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 import lowtide
 from against_plain import counted
+from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 
@@ -397,7 +398,23 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
     assert report.measured_steps >= 3
     assert f"of {report.measured_steps} steps measured" in str(report)
     assert repr(limit) == f"<lowtide.Budget of {2**30} bytes, after 6 steps>"
-    assert repr(lowtide.budget(0.5)) == "<lowtide.Budget of 0.5 of the plain peak, after 0 steps>"
+
+
+def test_a_fraction_says_what_it_is_of() -> None:
+    model, limit = tower(), lowtide.budget(0.75)
+    assert repr(limit) == "<lowtide.Budget of 0.75 of the plain peak, after 0 steps>"
+    assert "limit                   0.75 of the plain peak, which is not" in str(limit.report())
+    step_under(limit, model, torch.randn(256, 32), backward)
+    plain = limit.report().plain_peak
+    granted = int(0.75 * (plain or 0))
+    assert (
+        repr(limit) == f"<lowtide.Budget of 0.75 of the plain peak, {granted} bytes, after 1 step>"
+    )
+    step_under(limit, model, torch.randn(32, 32), backward)
+    report = limit.report()  # of the smaller step; the limit is that of the larger one
+    assert report.fraction == 0.75
+    assert f"(0.75 of a plain peak of {format_bytes(plain)})" in str(report)
+    assert lowtide.budget(4096).report().fraction is None
 
 
 class Whole(Tensor):

@@ -124,8 +124,21 @@ def test_the_printed_rows_add_up_to_the_printed_total(rows: int | None, by: Any)
     found = [int(n.replace(",", "")) for n in re.findall(r"^ *([\d,]+)  ", text, re.MULTILINE)]
     assert len(found) >= 2
     assert sum(found[:-1]) == found[-1] == held.activation_bytes
-    html = held._repr_html_()
-    assert f"<td>{held.total:,}</td>" in html
+
+
+def test_a_notebook_shows_the_table_and_the_sentences_of_the_text() -> None:
+    function, args = STEPS["attention"]()
+    held = lowtide.saved_tensors(function, *args)
+    assert held.total > held.activation_bytes > 0
+    shown = re.sub(r"<[^>]*>", " ", held._repr_html_()).split()
+    assert shown == [word for word in str(held).split() if set(word) != {"-"}]
+
+
+def test_what_is_made_of_thousands_of_parts_names_itself_in_a_line() -> None:
+    told = lowtide.explain(wide(2), torch.randn(64, 32), limit=0.9)
+    held = lowtide.saved_tensors(wide(2), torch.randn(64, 32))
+    for shown in (told, told.plain, told.planned, told.study, held):
+        assert re.fullmatch(rf"<{type(shown).__name__}.* [\d.]+ KiB.*>", repr(shown)), repr(shown)
 
 
 def test_what_cannot_be_printed_is_refused() -> None:

@@ -26,6 +26,7 @@ from lowtide.measure import counted_device
 from lowtide.plans import Plan, limit_of
 from lowtide.report import BudgetReport
 from lowtide.step import current_recorder, recordable
+from lowtide.texttable import count_of
 
 _ANEW = 5  # after so many budgets in a row that had one step each, the user is warned
 
@@ -64,7 +65,8 @@ class Budget:
         return _anew, self._asked
 
     def __repr__(self) -> str:
-        return f"<lowtide.Budget of {self._loop.allowance}, after {self._loop.steps} steps>"
+        steps = count_of(self._loop.steps, "step")
+        return f"<lowtide.Budget of {self._loop.allowance}, after {steps}>"
 
     def __enter__(self) -> Budget:
         thread = threading.get_ident()
@@ -187,9 +189,10 @@ def budget(
     Args:
         limit: bytes, as an ``int``; text, such as ``"6 GiB"``, ``"800 MB"`` or ``"50%"``; a
             ``float`` in (0, 1], a fraction of the plain step's peak (of the largest one measured so
-            far, if steps differ); or a `Plan`, which is followed from the first step on. A step
-            other than the planned one is noticed at the first operation that differs, and planned
-            like any unknown step. The limit is then the plan's; the peak of a plan without one.
+            far, if steps differ; the first step, whose peak is not known yet, may take more than
+            later ones); or a `Plan`, which is followed from the first step on. A step other than
+            the planned one is noticed at the first operation that differs, and planned like any
+            unknown step. The limit is then the plan's; the peak of a plan without one.
         device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
             ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.

@@ -9,6 +9,7 @@ replayed operation by operation. Imports step and policies. Rejected: torch's tw
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
@@ -228,10 +229,32 @@ def _call(
         )
     if torch.compiler.is_compiling():
         return _traced(function, args, kwargs, policy, given)
+    if not callable(function):
+        raise UsageError(
+            f"checkpoint got {type(function).__name__} in place of a function. Pass the function "
+            "and its arguments, checkpoint(function, *args), not what it returns."
+        )
+    if not args and not kwargs and not _takes_nothing(function):
+        raise UsageError(
+            f"checkpoint calls {getattr(function, '__name__', 'the function')} at once, and it "
+            "needs arguments. Pass them after it; above a function, write @lowtide.checkpoint(), "
+            "with brackets."
+        )
     if not recordable():
         return function(*args, **kwargs)
     inside = region(_policy_of(given.get("context_fn"), policy))
     return called_inside(inside, functools.partial(function, *args, **kwargs))
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    """Whether it can be called without arguments, as far as that can be known."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
 
 
 def _traced(

@@ -35,7 +35,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What a step uses memory for. Prints as sentences.
 
@@ -87,6 +87,10 @@ class Explanation:
 
     def __str__(self) -> str:
         return format_explanation(self)
+
+    def __repr__(self) -> str:
+        planned = "" if self.plan is None else f", planned peak {format_bytes(self.plan.peak)}"
+        return f"<Explanation of {self.study.name}: peak {format_bytes(self.plain.peak)}{planned}>"
 
     def _repr_html_(self) -> str:
         from lowtide.page.notebook import explanation_html
@@ -165,7 +169,8 @@ def _say(told: Explanation) -> list[str]:
     said.append(_parts(plain))
     standing = standing_text(told.study.ledger.standing)
     said.append(f"In memory before the step, and not counted in its peak: {standing}.")
-    said += _advice(told)
+    if plain.peak:
+        said += _advice(told)
     if told.refused is not None:
         said.append(
             f"The limit of {format_bytes(told.refused.limit)} cannot be kept. The smallest that "
@@ -173,7 +178,8 @@ def _say(told: Explanation) -> list[str]:
         )
     if told.planned is not None and told.plan is not None:
         said += _under(told.plan, told.planned)
-    said.append(f"The largest {count_of(len(told.biggest), 'item')} at that peak:")
+    if told.biggest:
+        said.append(f"The largest {count_of(len(told.biggest), 'item')} at that peak:")
     for place, holder in enumerate(told.biggest, 1):
         said.append(f"  {place}. {_holder(holder)}")
     if told.kept and told.plan is not None and told.plan.overhead > 0:

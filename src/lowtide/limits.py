@@ -118,12 +118,12 @@ def _names() -> list[str]:
 
 
 def format_bytes(nbytes: int | None) -> str:
-    """Bytes as text: ``"383.2 MiB"``; ``"unknown"`` for None."""
+    """Bytes as text: ``"383.2 MiB"``, ``"5.93 GiB"``; ``"unknown"`` for None."""
     if nbytes is None:
         return "unknown"
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
             return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    raise AssertionError("unreachable")
+    return f"{size:.2f} GiB"  # a tenth of one is more than most predictions err by

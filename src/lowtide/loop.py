@@ -385,4 +385,5 @@ class Loop(Planning):
             measured_steps=measured_steps,
             highest_peak=highest if measured_steps else None,
             device_room=allowance.shortage.room,
+            fraction=allowance.limit if isinstance(allowance.limit, float) else None,
         )

@@ -47,6 +47,7 @@ class BudgetReport:
         highest_peak: the highest peak of all measured steps.
         device_room: the room that the device was found to have, below the limit: it ran out of
             memory inside a step, and later steps are planned for this. None: it did not run out.
+        fraction: the fraction of a plain peak that the budget was given; None: it was given bytes.
     """
 
     limit: int | None
@@ -65,6 +66,7 @@ class BudgetReport:
     measured_steps: int = 0
     highest_peak: int | None = None
     device_room: int | None = None
+    fraction: float | None = None
 
     def __str__(self) -> str:
         another = self.measured_peak is not None and not self.measured_alike
@@ -72,6 +74,12 @@ class BudgetReport:
         if self.left_plan_at is not None:
             followed += f": it left its plan at operation {self.left_plan_at}"
         limit = format_bytes(self.limit)
+        if self.fraction is not None and self.limit is None:
+            limit = f"{self.fraction:g} of the plain peak, which is not known yet"
+        elif self.fraction is not None and self.limit is not None:
+            # Of the largest step's peak, which need not be the one below.
+            whole = format_bytes(round(self.limit / self.fraction))
+            limit += f" ({self.fraction:g} of a plain peak of {whole})"
         if self.device_room is not None:
             limit += f" (the device had room for {format_bytes(self.device_room)})"
         rows = [

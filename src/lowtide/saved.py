@@ -32,6 +32,8 @@ _WHY = {
 _ROWS = 24
 KEYS = ("module", "operator", "line", "kind", "dtype", "name")
 """What saved tensors can be summed by, see `SavedTensors.by`."""
+_USUAL_KEYS = ("module", "operator", "line")
+_TITLE = "What autograd holds for backward alone"
 _PLURALS = (
     ("parameter", "parameters"),
     ("buffer", "buffers"),
@@ -89,7 +91,7 @@ class SavedGroup:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SavedTensors:
     """What autograd held at the end of a step's forward. Prints as a table.
 
@@ -161,10 +163,15 @@ class SavedTensors:
     def __str__(self) -> str:
         return format_saved_tensors(self)
 
-    def _repr_html_(self) -> str:
-        from lowtide.page.notebook import saved_html
+    def __repr__(self) -> str:
+        alone, total = format_bytes(self.activation_bytes), format_bytes(self.total)
+        storages = count_of(len(self.rows), "storage")
+        return f"<SavedTensors: {storages}, {total}, of which {alone} for backward alone>"
 
-        return saved_html(self)
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import table_html
+
+        return table_html(_TITLE, *_table_of(self, _USUAL_KEYS), _others(self))
 
 
 def saved_tensors(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedTensors:
@@ -261,13 +268,21 @@ def format_saved_tensors(
     keys = (by,) if isinstance(by, str) else tuple(by)
     if rows is not None and rows < 0:
         raise UsageError(f"rows is how many rows to print, 0 or more, or None for all; got {rows}.")
+    titles, lines = _table_of(saved, keys, rows)
+    text = [_TITLE, "", *table(titles, lines, right=4, total=True)]
+    text += ["", *_others(saved)]
+    return "\n".join(text)
+
+
+def _table_of(
+    saved: SavedTensors, keys: tuple[str, ...], most: int | None = _ROWS
+) -> tuple[tuple[str, ...], list[list[str]]]:
+    """The titles and cells of the table: `most` rows, one for the others, and the total."""
     only = [row for row in saved.rows if row.kind in ("activation", "unseen")]
     held = SavedTensors(tuple(only), saved.standing, saved.source)
     groups = held.by(*keys)
-    shown = groups if rows is None else groups[:rows]
-    lines = [
-        _cells(g.nbytes, held.total, g.count, _named(keys, g.keys)) for g in shown
-    ]  # fmt: skip
+    shown = groups if most is None else groups[:most]
+    lines = [_cells(g.nbytes, held.total, g.count, _named(keys, g.keys)) for g in shown]
     rest = groups[len(shown) :]
     if rest:
         more = sum(group.nbytes for group in rest)
@@ -275,15 +290,12 @@ def format_saved_tensors(
         label = [f"({count_of(len(rest), 'row')} not shown)", *[""] * (len(keys) - 1)]
         lines.append(_cells(more, held.total, count, label))
     assert sum(g.nbytes for g in shown) + sum(g.nbytes for g in rest) == held.total
-    titles = ("bytes", "size", "share", "storages", *keys)
     lines.append(_cells(held.total, held.total, len(only), ["total", *[""] * (len(keys) - 1)]))
-    text = ["What autograd holds for backward alone", ""]
-    text += table(titles, lines, right=4, total=True)
-    text += ["", *_others(saved)]
-    return "\n".join(text)
+    return ("bytes", "size", "share", "storages", *keys), lines
 
 
 def _others(saved: SavedTensors) -> list[str]:
+    """What is not in the table: what is in memory anyway, in sentences."""
     groups = {group.keys[0]: group for group in saved.by("kind")}
     parts = [
         f"{format_bytes(groups[kind].nbytes)} of {plural}"

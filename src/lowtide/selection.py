@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ def _matches(which: Which, everything: Named) -> Named:
     elif isinstance(which, nn.Module):
         found = [(name, module) for name, module in everything if module is which]
     elif callable(which):
+        _check_predicate(which)
         found = [(name, module) for name, module in everything if which(name, module)]
     else:
         raise UsageError(
@@ -127,6 +129,18 @@ def _matches(which: Which, everything: Named) -> Named:
     if not called:
         raise UsageError(_only_containers(which, found))
     return called
+
+
+def _check_predicate(which: Callable[..., object]) -> None:
+    try:
+        inspect.signature(which).bind("name", nn.Identity())
+    except TypeError as error:
+        raise UsageError(
+            f"the predicate {_shown(which)} cannot be called as predicate(name, module): {error}. "
+            "For a function f of the module alone, write lambda name, module: f(module)."
+        ) from error
+    except ValueError:  # some builtins have no signature
+        return
 
 
 def _every_nth(which: Every, everything: Named) -> Named:

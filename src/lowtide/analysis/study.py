@@ -24,6 +24,7 @@ from lowtide.dryrun.standins import Found
 from lowtide.dryrun.witness import Witness
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.frontier import Curve, curve_of
+from lowtide.limits import format_bytes
 from lowtide.plans import Plan, plan_step
 from lowtide.saved import SavedTensors, from_ledger
 
@@ -41,7 +42,7 @@ class Halved:
     peak: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Study:
     """A step that was traced, with the origin of everything in it."""
 
@@ -50,6 +51,9 @@ class Study:
     ledger: Ledger
     recipes: Recipes
     halved: Halved | None
+
+    def __repr__(self) -> str:
+        return f"<Study of {self.name}: peak {format_bytes(self.plain.peak)}>"
 
     @cached_property
     def plain(self) -> Plan:

@@ -19,8 +19,10 @@ from itertools import accumulate
 
 from lowtide.dryrun.ledger import Block, Ledger, Site
 from lowtide.dryrun.run import Dry
+from lowtide.limits import format_bytes
 from lowtide.planner import HOLD, Retention, Simulation, Simulator
 from lowtide.planner.simulate import ABSENT, Trace
+from lowtide.texttable import count_of
 
 KINDS = ("kept", "recomputed", "gradient", "temporary")
 
@@ -71,7 +73,7 @@ class Item:
     value: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """All moments of a step under one plan. `peak` is that of the simulator, to the byte."""
 
@@ -85,6 +87,10 @@ class Timeline:
     def __post_init__(self) -> None:
         assert max((m.total for m in self.moments), default=0) == self.peak
         assert sum(item.nbytes for item in self.items) == self.peak
+
+    def __repr__(self) -> str:
+        size = format_bytes(self.peak)
+        return f"<Timeline: {count_of(len(self.moments), 'moment')}, peak {size}>"
 
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by kind."""

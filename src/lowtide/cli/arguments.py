@@ -8,7 +8,10 @@ Rejected: a parent parser, which hides from a verb's own file what it takes.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
@@ -79,10 +82,11 @@ def study_of(
     if target is None:
         target = target_of(arguments)
     progress.stage("analysing the step")
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("always", DryRunWarning)
-        found: Study = target.running(
+        found: Study = running(
+            target,
+            progress,
             lambda: study(
                 target.function,
                 target.args,
@@ -92,6 +96,35 @@ def study_of(
                 halve=halve,
             ),
         )
-    for message in {str(warning.message) for warning in caught}:
-        progress.note(f"lowtide: {message}")
     return found
+
+
+def running(target: Target, progress: Progress, call: Callable[[], Any]) -> Any:
+    """The result of `call`, which runs the target's step. Each of lowtide's own warnings becomes
+    one line on stderr; others are shown as ever."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", DryRunWarning)
+            return target.running(call)
+    finally:
+        for message in dict.fromkeys(str(w.message) for w in caught if _own(w)):
+            progress.note(f"lowtide: {message}")
+        for w in caught:
+            if not _own(w):
+                warnings.showwarning(w.message, w.category, w.filename, w.lineno)
+
+
+def say_if_no_backward(subject: Study) -> None:
+    """Say on stderr that a step has no backward: mostly its loss was not returned, and then every
+    figure is zero or that of the forward alone."""
+    if subject.ledger.own_backward or any(o.requires_grad for o in subject.ledger.outputs):
+        return
+    print(
+        "lowtide: nothing that the step returns requires grad, so there is no backward. If there "
+        "should be one, return the loss.",
+        file=sys.stderr,
+    )
+
+
+def _own(warning: warnings.WarningMessage) -> bool:
+    return issubclass(warning.category, DryRunWarning)

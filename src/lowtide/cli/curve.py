@@ -43,6 +43,7 @@ def main(arguments: argparse.Namespace) -> None:
         )
     else:
         show(format_curve(subject))
+    common.say_if_no_backward(subject)
 
 
 def format_curve(subject: Study) -> str:

@@ -48,3 +48,4 @@ def main(arguments: argparse.Namespace) -> None:
         show_json(plan_dict(plan))
     else:
         show(format_plan(plan, rows))
+    common.say_if_no_backward(subject)

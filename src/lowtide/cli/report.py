@@ -66,7 +66,9 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
     plain = fits(subject.plain.peak, device)
     if told.plan is None or not (plain or fits(told.plan.peak, device)):
         return Tried()
-    tried: Tried = target.running(
+    tried: Tried = common.running(
+        target,
+        progress,
         lambda: try_steps(
             target.function,
             target.args,
@@ -77,6 +79,6 @@ def _trials(subject: Study, told: Explanation, target: Target, progress: Progres
             plain=plain,
             own_backward=subject.ledger.own_backward,
             tell=progress.stage,
-        )
+        ),
     )
     return tried

@@ -50,7 +50,9 @@ def main(arguments: argparse.Namespace) -> None:
             if arguments.no_plain:
                 raise
             refused = error
-        tried: Tried = target.running(
+        tried: Tried = common.running(
+            target,
+            progress,
             lambda: try_steps(
                 target.function,
                 target.args,
@@ -61,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
                 plain=not arguments.no_plain,
                 own_backward=subject.ledger.own_backward,
                 tell=progress.stage,
-            )
+            ),
         )
     trials = tried.trials
     refused = refused or tried.refused
@@ -73,6 +75,7 @@ def main(arguments: argparse.Namespace) -> None:
         show(format_trials(allowed, trials))
     if refused is not None:
         raise refused
+    common.say_if_no_backward(subject)
     over = [t for t in trials if t.label != "plain" and allowed and t.measured > allowed]
     if over and allowed is not None:
         worst = max(trial.measured for trial in over)
@@ -89,6 +92,7 @@ def format_trials(limit: int | None, trials: Sequence[Trial]) -> str:
     cells = []
     for trial in trials:
         error = trial.predicted / trial.measured - 1 if trial.measured else 0.0
+        error = round(error, 3) + 0.0  # never "-0.0%"
         held = "" if trial.label == "plain" or limit is None else (
             "held" if trial.measured <= limit else "EXCEEDED"
         )  # fmt: skip

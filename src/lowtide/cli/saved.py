@@ -29,9 +29,11 @@ def main(arguments: argparse.Namespace) -> None:
     rows, keys = rows_of(arguments), arguments.by.split(",")
     check_keys(keys)
     with Progress(2) as progress:
-        held = common.study_of(arguments, progress).saved
+        subject = common.study_of(arguments, progress)
+        held = subject.saved
         text = format_saved_tensors(held, by=keys, rows=rows)
     if arguments.json:
         show_json(held.to_dict())
     else:
         show(text)
+    common.say_if_no_backward(subject)

@@ -35,8 +35,10 @@ def main(arguments: argparse.Namespace) -> None:
         plan = subject.plan(limit)
         progress.stage("writing")
         step = (target.function, target.args, target.kwargs)
-        target.running(
-            lambda: write_snapshot(path, subject, plan, None if arguments.no_run else step)
+        common.running(
+            target,
+            progress,
+            lambda: write_snapshot(path, subject, plan, None if arguments.no_run else step),
         )
     wrote(path)
     if arguments.json:

@@ -14,13 +14,15 @@ it is called with random inputs of these shapes.
 from __future__ import annotations
 
 import ast
+import contextlib
+import difflib
 import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -107,7 +109,8 @@ def _module(home: str, text: str) -> ModuleType:
         sys.path.insert(0, here)
     home = _HOMES.get(home, home)
     try:
-        return importlib.import_module(home)
+        with contextlib.redirect_stdout(sys.stderr):
+            return importlib.import_module(home)
     except ModuleNotFoundError as error:
         missing = error.name or home
         if home == missing or home.startswith(missing + "."):
@@ -127,18 +130,23 @@ def _named(module: ModuleType, name: str, text: str) -> Any:
     for part in name.split("."):
         if not hasattr(found, part):
             public = [n for n, f in vars(module).items() if not n.startswith("_") and callable(f)]
-            near = [n for n in public if getattr(vars(module)[n], "__module__", "")
-                    == module.__name__][:6]  # fmt: skip
-            there = f" It has {', '.join(near)}." if near else ""
-            raise UsageError(f"{module.__name__} has no {part!r} for the target {text!r}.{there}")
+            own = [n for n in public if getattr(vars(module)[n], "__module__", "")
+                   == module.__name__][:6]  # fmt: skip
+            there = f" It has {', '.join(own)}." if own else ""
+            meant = _nearest(part, [n for n in dir(found) if not n.startswith("_")])
+            raise UsageError(
+                f"{module.__name__} has no {part!r} for the target {text!r}.{meant or there}"
+            )
         found = getattr(found, part)
     return found
 
 
 def _of_users(what: str, call: Callable[[], Any], on_type_error: str = "Correct it") -> Any:
-    """The result of a part of the user's program; whatever goes wrong becomes a `UsageError`."""
+    """The result of a part of the user's program; whatever goes wrong becomes a `UsageError`.
+    What it prints goes to stderr: on stdout it would stand in the middle of the answer."""
     try:
-        return call()
+        with contextlib.redirect_stdout(sys.stderr):
+            return call()
     except LowtideError:
         raise
     except SystemExit as error:
@@ -243,10 +251,33 @@ def _of_class(
     config = getattr(cls, "config_class", None)
 
     def build() -> nn.Module:  # a model of transformers is built from its configuration
-        return cls(**named) if config is None else cls(config(**named))
+        return cls(**named) if config is None else cls(_configured(config, named))
 
     _check_room(text, build)
     return _of_model(text, _of_users(text, build, _ARGUMENTS), shapes)
+
+
+def _configured(config: Callable[..., Any], named: dict[str, Any]) -> Any:
+    """A configuration of transformers. It takes any name and keeps one that nothing reads: the
+    model would be built as if it had not been given."""
+    made = config(**named)
+    try:
+        usual = config()
+    except Exception:  # some have no defaults
+        return made
+    for name in named:
+        if name in vars(made) and not hasattr(usual, name):
+            raise UsageError(
+                f"{type(made).__name__} has no {name!r}, so --set would change nothing."
+                f"{_nearest(name, vars(usual))}"
+            )
+    return made
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """ "``" Did you mean ...?"`` for a name that was mistyped; nothing if none is close."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _check_room(text: str, build: Callable[[], nn.Module]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.kernels.mixed import dtypes_of_results
 from lowtide.kernels.pointwise import kept_storage
 from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
@@ -36,7 +37,14 @@ class Shapes:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._called(func, args, kwargs)
-        nbytes = kept_storage(_compat.schema_of(func).name, args)
+        name = _compat.schema_of(func).name
+        other = dtypes_of_results(name, args)
+        if other:
+            return type(result)(
+                [torch.empty_like(r, dtype=other[k]) if k in other and r is not None else r
+                 for k, r in enumerate(result)]
+            )  # fmt: skip
+        nbytes = kept_storage(name, args)
         if nbytes is not None and isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             storage.resize_(max(nbytes, storage.nbytes()))

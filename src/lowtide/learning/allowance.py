@@ -36,8 +36,12 @@ class Allowance:
         self.shortage = Shortage()
 
     def __str__(self) -> str:
+        """As `Budget` shows it, with what is known of it by now."""
         promised = self.promised()
-        return f"{self.limit:g} of the plain peak" if promised is None else f"{promised} bytes"
+        if isinstance(self.limit, int):
+            return f"{promised} bytes"
+        known = "" if promised is None else f", {promised} bytes"
+        return f"{self.limit:g} of the plain peak{known}"
 
     # ------------------------------------------------------------------ the running step
 

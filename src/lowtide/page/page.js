@@ -23,9 +23,9 @@
       if (Math.abs(size) < 1024) return unit === "B" ? `${size} B` : `${size.toFixed(1)} ${unit}`;
       size /= 1024;
     }
-    return `${size.toFixed(1)} GiB`;
+    return `${size.toFixed(2)} GiB`;
   }
-  const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)} %`;
+  const percent = (share, digits = 1) => `${(100 * share).toFixed(digits).replace(/^-(?=[0.]+$)/, "")} %`;
   const length = (share) => `${(100 * share).toFixed(2)}%`;
   function node(name, attributes = {}, ...children) {
     const made = document.createElement(name);
