@@ -9,10 +9,10 @@ replayed operation by operation. Imports step and policies. Rejected: torch's tw
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
@@ -234,7 +234,7 @@ def _call(
             f"checkpoint got {type(function).__name__} in place of a function. Pass the function "
             "and its arguments, checkpoint(function, *args), not what it returns."
         )
-    if not args and not kwargs and not _takes_nothing(function):
+    if not args and not kwargs and _needs_arguments(function):
         raise UsageError(
             f"checkpoint calls {getattr(function, '__name__', 'the function')} at once, and it "
             "needs arguments. Pass them after it; above a function, write @lowtide.checkpoint(), "
@@ -246,15 +246,14 @@ def _call(
     return called_inside(inside, functools.partial(function, *args, **kwargs))
 
 
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether it can be called without arguments, as far as that can be known."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Whether a plain function, which is what a decorator gets, cannot be called without arguments.
+    `inspect` would take as long as a small region."""
+    if not isinstance(function, FunctionType):
         return False
-    except ValueError:  # some builtins have no signature
-        return True
-    return True
+    code = function.__code__
+    without_defaults = code.co_argcount - len(function.__defaults__ or ())
+    return without_defaults > 0 or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
 def _traced(
