@@ -384,24 +384,3 @@ def test_a_function_that_the_step_replaces_stays_replaced(monkeypatch: pytest.Mo
 
     assert dry_run(step, (torch.ones(4, 4, requires_grad=True),), {}).source == "fake"
     assert F.linear is own
-
-
-@pytest.mark.parametrize("case", ["labels", "count from labels", "router"])
-def test_one_hot_runs_what_it_runs_on_real_tensors(case: str) -> None:
-    # It asks for the highest class. What a router has chosen is not known without a real step.
-    model, x, labels = nn.Linear(16, 8), torch.randn(4, 16), torch.tensor([0, 3, 7, 1])
-    usual = F.one_hot
-
-    def step(x: Tensor, labels: Tensor) -> Tensor:
-        shares = model(x).softmax(-1)
-        chosen = shares.argmax(-1) if case == "router" else labels
-        return (shares * F.one_hot(chosen, -1 if case == "count from labels" else 8)).sum()
-
-    def names(step: Dry) -> list[str]:
-        return [op.name for op in step.graph.ops]
-
-    found = dry_run(step, (x, labels), {})
-    assert found.source == "fake"
-    assert "aten::scatter_" in names(found)
-    assert names(found) == names(real_step(step, x, labels))[-len(found.graph.ops) :]
-    assert F.one_hot is usual

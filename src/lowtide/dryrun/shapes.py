@@ -22,6 +22,14 @@ from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 
 _CHECKED_CALLS = 2
+# Where these have their parameters and running statistics, which decide on the CPU in what dtype
+# they return the statistics of a half-precision input.
+_NORMALIZATIONS = {
+    "aten::native_layer_norm": slice(2, 4),
+    "aten::native_batch_norm": slice(1, 5),
+    "aten::native_group_norm": slice(1, 3),
+}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Shapes:
@@ -36,11 +44,26 @@ class Shapes:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._called(func, args, kwargs)
-        nbytes = kept_storage(_compat.schema_of(func).name, args)
+        name = _compat.schema_of(func).name
+        if name in _NORMALIZATIONS and args[0].dtype in _HALVES:
+            return self._statistics(_NORMALIZATIONS[name], args, result)
+        nbytes = kept_storage(name, args)
         if nbytes is not None and isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             storage.resize_(max(nbytes, storage.nbytes()))
         return result
+
+    def _statistics(self, others: slice, args: tuple[Any, ...], result: Any) -> Any:
+        """The result of a normalization with the statistics that the kernel on the CPU returns: of
+        float32 if a parameter is, as under autocast, and else of the input's dtype."""
+        device = args[0].device
+        if device.type != "cpu":
+            return result
+        mixed = any(t is not None and t.dtype == torch.float32 for t in args[others])
+        dtype = torch.float32 if mixed else args[0].dtype
+        with _compat.disable_dispatch():
+            made = [torch.empty(t.shape, dtype=dtype, device="meta") for t in result[1:]]
+        return (result[0], *(self._make(tensor, device) for tensor in made))
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)

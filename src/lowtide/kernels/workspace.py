@@ -19,6 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
@@ -121,6 +122,8 @@ def workspace_of(
         return _bytes(tensors[0])
     if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
         return max(0, _bytes(tensors[0]) - made)
+    if tensors and name.startswith("aten::_fft_"):
+        return fourier_workspace(name, tensors, args, made)
     if tensors and name in _FORMULAS:
         return _FORMULAS[name](tensors, args, made)
     if tensors and name in _LOSSES:
@@ -159,15 +162,6 @@ def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return 2 * made
 
 
-def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """All dimensions but the last go into a temporary, and the last one from a copy of that."""
-    source, dimensions = tensors[0], args[1]
-    if len(dimensions) > 1:
-        return 2 * _bytes(source)
-    last = source.dim() - 1
-    return 0 if source.is_contiguous() and dimensions[0] % source.dim() == last else _bytes(source)
-
-
 def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """Euclidean distances of many rows are a product of copies that have two more columns."""
     one, two = tensors[:2]
@@ -183,7 +177,6 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::roll": _rolled,
     "aten::masked_select": _selected,
     "aten::soft_margin_loss_backward": _soft_margins,
-    "aten::_fft_c2r": _to_real,
     "aten::_cdist_forward": _distances,
 }
 
