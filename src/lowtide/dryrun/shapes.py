@@ -29,6 +29,22 @@ _NORMALIZATIONS = {
     "aten::native_batch_norm": slice(1, 5),
     "aten::native_group_norm": slice(1, 3),
 }
+# What the kernels on the CPU return, whatever the layout of what they read, or in the channels-last
+# format of that argument. Fake tensors say otherwise.
+_CONTIGUOUS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward",
+        "log_sigmoid_forward", "rrelu_with_noise",
+        "rrelu_with_noise_backward",
+    )
+)  # fmt: skip
+_FOLLOWS = {
+    "aten::channel_shuffle": 0,
+    "aten::roll": 0,
+    "aten::reflection_pad2d_backward": 1,
+    "aten::replication_pad2d_backward": 1,
+}
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -47,6 +63,8 @@ class Shapes:
         name = _compat.schema_of(func).name
         if name in _NORMALIZATIONS and args[0].dtype in _HALVES:
             return self._statistics(_NORMALIZATIONS[name], args, result)
+        if name in _CONTIGUOUS or name in _FOLLOWS:
+            return self._laid_out(name, args, result)
         nbytes = kept_storage(name, args)
         if nbytes is not None and isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
@@ -64,6 +82,26 @@ class Shapes:
         with _compat.disable_dispatch():
             made = [torch.empty(t.shape, dtype=dtype, device="meta") for t in result[1:]]
         return (result[0], *(self._make(tensor, device) for tensor in made))
+
+    def _laid_out(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
+        """The result in the layout that the kernel on the CPU gives it."""
+        device, form = args[0].device, torch.contiguous_format
+        if device.type != "cpu":
+            return result
+        follows = args[_FOLLOWS[name]] if name in _FOLLOWS else None
+        if follows is not None and follows.dim() == 4 and not follows.is_contiguous():
+            if not follows.is_contiguous(memory_format=torch.channels_last):
+                return result
+            form = torch.channels_last
+        several = isinstance(result, tuple)
+        found = []
+        for tensor in result if several else (result,):
+            with _compat.disable_dispatch():
+                made = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="meta", memory_format=form
+                )
+            found.append(tensor if tensor.stride() == made.stride() else self._make(made, device))
+        return tuple(found) if several else found[0]
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)
