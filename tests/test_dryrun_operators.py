@@ -68,3 +68,11 @@ def test_fold() -> None:
         return F.fold(patches.cos(), (16, 16), 3, padding=1).sin().sum()
 
     assert follows(step)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> None:
+    # It adds a bias in place, unless it is called under a mode or on fake tensors.
+    layer, recurrent = nn.Linear(16, 16), kind(16, 16, batch_first=True)
+    x = torch.randn(8, 12, 16)
+    assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
