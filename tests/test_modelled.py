@@ -530,15 +530,25 @@ def test_what_one_backward_takes() -> None:
     x, y = (torch.randn(256, 256, requires_grad=True) for _ in range(2))
     nbytes = x.nbytes
     aten = torch.ops.aten
-    assert cost_of(aten.add.Tensor, x, y) == Cost(0, 0, (True, True), (False, False), (False,))
-    assert cost_of(aten.tanh.default, x) == Cost(nbytes, nbytes, (False,), (True,), (True,))
-    assert cost_of(aten.mm.default, x, y) == Cost(
-        2 * nbytes, 2 * nbytes, (False, False), (True, True), (False,)
+    assert cost_of(aten.add.Tensor, x, y) == Cost(
+        0, 0, (True, True), (False, False), (True, True), (False,)
     )
-    assert cost_of(aten.cat.default, [x, y]) == Cost(0, 0, (True, True), (False, False), (False,))
+    assert cost_of(aten.tanh.default, x) == Cost(
+        nbytes, nbytes, (False,), (True,), (True,), (True,)
+    )
+    assert cost_of(aten.mm.default, x, y) == Cost(
+        2 * nbytes, 2 * nbytes, (False, False), (True, True), (True, True), (False,)
+    )
+    assert cost_of(aten.cat.default, [x, y]) == Cost(
+        0, 0, (True, True), (False, False), (True, True), (False,)
+    )
     # In place: the operation's own result is saved.
-    assert cost_of(aten.relu_.default, x) == Cost(nbytes, nbytes, (False,), (True,), (True,))
-    assert cost_of(aten.eq.Tensor, x, y) == Cost(0, 0, (None, None), (False, False), ())
+    assert cost_of(aten.relu_.default, x) == Cost(
+        nbytes, nbytes, (False,), (True,), (True,), (True,)
+    )
+    assert cost_of(aten.eq.Tensor, x, y) == Cost(
+        0, 0, (None, None), (False, False), (False, False), ()
+    )
 
 
 FILLING: dict[str, Any] = {

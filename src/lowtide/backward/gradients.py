@@ -56,14 +56,16 @@ def lifetimes(
             if not reading:
                 continue
             start = reading[-1]
-            if number in ops[start].viewing:
+            view = number in ops[start].viewing
+            if len(reading) == 1 and any(name in log.name for name in _COPYING):
+                part = view and sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                turned = number in (ops[start].turned if view else ops[start].athwart)
+                if part or turned:
+                    # Of a transposed one, oneDNN's kernel for GELU copies the result too.
+                    copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
+            if view:
                 # Its gradient is a view of that of the reader's result, until another is added.
                 if len(reading) == 1:
-                    part = sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
-                    turned = number in ops[start].turned
-                    if (part or turned) and any(name in log.name for name in _COPYING):
-                        # Of a transposed one, oneDNN's kernel for GELU copies the result too.
-                        copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
                     continue
                 start = reading[-2]
                 sums[start] += sizes[number]

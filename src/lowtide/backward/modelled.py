@@ -42,7 +42,7 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
     for log, call in asked:
         log.call, cost = None, found[call]
         if cost is None:
-            log.lent = True
+            log.lent, log.athwart = True, log.turned
             continue
         log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
         own = bool(cost.given) and cost.given[0] is False
@@ -57,6 +57,11 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
             )
             log.receivers = tuple(n for n, given in pairs if given is not None)
             log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
+            log.athwart = tuple(
+                n
+                for (n, given), straight in zip(pairs, cost.contiguous, strict=True)
+                if given is False and straight and n in log.turned
+            )
 
 
 def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:

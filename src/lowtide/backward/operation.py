@@ -69,6 +69,7 @@ class Cost:
             view of that of the output (True), memory of its own (False), or None: it gets none.
         fresh: for the same: whether nothing else refers to the gradient's memory, so that another
             may be added to it in place.
+        contiguous: for the same: whether the gradient is contiguous.
         saved: for each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
@@ -77,6 +78,7 @@ class Cost:
     left: int
     given: tuple[bool | None, ...]
     fresh: tuple[bool, ...]
+    contiguous: tuple[bool, ...]
     saved: tuple[bool, ...]
 
 
@@ -152,7 +154,8 @@ def _run(call: Call) -> Cost:
     unused = {key for key, used in zip(own, known, strict=True) if not used}
     made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
     if not made:
-        return Cost(0, 0, (None,) * len(wanted), (False,) * len(wanted), ())
+        none = (False,) * len(wanted)
+        return Cost(0, 0, (None,) * len(wanted), none, none, ())
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
@@ -165,7 +168,8 @@ def _run(call: Call) -> Cost:
         lent is False and not _compat.is_view(gradient)
         for gradient, lent in zip(found, given, strict=True)
     ]
-    return Cost(counting.peak, counting.level, tuple(given), tuple(fresh), results)
+    contiguous = tuple([g is not None and g.is_contiguous() for g in found])
+    return Cost(counting.peak, counting.level, tuple(given), tuple(fresh), contiguous, results)
 
 
 class _AsReal(Counting):

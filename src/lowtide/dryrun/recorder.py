@@ -15,10 +15,12 @@ import weakref
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from lowtide import _compat, engine
 from lowtide._compat import fakes
+from lowtide.dryrun.onehot import one_hot, only_checks
 from lowtide.dryrun.provenance import UnansweredError, evaluate
 from lowtide.dryrun.standins import StandIns
 from lowtide.step import Recording
@@ -34,17 +36,21 @@ _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::mio
 # These add something at their end (a mask to scores, a bias to a non-contiguous result) in place,
 # but out of place under a dispatch mode and on fake tensors.
 _ADDING = ("scaled_dot_product_attention", "linear")
+# These call the second of them without its name. They also add other things, out of place.
+_RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 class Adding:
     """Context manager: tracks, per thread, whether one of these functions is running.
 
     The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
-    too. Not a `TorchFunctionMode`, which misses the calls that multi-head attention makes inside.
+    too. `one_hot` is replaced as well (`lowtide.dryrun.onehot`). Not a `TorchFunctionMode`, which
+    misses the calls that multi-head attention makes inside.
     """
 
     _lock = threading.Lock()
-    _usual: ClassVar[dict[str, tuple[Any, Any]]] = {}  # by name: the usual function, and ours
+    # By owner and name: the usual function, and ours.
+    _usual: ClassVar[dict[tuple[Any, str], tuple[Any, Any]]] = {}
     _open = 0
     _inside = threading.local()
 
@@ -53,9 +59,16 @@ class Adding:
             if not Adding._open:
                 for name in _ADDING:
                     usual = getattr(functional, name)
-                    told = Adding._told(usual)
-                    Adding._usual[name] = usual, told
-                    setattr(functional, name, told)
+                    Adding._usual[functional, name] = usual, Adding._told(usual, "all")
+                for kind in _RECURRENT:
+                    Adding._usual[kind, "forward"] = (
+                        kind.forward,
+                        Adding._told(kind.forward, "biases"),
+                    )
+                usual = functional.one_hot
+                Adding._usual[functional, "one_hot"] = usual, one_hot(usual)
+                for (owner, name), (_, ours) in Adding._usual.items():
+                    setattr(owner, name, ours)
             Adding._open += 1
         return self
 
@@ -63,16 +76,16 @@ class Adding:
         with Adding._lock:
             Adding._open -= 1
             if not Adding._open:
-                for name, (usual, told) in Adding._usual.items():
-                    if getattr(functional, name) is told:  # else the step has put its own there
-                        setattr(functional, name, usual)
+                for (owner, name), (usual, ours) in Adding._usual.items():
+                    if getattr(owner, name) is ours:  # else the step has put its own there
+                        setattr(owner, name, usual)
 
     @staticmethod
-    def _told(usual: Any) -> Any:
+    def _told(usual: Any, what: str) -> Any:
         @functools.wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
             # One may call another: a tensor subclass whose `linear` is several of them.
-            around, Adding._inside.now = getattr(Adding._inside, "now", False), True
+            around, Adding._inside.now = getattr(Adding._inside, "now", ""), what
             try:
                 return usual(*args, **kwargs)
             finally:
@@ -82,8 +95,13 @@ class Adding:
 
     @property
     def in_place(self) -> bool:
-        """Whether an addition seen now will be in place in the recorded step."""
-        return getattr(Adding._inside, "now", False) and engine.name() == "compiled"
+        """Whether any addition seen now will be in place in the recorded step."""
+        return getattr(Adding._inside, "now", "") == "all" and engine.name() == "compiled"
+
+    def adds_bias(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """The same for this addition inside a recurrent layer."""
+        inside = getattr(Adding._inside, "now", "") == "biases" and engine.name() == "compiled"
+        return inside and other.dim() == 1 < one.dim()
 
 
 class FakeRecorder(Recorder):
@@ -103,7 +121,9 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         if _compat.schema_of(func).name in _SHAPELESS:
             raise NotImplementedError(f"torch does not know the memory of {func} from shapes")
-        if func is torch.ops.aten.add.Tensor and self.adding.in_place:
+        if func is torch.ops.aten.add.Tensor and (
+            self.adding.in_place or self.adding.adds_bias(*args[:2])
+        ):
             func = torch.ops.aten.add_.Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -111,7 +131,12 @@ class FakeRecorder(Recorder):
         """Call an operator that needs the content of fake tensors on the real ones behind them."""
         if kwargs:
             raise UnansweredError(f"{func} asks for what is in a tensor")
-        real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
+        try:
+            real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
+        except UnansweredError:
+            if only_checks():
+                return 0
+            raise
         with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             result = func(*real)
         return self.stand.fake(result) if isinstance(result, torch.Tensor) else result

@@ -23,6 +23,22 @@ from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 
 _CHECKED_CALLS = 2
+# What the kernels on the CPU return, whatever the layout of what they read, or in the channels-last
+# format of that argument. Fake tensors say otherwise.
+_CONTIGUOUS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "glu_backward",
+        "log_sigmoid_forward", "rrelu_with_noise",
+        "rrelu_with_noise_backward",
+    )
+)  # fmt: skip
+_FOLLOWS = {
+    "aten::channel_shuffle": 0,
+    "aten::roll": 0,
+    "aten::reflection_pad2d_backward": 1,
+    "aten::replication_pad2d_backward": 1,
+}
 
 
 class Shapes:
@@ -38,17 +54,49 @@ class Shapes:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._called(func, args, kwargs)
         name = _compat.schema_of(func).name
-        other = dtypes_of_results(name, args)
-        if other:
-            return type(result)(
-                [torch.empty_like(r, dtype=other[k]) if k in other and r is not None else r
-                 for k, r in enumerate(result)]
-            )  # fmt: skip
+        dtypes = dtypes_of_results(name, args)
+        if dtypes:
+            return self._of_dtypes(dtypes, args[0].device, result)
+        if name in _CONTIGUOUS or name in _FOLLOWS:
+            return self._laid_out(name, args, result)
         nbytes = kept_storage(name, args)
         if nbytes is not None and isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             storage.resize_(max(nbytes, storage.nbytes()))
         return result
+
+    def _of_dtypes(
+        self, dtypes: dict[int, torch.dtype], device: torch.device, result: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """The results with these dtypes, by position."""
+        found = list(result)
+        for place, dtype in dtypes.items():
+            if found[place] is None or found[place].dtype == dtype:
+                continue
+            with _compat.disable_dispatch():
+                made = torch.empty(found[place].shape, dtype=dtype, device="meta")
+            found[place] = self._make(made, device)
+        return tuple(found)
+
+    def _laid_out(self, name: str, args: tuple[Any, ...], result: Any) -> Any:
+        """The result in the layout that the kernel on the CPU gives it."""
+        device, form = args[0].device, torch.contiguous_format
+        if device.type != "cpu":
+            return result
+        follows = args[_FOLLOWS[name]] if name in _FOLLOWS else None
+        if follows is not None and follows.dim() == 4 and not follows.is_contiguous():
+            if not follows.is_contiguous(memory_format=torch.channels_last):
+                return result
+            form = torch.channels_last
+        several = isinstance(result, tuple)
+        found = []
+        for tensor in result if several else (result,):
+            with _compat.disable_dispatch():
+                made = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="meta", memory_format=form
+                )
+            found.append(tensor if tensor.stride() == made.stride() else self._make(made, device))
+        return tuple(found) if several else found[0]
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)

@@ -58,7 +58,7 @@ def convolution_workspace(
         biased: whether the forward adds a bias.
     """
     instructions = _compat.onednn_instructions()
-    itself, last = unfolded(source, weight, "cpu", options), _channels_last(source)
+    itself, last = unfolded(source, weight, "cpu", options), _runs_last(source, weight)
     half = source.element_size() == 2
     by_channel = options.groups > 1 and _depthwise(source, weight)
     if _compat.onednn_tiles(source.dtype) and not itself and not by_channel:
@@ -90,7 +90,7 @@ def _wide_workspace(
     back, stride = given is not None, max(options.stride)
     half, flat = source.element_size() == 2, source.dim() < 5
     itself = unfolded(source, weight, "cpu", options)
-    last = _channels_last(source)
+    last = _runs_last(source, weight)
     if itself:
         taken = unfolded_workspace(source, weight, out, options, back, passes, biased)
         if last and source.dim() == 4 and not _pointwise(weight, stride):
@@ -110,6 +110,8 @@ def _wide_workspace(
         taken = half_channels_last(source, weight, out)
     elif last:  # the input is read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
+        if _has_last(weight) and not _pointwise(weight, 1):
+            taken = max(0, taken - _bytes(weight))  # else torch brings it into this format first
     elif half and back and options.groups == 1:
         taken = half_backward(source, weight, out, stride, passes)
     elif half and not back and math.prod(weight.shape[2:]) == 1 and (stride == 1 or flat):
@@ -154,7 +156,7 @@ def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
     blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
     block = _CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
     whole = groups * blocks * block
-    narrow = groups % _CHANNEL_BLOCK or max(weight.shape[2:]) <= 3
+    narrow = (groups % _CHANNEL_BLOCK and not back) or max(weight.shape[2:]) <= 3
     if groups == 1 or (out == into == 1 and narrow):
         return (3 if back else 2) * parameter
     if back:
@@ -341,6 +343,19 @@ def _transposed_backward(
         copies += padded(_bytes(given), given.shape[1])
     first = blocked + max(_bytes(source), copies)
     return max(first - made, _summed(given, source, weight, options))
+
+
+def _runs_last(source: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch runs it in channels-last format: the input or the parameter has it, as in a
+    model in that format whose input is not. It copies the one that has not, and in one dimension
+    every input that is not contiguous."""
+    return source.dim() > 3 and (_channels_last(source) or _has_last(weight))
+
+
+def _has_last(weight: torch.Tensor) -> bool:
+    """Whether a parameter has channels-last format; a pointwise one with one channel has both."""
+    strides = weight.stride(1), weight.stride(-1)
+    return weight.dim() > 3 and strides == (1, weight.shape[1]) and math.prod(weight.shape[1:]) > 1
 
 
 def _channels_last(source: torch.Tensor) -> bool:

@@ -26,12 +26,13 @@ _NORMS = frozenset(
 
 
 def dtypes_of_results(name: str, args: Any) -> dict[int, torch.dtype]:
-    """The dtypes of the results, by position, that are others than shapes alone say."""
+    """The dtypes of the results, by position, that may be others than shapes alone say."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if not tensors or tensors[0].device.type != "cpu" or tensors[0].dtype not in _HALF:
         return {}
-    if name in _NORMS and any(t.dtype == torch.float32 for t in tensors[1:]):
-        return {1: torch.float32, 2: torch.float32}
+    if name in _NORMS:
+        mixed = any(t.dtype == torch.float32 for t in tensors[1:])
+        return dict.fromkeys((1, 2), torch.float32 if mixed else tensors[0].dtype)
     if name == "aten::native_group_norm_backward":
         return {0: tensors[1].dtype}
     return {}

@@ -26,8 +26,10 @@ _REDUCED_IN_PLACE = {
 
 
 def kept_storage(name: str, args: Any) -> int | None:
-    """Bytes of the storage of a scalar result that is as large as what it was reduced from; None if
-    the storage is as large as the result."""
+    """Bytes of the storage of a result that is as large as what it was reduced from; None if the
+    storage is as large as the result."""
+    if name == "aten::col2im" and args[0].device.type == "cpu":
+        return int(args[0].numel() * args[0].element_size())
     place = _REDUCED_IN_PLACE.get(name)
     if place is None or (len(args) > place and args[place] == 0):
         return None

@@ -19,6 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
@@ -52,13 +53,18 @@ _COPIED = {
     "aten::upsample_bicubic2d_backward": 1,
     "aten::avg_pool3d": 1,
     "aten::avg_pool3d_backward": 1,
+    "aten::grid_sampler_2d_backward": 1,
+    "aten::log_sigmoid_forward": 1,
+    "aten::fractional_max_pool2d": 1,
+    "aten::index_select": 1,
 }
 # Kernels of several steps, with a temporary as large as their first tensor.
 _COMPOSED = frozenset(
     f"aten::{name}"
     for name in (
         "native_dropout", "native_dropout_backward", "logsumexp", "im2col", "_fused_rms_norm",
-        "dist", "nanmedian", "ldexp", "masked_scatter_backward",
+        "dist", "median", "nanmedian", "ldexp", "masked_scatter_backward", "linalg_inv_ex",
+        "_linalg_svd",
     )
 )  # fmt: skip
 # Losses: the position of the argument `reduction`; what they allocate with and without a reduction,
@@ -118,9 +124,12 @@ def workspace_of(
     if product is not None:
         return product
     if tensors and name in _COMPOSED:
-        return _bytes(tensors[0])
+        copied = name == "aten::im2col" and not tensors[0].is_contiguous()
+        return _bytes(tensors[0]) * (2 if copied else 1)
     if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
         return max(0, _bytes(tensors[0]) - made)
+    if tensors and name.startswith("aten::_fft_"):
+        return fourier_workspace(name, tensors, args, made)
     if tensors and name in _FORMULAS:
         return _FORMULAS[name](tensors, args, made)
     if tensors and name in _LOSSES:
@@ -159,13 +168,10 @@ def _soft_margins(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return 2 * made
 
 
-def _to_real(tensors: list[torch.Tensor], args: Any, made: int) -> int:
-    """All dimensions but the last go into a temporary, and the last one from a copy of that."""
-    source, dimensions = tensors[0], args[1]
-    if len(dimensions) > 1:
-        return 2 * _bytes(source)
-    last = source.dim() - 1
-    return 0 if source.is_contiguous() and dimensions[0] % source.dim() == last else _bytes(source)
+def _base_grid(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """The coordinates of all points, with a one after them, for each transformation."""
+    dimensions = tensors[0].shape[-2]
+    return made * (dimensions + 1) // max(1, dimensions)
 
 
 def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
@@ -183,8 +189,8 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::roll": _rolled,
     "aten::masked_select": _selected,
     "aten::soft_margin_loss_backward": _soft_margins,
-    "aten::_fft_c2r": _to_real,
     "aten::_cdist_forward": _distances,
+    "aten::affine_grid_generator": _base_grid,
 }
 
 

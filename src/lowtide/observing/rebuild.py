@@ -80,6 +80,9 @@ class OpLog:
     turned: tuple[int, ...] = field(default=(), compare=False)
     """Inputs that it reads whole, but through a view that is not contiguous. Not written into
     files."""
+    athwart: tuple[int, ...] = field(default=(), compare=False)
+    """Those whose gradients it makes in the order in which it reads them: these are not contiguous
+    where the inputs are. Not written into files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
     lent: bool = field(default=False, compare=False)

@@ -1,0 +1,78 @@
+"""A dry run has the operators and the bytes of the real step, also where torch does something else
+on fake tensors: the step follows the plan made for it (rule 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+
+
+def follows(step: Callable[..., Tensor], *args: Tensor) -> bool:
+    """Whether a first step follows, to its end, a plan for the smallest limit."""
+    made = lowtide.plan(step, *args)
+    assert made.source == "fake"
+    budget = lowtide.budget(lowtide.plan(step, *args, limit=made.minimum_peak))
+    with budget:
+        loss = step(*args)
+    loss.backward()
+    report = budget.report()
+    return report.planned and report.left_plan_at is None
+
+
+@pytest.mark.parametrize("case", ["labels", "count from labels", "router"])
+def test_one_hot(case: str) -> None:
+    # It asks for the highest class. What a router has chosen is not known without a real step.
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 8))
+    x, labels, usual = torch.randn(64, 16), torch.randint(8, (64,)), F.one_hot
+    labels[0] = 7
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        shares = model(x).softmax(-1)
+        chosen = shares.argmax(-1) if case == "router" else labels
+        return (shares * F.one_hot(chosen, -1 if case == "count from labels" else 8)).sum()
+
+    assert follows(step, x, labels)
+    assert F.one_hot is usual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalizations_under_autocast(dtype: torch.dtype) -> None:
+    # Parameters of float32 make the statistics of a half-precision input float32.
+    model = nn.Sequential(
+        nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.GELU(), nn.GroupNorm(2, 8), nn.SiLU(),
+        nn.LayerNorm(62), nn.GELU(), nn.InstanceNorm1d(8, affine=True),
+    ).to(dtype)  # fmt: skip
+    x = torch.randn(8, 4, 64, dtype=dtype)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    assert follows(step)
+
+
+def test_fold() -> None:
+    # The result keeps a storage as large as what it sums.
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+
+    def step() -> Tensor:
+        patches = F.unfold(x.sin(), 3, padding=1)
+        return F.fold(patches.cos(), (16, 16), 3, padding=1).sin().sum()
+
+    assert follows(step)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> None:
+    # It adds a bias in place, unless it is called under a mode or on fake tensors.
+    layer, recurrent = nn.Linear(16, 16), kind(16, 16, batch_first=True)
+    x = torch.randn(8, 12, 16)
+    assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())

@@ -1,0 +1,149 @@
+"""Kernels copy tensors of another layout than they read: transposed sequences, and channels-last
+models with inputs that are not (rule 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from instructions import exact_workspaces
+from lowtide._compat import fakes
+from lowtide.dryrun.shapes import Shapes
+from lowtide.kernels.workspace import kernel_workspace
+from lowtide.planner import plain_peak
+from once import on_one_recorder
+from test_modelled import modelled_and_measured
+
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
+
+aten = torch.ops.aten
+LAST = torch.channels_last
+
+# ---------------------------------------------------------------------------- first steps
+
+
+def _labels() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randint(1, 200, (8, 16)), torch.full((8,), 64), torch.full((8,), 16)
+
+
+def _convolved(x: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), torch.randn(8, 200, 3, requires_grad=True))
+
+
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "ctc": lambda x: F.ctc_loss(x.log_softmax(-1).transpose(0, 1), *_labels()),
+    "a product": lambda x: x.softmax(-1).transpose(1, 2) @ torch.ones(8, 64, 5),
+    "a normalization": lambda x: F.layer_norm(F.gelu(x).transpose(1, 2), (64,)),
+    "a running sum": lambda x: x.softmax(-1).transpose(1, 2).cumsum(-1),
+    "a convolution of a softmax": lambda x: _convolved(x.softmax(-1)),
+    "a convolution of GELU": lambda x: _convolved(F.gelu(x)),
+    "a convolution of a normalization": lambda x: _convolved(F.layer_norm(x, (200,))),
+}
+
+
+@exact_workspaces
+@pytest.mark.parametrize("name", TURNED)
+def test_the_gradient_of_what_is_read_transposed_is_copied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = nn.Linear(16, 200), torch.randn(8, 64, 16)
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = TURNED[name](layer(x)).square().mean()
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    assert 0.98 <= plain_peak(modelled) / plain_peak(measured) <= 1.03
+    for guess, real in zip(modelled.events, measured.events, strict=True):
+        assert guess.peak_other >= 0.98 * real.peak_other - 4096
+
+
+# ---------------------------------------------------------------------------- convolutions
+
+
+def convolution(shape: tuple[int, ...], kernel: tuple[int, ...], groups: int = 1) -> Any:
+    x, weight = torch.randn(shape), torch.randn(kernel)
+    spatial = len(shape) - 2
+    options = [1] * spatial, [kernel[-1] // 2] * spatial, [1] * spatial, False, [0] * spatial
+    return x, weight, (*options, groups)
+
+
+def sequence() -> Any:
+    _, weight, options = convolution((4, 64, 128), (64, 64, 5))
+    return torch.randn(4, 128, 64).transpose(1, 2), weight, options
+
+
+def images(channels: int, kernel: int, groups: int = 1) -> Any:
+    shape = (32 if groups == 1 else channels, channels // groups, kernel, kernel)
+    x, weight, options = convolution((4, channels, 32, 32), shape, groups)
+    return x, weight.to(memory_format=LAST), options
+
+
+CONVOLUTIONS: dict[str, Callable[[], Any]] = {
+    "a transposed sequence": sequence,
+    "a parameter with its channels last": lambda: images(32, 3),
+    "a pointwise one": lambda: images(64, 1),
+    "one for each channel": lambda: images(24, 5, 24),
+    "one for each of 16 channels": lambda: images(16, 7, 16),
+}
+
+
+@exact_workspaces
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_convolution_copies_what_it_does_not_read_as_it_is(name: str, back: bool) -> None:
+    x, weight, options = CONVOLUTIONS[name]()
+    call, args = aten.convolution.default, (x, weight, None, *options)
+    if back:
+        given = torch.randn_like(call(*args)).contiguous()
+        call, args = aten.convolution_backward.default, (
+            given, x, weight, None, *options, [True, True, False],
+        )  # fmt: skip
+    results = call(*args) if back else [call(*args)]
+    made = sum(t.untyped_storage().nbytes() for t in results if t is not None)
+    del results
+    peak = lowtide.measure(call, *args, device="cpu").peak_bytes
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    modelled = made + kernel_workspace(call._schema.name, tensors, args, made)
+    assert peak - (48 << 10) <= modelled <= 1.01 * peak
+
+
+# ---------------------------------------------------------------------------- dry runs
+
+
+def last(*shape: int) -> Tensor:
+    return torch.randn(shape).to(memory_format=LAST)
+
+
+LAID_OUT: dict[str, tuple[Any, ...]] = {
+    "mse_loss_backward": (torch.ones(()), last(2, 4, 6, 6), last(2, 4, 6, 6), 1),
+    "smooth_l1_loss_backward": (torch.ones(()), last(2, 4, 6, 6), last(2, 4, 6, 6), 1, 1.0),
+    "huber_loss_backward": (torch.ones(()), last(2, 4, 6, 6), last(2, 4, 6, 6), 1, 1.0),
+    "glu_backward": (last(2, 2, 6, 6), last(2, 4, 6, 6), 1),
+    "log_sigmoid_forward": (last(2, 4, 6, 6),),
+    "rrelu_with_noise": (last(2, 4, 6, 6), last(2, 4, 6, 6), 0.1, 0.3, True),
+    "channel_shuffle": (last(2, 4, 6, 6), 2),
+    "roll": (last(2, 4, 6, 6), [1], [2]),
+    "reflection_pad2d_backward": (last(2, 4, 8, 8), last(2, 4, 6, 6), [1, 1, 1, 1]),
+    "replication_pad2d_backward": (last(2, 4, 8, 8), last(2, 4, 6, 6), [1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_fake_results_have_the_layout_of_real_ones(name: str) -> None:
+    call, args = getattr(aten, name).default, LAID_OUT[name]
+    mode = fakes.fake_mode()
+    with mode:
+        fake = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        found = Shapes(mode)(call, tuple(fake), {})
+    real = call(*args)
+    several = isinstance(real, tuple)
+    strides = [t.stride() for t in (real if several else [real])]
+    assert [t.stride() for t in (found if several else [found])] == strides
