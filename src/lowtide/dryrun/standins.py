@@ -18,6 +18,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,7 +168,11 @@ class StandIns:
         if not fakes.is_fake(tensor):
             return tensor
         storage = _compat.storage_of(tensor)
-        return None if storage is None else self._real.get(_compat.storage_id(storage))
+        return None if storage is None else self.behind(storage)
+
+    def behind(self, storage: Any) -> torch.Tensor | None:
+        """The real tensor that stands behind a fake storage."""
+        return self._real.get(_compat.storage_id(storage))
 
     def fake(self, item: Any) -> Any:
         """The same arguments with fake tensors in place of real ones."""
@@ -186,6 +191,21 @@ class StandIns:
         if type(item) is dict:
             return {key: self.fake(part) for key, part in item.items()}
         return item
+
+    def made(self, result: Any) -> Any:
+        """What an operator returned, with fake tensors in place of real ones. They are in memory
+        as long as the program has them, and no longer."""
+        if isinstance(result, torch.Tensor):
+            fake = fakes.faked(self.mode, result, self.device)
+            storage = _compat.storage_of(fake)
+            if storage is not None:
+                key = _compat.storage_id(storage)
+                self._real[key] = result
+                weakref.finalize(storage, self._real.pop, key, None)
+            return fake
+        if isinstance(result, tuple | list):
+            return type(result)(map(self.made, result))
+        return result
 
 
 class _Saved:
