@@ -141,13 +141,16 @@ class StandIns:
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
         self._saved = _Saved(found)
+        self._scripted: list[tuple[Any, str, torch.Tensor]] = []
 
     def __enter__(self) -> StandIns:
         self._saved.take()
         try:
             for module in self.found.modules():
                 for tensors in _compat.parameters_and_buffers(module):
-                    for name, tensor in tensors.items():
+                    if _compat.is_script(module):  # not among its attributes
+                        self._scripted += [(tensors, *one) for one in tensors.items()]
+                    for name, tensor in list(tensors.items()):
                         if tensor is not None:
                             tensors[name] = self.fake(tensor)
             for module in self.found.modules():
@@ -156,11 +159,17 @@ class StandIns:
                     if type(part) is list and any(id(p) in self._made for p in part):
                         vars(module)[name] = [self._made.get(id(p), p) for p in part]
         except BaseException:
-            self._saved.restore()
+            self._restore()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for tensors, name, tensor in self._scripted:
+            tensors[name] = tensor
+        self._scripted.clear()
         self._saved.restore()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -238,7 +247,8 @@ class _Saved:
             items = list(part)
             self._others.append((part, items))
         elif isinstance(part, tuple):
-            items = list(part)
+            # A subclass may refuse to be taken for a sequence (the irreps of e3nn have no length).
+            items = [*tuple.__iter__(part)]
         else:
             if _is_data(part):
                 self._take(vars(part), depth - 1, seen)
