@@ -302,6 +302,20 @@ def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
         dry_run(step, (torch.ones(2, 4),), {})
 
 
+def test_a_parameter_that_a_real_step_writes_behind_its_version_is_said_to_have_moved() -> None:
+    """Variational Gaussian processes set their means so, in their first forward."""
+    layer = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).square().sum()
+        if loss.item() > 0:
+            layer.bias.data.copy_(torch.ones(4))
+        return loss
+
+    with pytest.warns(DryRunWarning, match=r"parameters \(1 of them\)"):
+        dry_run(step, (torch.ones(2, 4),), {})
+
+
 def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
 

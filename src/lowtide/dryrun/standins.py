@@ -305,7 +305,7 @@ class RealState:
             for parameter in _compat.parameters_and_buffers(module)[0].values()
             if parameter is not None and not parameter.is_inference()
         }
-        self._versions = [(p, _compat.version_of(p)) for p in parameters.values()]
+        self._before = [(p, _state(p)) for p in parameters.values()]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
         self._contents = [_content(g) for _, g in self._gradients if g is not None]
@@ -330,7 +330,26 @@ class RealState:
         for generator, state in self._draws:
             generator.set_state(state)
         self._python.restore()
-        self.moved = sum(_compat.version_of(p) != before for p, before in self._versions)
+        self.moved = sum(_state(p) != before for p, before in self._before)
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    """The version, and a sum of the bits: a write through `.data` moves no version."""
+    version = _compat.version_of(parameter)
+    if nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+        return version, 0
+    whole = _WHOLE.get(parameter.element_size())
+    if whole is None or parameter.layout is not torch.strided or parameter.is_conj():
+        return version, 0
+    if _compat.has_own_dispatch(type(parameter)):
+        return version, 0
+    if parameter.untyped_storage().nbytes() < parameter.nbytes:  # freed, as FSDP1 does
+        return version, 0
+    with torch.no_grad():
+        return version, int(parameter.detach().view(whole).sum(dtype=torch.int64))
+
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
