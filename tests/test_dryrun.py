@@ -316,6 +316,23 @@ def test_a_parameter_that_a_real_step_writes_behind_its_version_is_said_to_have_
         dry_run(step, (torch.ones(2, 4),), {})
 
 
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+def test_what_a_real_step_adds_to_parameters_is_put_back() -> None:
+    """As Opacus does: gradients of each sample, which the next backward would add to."""
+    layer = nn.Linear(4, 4)
+    layer.weight.samples = [0]
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).square().sum()
+        layer.bias.seen = loss.item()
+        layer.weight.samples.append(1)
+        return loss
+
+    assert dry_run(step, (torch.ones(2, 4),), {}).source == "recorded"
+    assert not hasattr(layer.bias, "seen")
+    assert layer.weight.samples == [0]
+
+
 def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
 

@@ -231,6 +231,9 @@ class _Saved:
         seen = set(map(id, self._modules))
         for module in self._modules:
             self._take(vars(module), _DEPTH, seen)
+            for parameter in _compat.parameters_and_buffers(module)[0].values():
+                if parameter is not None:  # libraries keep what they add to one in its attributes
+                    self._take(vars(parameter), _DEPTH, seen)
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
