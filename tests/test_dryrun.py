@@ -249,6 +249,43 @@ def test_questions_about_data_are_answered() -> None:
     assert met == [(1, True, [1])]
 
 
+def test_masks_of_labels_choose_what_is_computed() -> None:
+    """`labels[labels >= 0]`, `edges[:, mask]`: the mask comes in a list, and a kernel that is given
+    a fake tensor there reads memory that is not there."""
+    layer = nn.Linear(8, 8)
+    sizes = []
+
+    def step(x: Tensor, labels: Tensor, edges: Tensor) -> Tensor:
+        kept = labels[labels >= 0]
+        found, places, counts = torch.unique(kept, return_inverse=True, return_counts=True)
+        ends = edges[:, edges[0] != edges[1]]
+        sizes.append((len(kept), found.tolist(), len(places), counts.tolist(), ends.tolist()))
+        hidden = layer(x)
+        return hidden[ends[0]].sum() + hidden[kept].sum() + hidden[places].sum()
+
+    edges = torch.tensor([[0, 1, 2, 3, 3, 1], [0, 2, 2, 1, 3, 1]])
+    data = torch.ones(4, 8), torch.tensor([0, -100, 2, 2, -100, 1]), edges
+    dry = dry_run(step, data, {})
+    step(*data)
+    assert dry.source == "fake"
+    assert sizes[0] == sizes[1]
+
+
+def test_what_an_answer_made_is_in_memory_as_long_as_the_program_has_it() -> None:
+    layer = nn.Linear(4, 4)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        for _ in range(8):
+            torch.masked_select(labels, labels >= 0)
+        return layer(x).sum()
+
+    data = torch.ones(4, 4), torch.arange(4096)
+    real = lowtide.measure(lambda: step(*data).backward(), device="cpu").peak_bytes
+    dry = dry_run(step, data, {})
+    assert dry.source == "fake"
+    assert plain_peak(dry) <= 1.1 * real
+
+
 def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
     layer = nn.Linear(4, 4)
     layer.tied = layer.weight  # one parameter, however many names it has
@@ -263,6 +300,37 @@ def test_a_real_step_that_moves_parameters_is_said_to_have() -> None:
 
     with pytest.warns(DryRunWarning, match=r"parameters \(2 of them\), and that was not"):
         dry_run(step, (torch.ones(2, 4),), {})
+
+
+def test_a_parameter_that_a_real_step_writes_behind_its_version_is_said_to_have_moved() -> None:
+    """Variational Gaussian processes set their means so, in their first forward."""
+    layer = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).square().sum()
+        if loss.item() > 0:
+            layer.bias.data.copy_(torch.ones(4))
+        return loss
+
+    with pytest.warns(DryRunWarning, match=r"parameters \(1 of them\)"):
+        dry_run(step, (torch.ones(2, 4),), {})
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+def test_what_a_real_step_adds_to_parameters_is_put_back() -> None:
+    """As Opacus does: gradients of each sample, which the next backward would add to."""
+    layer = nn.Linear(4, 4)
+    layer.weight.samples = [0]
+
+    def step(x: Tensor) -> Tensor:
+        loss = layer(x).square().sum()
+        layer.bias.seen = loss.item()
+        layer.weight.samples.append(1)
+        return loss
+
+    assert dry_run(step, (torch.ones(2, 4),), {}).source == "recorded"
+    assert not hasattr(layer.bias, "seen")
+    assert layer.weight.samples == [0]
 
 
 def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:

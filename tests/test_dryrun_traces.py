@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -161,3 +162,29 @@ def test_a_real_step_between_forward_and_backward_leaves_no_trace() -> None:
 
 def _nothing(model: nn.Module, x: Tensor) -> None:
     pass
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+def test_what_keeps_many_tensors_is_found_in_a_few_walks_over_the_heap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One walk takes a tenth of a second and more where many libraries are loaded."""
+    asked: list[int] = []
+    referrers = gc.get_referrers
+
+    def counted(*objects: object) -> list[object]:
+        asked.append(len(objects))
+        return referrers(*objects)
+
+    kept: list[Tensor] = []
+    layer = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        for _ in range(40):
+            kept.append(layer(x))
+        return torch.stack(kept).sum()
+
+    monkeypatch.setattr(gc, "get_referrers", counted)
+    lowtide.plan(step, torch.ones(2, 4))
+    assert max(asked) >= 40
+    assert len(asked) <= 20

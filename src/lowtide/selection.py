@@ -3,8 +3,8 @@
 Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one",
 and if a selection that matches nothing were accepted, it would silently save no memory. Invariant:
 every entry of a selection matches at least one module that is called, or a `UsageError` names what
-came close. Imports torch and `errors`. Rejected: `fnmatch` on the whole name, where `layers.*` also
-matches every module inside every layer.
+came close. Imports torch, `_compat` and `errors`. Rejected: `fnmatch` on the whole name, where
+`layers.*` also matches every module inside every layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from lowtide import _compat
 from lowtide.errors import UsageError
 
 Which: TypeAlias = (
@@ -74,7 +75,7 @@ def select(model: nn.Module, which: Which) -> Named:
 
 def is_container(module: nn.Module) -> bool:
     """Whether `module` has no forward of its own and so is never called."""
-    return "forward" not in module.__dict__ and type(module).forward is nn.Module.forward
+    return _compat.is_never_called(module)
 
 
 def name_matches(name: str, pattern: str) -> bool:

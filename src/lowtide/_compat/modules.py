@@ -7,6 +7,7 @@ recognised by name, not imported. Imports torch. Rejected: trying, and reading t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,28 @@ import torch
 
 def is_script(module: object) -> bool:
     return isinstance(module, torch.jit.ScriptModule | torch.jit.ScriptFunction)
+
+
+def forward_of_class(module: torch.nn.Module) -> Callable[..., Any]:
+    """The forward that a module would have without an entry of its own in its `__dict__`.
+
+    The class of a TorchScript module has none to give: asked for it, it raises, and Python goes on
+    to the module's `__getattr__`.
+    """
+    kind = type(module)
+    found = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    bind = getattr(found, "__get__", None)
+    try:
+        return found if bind is None else bind(module, kind)  # type: ignore[no-any-return]
+    except AttributeError:
+        return module.__getattr__("forward")  # type: ignore[return-value]
+
+
+def is_never_called(module: torch.nn.Module) -> bool:
+    """Whether a module has no forward of its own: it only holds others, as `ModuleList` does."""
+    if "forward" in module.__dict__:
+        return False
+    return inspect.getattr_static(type(module), "forward") is torch.nn.Module.forward
 
 
 def parameters_and_buffers(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

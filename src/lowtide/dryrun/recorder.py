@@ -132,14 +132,23 @@ class FakeRecorder(Recorder):
         if kwargs:
             raise UnansweredError(f"{func} asks for what is in a tensor")
         try:
-            real = [self.real(a) if isinstance(a, torch.Tensor) else a for a in args]
+            real = [self._real_argument(a) for a in args]
         except UnansweredError:
             if only_checks():
                 return 0
             raise
         with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             result = func(*real)
-        return self.stand.fake(result) if isinstance(result, torch.Tensor) else result
+        return self.stand.made(result)
+
+    def _real_argument(self, argument: Any) -> Any:
+        """An argument with real tensors in place of fake ones, whose data a kernel must not read:
+        it has none. Indices come in a list."""
+        if isinstance(argument, torch.Tensor):
+            return self.real(argument)
+        if isinstance(argument, tuple | list):
+            return [self._real_argument(item) for item in argument]
+        return argument
 
     def real(self, fake: torch.Tensor) -> torch.Tensor:
         """The content of a fake tensor as a real one, see `lowtide.dryrun.provenance`."""
@@ -149,6 +158,14 @@ class FakeRecorder(Recorder):
         base = evaluate(ref.value, self._real)
         with _compat.below_autograd(), _compat.no_overrides():
             return ref.of(base)
+
+    def _enter(self, storage: Any, op: Any, version: int) -> Entry:
+        entry = super()._enter(storage, op, version)
+        if op is None:  # what `answer` made with an operator that is not recorded can be asked too
+            real = self.stand.behind(storage)
+            if real is not None and entry.value is not None:
+                self._real[entry.value] = real
+        return entry
 
     def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # nothing reads the counters of fake tensors

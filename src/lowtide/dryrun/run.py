@@ -294,7 +294,7 @@ def dry_run(
     if moved:
         stays = (
             f" The step also changed parameters ({moved} of them), and that was not undone: leave "
-            "optimizer.step() out of it."
+            "optimizer.step(), or what else writes them, out of it."
         )
     warnings.warn(
         f"the step cannot run on fake tensors ({reason}): one real forward and "

@@ -18,6 +18,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,13 +141,16 @@ class StandIns:
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
         self._saved = _Saved(found)
+        self._scripted: list[tuple[Any, str, torch.Tensor]] = []
 
     def __enter__(self) -> StandIns:
         self._saved.take()
         try:
             for module in self.found.modules():
                 for tensors in _compat.parameters_and_buffers(module):
-                    for name, tensor in tensors.items():
+                    if _compat.is_script(module):  # not among its attributes
+                        self._scripted += [(tensors, *one) for one in tensors.items()]
+                    for name, tensor in list(tensors.items()):
                         if tensor is not None:
                             tensors[name] = self.fake(tensor)
             for module in self.found.modules():
@@ -155,11 +159,17 @@ class StandIns:
                     if type(part) is list and any(id(p) in self._made for p in part):
                         vars(module)[name] = [self._made.get(id(p), p) for p in part]
         except BaseException:
-            self._saved.restore()
+            self._restore()
             raise
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for tensors, name, tensor in self._scripted:
+            tensors[name] = tensor
+        self._scripted.clear()
         self._saved.restore()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -167,7 +177,11 @@ class StandIns:
         if not fakes.is_fake(tensor):
             return tensor
         storage = _compat.storage_of(tensor)
-        return None if storage is None else self._real.get(_compat.storage_id(storage))
+        return None if storage is None else self.behind(storage)
+
+    def behind(self, storage: Any) -> torch.Tensor | None:
+        """The real tensor that stands behind a fake storage."""
+        return self._real.get(_compat.storage_id(storage))
 
     def fake(self, item: Any) -> Any:
         """The same arguments with fake tensors in place of real ones."""
@@ -187,6 +201,21 @@ class StandIns:
             return {key: self.fake(part) for key, part in item.items()}
         return item
 
+    def made(self, result: Any) -> Any:
+        """What an operator returned, with fake tensors in place of real ones. They are in memory
+        as long as the program has them, and no longer."""
+        if isinstance(result, torch.Tensor):
+            fake = fakes.faked(self.mode, result, self.device)
+            storage = _compat.storage_of(fake)
+            if storage is not None:
+                key = _compat.storage_id(storage)
+                self._real[key] = result
+                weakref.finalize(storage, self._real.pop, key, None)
+            return fake
+        if isinstance(result, tuple | list):
+            return type(result)(map(self.made, result))
+        return result
+
 
 class _Saved:
     """Saves and restores what a forward may change in modules and in Python's random state."""
@@ -202,6 +231,9 @@ class _Saved:
         seen = set(map(id, self._modules))
         for module in self._modules:
             self._take(vars(module), _DEPTH, seen)
+            for parameter in _compat.parameters_and_buffers(module)[0].values():
+                if parameter is not None:  # libraries keep what they add to one in its attributes
+                    self._take(vars(parameter), _DEPTH, seen)
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -218,7 +250,8 @@ class _Saved:
             items = list(part)
             self._others.append((part, items))
         elif isinstance(part, tuple):
-            items = list(part)
+            # A subclass may refuse to be taken for a sequence (the irreps of e3nn have no length).
+            items = [*tuple.__iter__(part)]
         else:
             if _is_data(part):
                 self._take(vars(part), depth - 1, seen)
@@ -275,7 +308,7 @@ class RealState:
             for parameter in _compat.parameters_and_buffers(module)[0].values()
             if parameter is not None and not parameter.is_inference()
         }
-        self._versions = [(p, _compat.version_of(p)) for p in parameters.values()]
+        self._before = [(p, _state(p)) for p in parameters.values()]
         leaves = {id(t): t for t in (*self._found.state(), *self._found.tensors)}
         self._gradients = [(t, t.grad) for t in leaves.values() if t.is_leaf and t.requires_grad]
         self._contents = [_content(g) for _, g in self._gradients if g is not None]
@@ -300,7 +333,26 @@ class RealState:
         for generator, state in self._draws:
             generator.set_state(state)
         self._python.restore()
-        self.moved = sum(_compat.version_of(p) != before for p, before in self._versions)
+        self.moved = sum(_state(p) != before for p, before in self._before)
+
+
+def _state(parameter: torch.Tensor) -> tuple[int, int]:
+    """The version, and a sum of the bits: a write through `.data` moves no version."""
+    version = _compat.version_of(parameter)
+    if nn.parameter.is_lazy(parameter) or parameter.device.type == "meta":
+        return version, 0
+    whole = _WHOLE.get(parameter.element_size())
+    if whole is None or parameter.layout is not torch.strided or parameter.is_conj():
+        return version, 0
+    if _compat.has_own_dispatch(type(parameter)):
+        return version, 0
+    if parameter.untyped_storage().nbytes() < parameter.nbytes:  # freed, as FSDP1 does
+        return version, 0
+    with torch.no_grad():
+        return version, int(parameter.detach().view(whole).sum(dtype=torch.int64))
+
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:

@@ -94,8 +94,9 @@ def nothing_kept(mode: Any) -> Iterator[None]:
     )
 
 
-class _Living(list[torch.Tensor]):
-    """Fake tensors that are alive; a class of its own, as a list refers to what is in it too."""
+class _Living(list[Any]):
+    """Fake tensors that are alive, or what holds them; a class of its own, as a list refers to what
+    is in it too."""
 
 
 def _forget_fakes(mode: Any) -> str | None:
@@ -103,8 +104,7 @@ def _forget_fakes(mode: Any) -> str | None:
     if not _living(mode):
         return None
     gc.collect()  # what is only in cycles is not kept
-    caches = {id(cache): cache for tensor in _living(mode) for cache in _caches(tensor, _DEPTH)}
-    for cache in caches.values():
+    for cache in _caches(_living(mode)):
         cache.cache_clear()
     kept = _living(mode)
     if not kept:
@@ -133,18 +133,20 @@ def _living(mode: Any) -> _Living:
     return _Living(o for o in objects if type(o) is kind and o.fake_mode is mode)
 
 
-def _holders(kept: Any) -> list[Any]:
-    """The containers, caches and objects that refer to an object; not the stack."""
+def _holders(*kept: Any) -> _Living:
+    """The containers, caches and objects that refer to one of these; not the stack. Every call
+    walks over all objects of the process, however many it is asked about."""
     passing = types.FrameType, types.GeneratorType, types.CellType, _Living
-    return [o for o in gc.get_referrers(kept) if not isinstance(o, passing)]
+    return _Living(o for o in gc.get_referrers(*kept) if not isinstance(o, passing))
 
 
-def _caches(kept: Any, depth: int) -> list[Any]:
-    """The caches of `functools.lru_cache` that keep an object, also inside containers."""
-    found = []
-    for holder in _holders(kept):
-        if isinstance(holder, _CACHE):
-            found.append(holder)
-        elif depth and isinstance(holder, dict | list | tuple):
-            found += _caches(holder, depth - 1)
-    return found
+def _caches(kept: _Living) -> list[Any]:
+    """The caches of `functools.lru_cache` that keep one of these, also inside containers."""
+    found: dict[int, Any] = {}
+    for _ in range(_DEPTH + 1):
+        if not kept:
+            break
+        holders = _holders(*kept)
+        found.update((id(holder), holder) for holder in holders if isinstance(holder, _CACHE))
+        kept = _Living(holder for holder in holders if isinstance(holder, dict | list | tuple))
+    return list(found.values())

@@ -102,10 +102,12 @@ def _build(module: nn.Module, name: str, local: str, seen: set[int]) -> Unit:
     numbered = Counter(_alike(part) for part in unit.parts if any(map(str.isdigit, part.local)))
     for part in unit.parts:
         part.repeated = numbered[_alike(part)] > 1
-    own = 0 if unit.is_layer else _own_matrices(module)
+    own = 0 if unit.is_layer else _own_matrices(module) + _scripted_matrices(module)
     unit.weights = 1 if unit.is_layer else own + sum(part.weights for part in unit.parts)
-    unit.has_parameters = any(True for _ in module.parameters(recurse=False)) or any(
-        part.has_parameters for part in unit.parts
+    unit.has_parameters = (
+        own > 0
+        or any(True for _ in module.parameters(recurse=False))
+        or any(part.has_parameters for part in unit.parts)
     )
     if unit.is_layer:
         unit.parts = []
@@ -118,7 +120,9 @@ def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
         name = f"{prefix}{key}"
         if key == "parametrizations" or type(child).__name__ in _NEVER_CALLED:
             continue
-        if type(child).forward is nn.Module.forward and "forward" not in child.__dict__:
+        if _compat.is_script(child):
+            continue  # it cannot be a region; its matrices count as its owner's
+        if _compat.is_never_called(child):
             yield from _called_children(child, f"{name}.")
         else:
             yield name, child
@@ -134,6 +138,12 @@ def _is_one_layer(module: nn.Module) -> bool:
         return True
     # An adapter (LoRA and its kin) around the layer that it adapts.
     return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def _scripted_matrices(module: nn.Module) -> int:
+    """Weight matrices in the parts of `module` that are TorchScript."""
+    scripted = filter(_compat.is_script, module.children())
+    return sum(_own_matrices(inside) for part in scripted for inside in part.modules())
 
 
 def _own_matrices(module: nn.Module) -> int:

@@ -181,9 +181,9 @@ class _ForwardOverride(InstanceEntry):
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is override._module():
                 return override(*args, **kwargs)
-            return type(module).forward(module, *args, **kwargs)
+            return _of_class(module, args, kwargs)
 
-        plain = getattr(self.plain(), "__func__", None) or type(self.module()).forward
+        plain = getattr(self.plain(), "__func__", None) or _unbound(self.module())
         functools.update_wrapper(forward, plain)
         # Accelerate follows `__wrapped__` to the end, which must be this and not the plain forward.
         del forward.__dict__["__wrapped__"]
@@ -220,9 +220,21 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
                 "while its methods are in use"
             )
         # Looked up at each call, so that a class swapped in later (by FSDP2) uses its own forward.
-        return type(module).forward(module, *args, **kwargs)
+        return _of_class(module, args, kwargs)
 
     return forward
+
+
+def _of_class(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The forward of the module's class. Looking it up for TorchScript takes as long as a layer."""
+    if _compat.is_script(module):
+        return _compat.forward_of_class(module)(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _unbound(module: nn.Module) -> Call:
+    forward = _compat.forward_of_class(module)
+    return getattr(forward, "__func__", forward)
 
 
 class Restore:
