@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.errors import UncountedWarning
 from lowtide.learning.ranks import merged
 from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
 
@@ -169,6 +171,37 @@ def test_what_follows_the_forward_is_a_moment_of_its_own() -> None:
     assert 10**6 < half.peak <= 10**6 + held // 2
     assert half.lower_bound is not None
     assert 0 < half.lower_bound <= half.seconds
+
+
+class _Later(nn.Module):
+    """A model whose forward returns what is to be computed, as some libraries do."""
+
+    def __init__(self, now: bool) -> None:
+        super().__init__()
+        self.layer, self.now = nn.Linear(8, 8), now
+
+    def forward(self, x: Tensor) -> Any:
+        def later() -> Tensor:
+            return self.layer(x).tanh().square().mean()
+
+        return {"loss": [later()]} if self.now else later
+
+
+def test_a_fitted_forward_that_saves_nothing_is_told() -> None:
+    model = _Later(now=False)
+    budget = lowtide.fit(model, 0.5)
+    with pytest.warns(UncountedWarning, match="the forward of _Later has saved nothing") as told:
+        model(torch.randn(4, 8))().backward()
+    assert len(told) == 1
+    model(torch.randn(4, 8))().backward()  # once
+    budget.remove()
+
+
+def test_a_forward_that_is_counted_or_learns_nothing_is_not_told() -> None:
+    with lowtide.fit(model := _Later(now=True), 1.0):
+        model(torch.randn(4, 8))["loss"][0].backward()
+    with lowtide.fit(model := _Later(now=False).requires_grad_(False), 1.0):
+        model(torch.randn(4, 8))()
 
 
 def test_it_is_written_and_read_and_agreed_on() -> None:

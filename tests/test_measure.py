@@ -222,17 +222,22 @@ def test_a_free_that_was_not_seen_is_made_up_for() -> None:
 
 
 def test_which_storages_are_blocks_of_the_recording() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     older = torch.empty(30)
 
     def step(events: MemoryEvents) -> None:
         mine, foreign = torch.empty(20), torch.frombuffer(bytearray(40), dtype=torch.uint8)
         events.mark()
-        for tensor in (older, mine, foreign):
+        for tensor in (older, mine, foreign, none, fake):
             events.note(tensor.untyped_storage())
         del mine
         events.mark()
 
-    assert recorded(step).known == (False, True, False)
+    none = torch.empty(20, device="meta")
+    with FakeTensorMode():
+        fake = torch.empty(20)
+    assert recorded(step).known == (False, True, False, False, False)
 
 
 # --- refusals and errors ----------------------------------------------------------------------

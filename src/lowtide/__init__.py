@@ -24,6 +24,7 @@ from lowtide.errors import (
     DryRunWarning,
     LowtideError,
     ReplayError,
+    UncountedWarning,
     UnsupportedError,
     UsageError,
 )
@@ -81,6 +82,7 @@ __all__ = [
     "Plan",
     "ReplayError",
     "SavedTensors",
+    "UncountedWarning",
     "UnsupportedError",
     "UsageError",
     "__version__",

@@ -73,6 +73,11 @@ class DeviceWarning(UserWarning):
     """A step computes on two devices, and its limit is for one of them (rule 13)."""
 
 
+class UncountedWarning(UserWarning):
+    """The forward of a fitted model has saved nothing, so that its budget has nothing to count: it
+    returns what is evaluated later (rule 13)."""
+
+
 class DryRunWarning(UserWarning):
     """A real step was run, because the step cannot run on fake tensors; or real steps that were
     asked for have moved parameters."""

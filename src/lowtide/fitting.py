@@ -20,7 +20,14 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.errors import BudgetError, CompiledWarning, UnsupportedError, UsageError
+from lowtide.errors import (
+    BudgetError,
+    CompiledWarning,
+    UncountedWarning,
+    UnsupportedError,
+    UsageError,
+    users_frame,
+)
 from lowtide.learning.ranks import Ranks
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
@@ -43,6 +50,11 @@ class _ForwardBudget(Budget):
     def begun(self) -> bool:
         """Whether a step has run."""
         return self._loop.steps > 0
+
+    @property
+    def nothing_saved(self) -> bool:
+        """Whether autograd has nothing left of the forward that ran last."""
+        return self._loop.nothing_saved
 
 
 def budget_on(model: torch.nn.Module) -> Restore | None:
@@ -122,11 +134,40 @@ def _inside(
             return forward(*args, **kwargs)
         if current_recorder() is not None:
             return forward(*args, **kwargs)  # a budget or region around it decides already
-        if not budget.begun:  # a trainer may have switched the model's own checkpointing on since
+        first = not budget.begun
+        if first:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
-        return called_inside(budget, functools.partial(forward, *args, **kwargs))
+        result = called_inside(budget, functools.partial(forward, *args, **kwargs))
+        if first and budget.nothing_saved and not _has_a_graph(result):
+            _nothing_counts(model)
+        return result
 
     return run
+
+
+def _has_a_graph(result: Any) -> bool:
+    """Whether a backward may go from a forward's result into the forward, as far as one can see."""
+    if isinstance(result, torch.Tensor):
+        return result.requires_grad
+    if isinstance(result, Mapping):
+        result = result.values()
+    elif not isinstance(result, list | tuple):
+        return False
+    return any(map(_has_a_graph, result))
+
+
+def _nothing_counts(model: torch.nn.Module) -> None:
+    """Say that a limit holds for nothing, if the model is one that learns."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    warnings.warn(
+        f"lowtide.fit: the forward of {type(model).__name__} has saved nothing for backward, and "
+        "nothing that it returned requires grad, so the limit holds for nothing. What it returned "
+        "is probably evaluated later. Leave lowtide.fit out, and put `with lowtide.budget(limit):` "
+        "around forward and loss.",
+        UncountedWarning,
+        stacklevel=users_frame(),
+    )
 
 
 def _on_a_replica(

@@ -182,6 +182,11 @@ class Loop(Planning):
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
 
+    @property
+    def nothing_saved(self) -> bool:
+        """Whether autograd has nothing left of the forward that ran last."""
+        return not self._active or self._active[-1].abandoned()
+
     def make_sure(self) -> None:
         """Close a recording that an interrupt has left open; see `Recording.make_sure`."""
         if self._recording is not None:

@@ -182,7 +182,11 @@ class MemoryEvents:
 
     def note(self, storage: torch.UntypedStorage) -> int:
         """Note a storage that was there at the last mark; returns its place in `known`."""
-        self._noted.append((len(self._addresses) - 1, storage.data_ptr()))
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a fake tensor's, which has no memory
+            address = 0
+        self._noted.append((len(self._addresses) - 1, address))
         return len(self._noted) - 1
 
     def stop(self) -> Timeline | None:
