@@ -182,10 +182,8 @@ class MemoryEvents:
 
     def note(self, storage: torch.UntypedStorage) -> int:
         """Note a storage that was there at the last mark; returns its place in `known`."""
-        try:
-            address = storage.data_ptr()
-        except RuntimeError:  # a fake tensor's, which has no memory
-            address = 0
+        # A fake tensor's storage is a meta one, and torch warns about its address.
+        address = 0 if storage.device.type == "meta" else storage.data_ptr()
         self._noted.append((len(self._addresses) - 1, address))
         return len(self._noted) - 1
 
