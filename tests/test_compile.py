@@ -330,8 +330,7 @@ def test_a_decorated_function_in_compiled_code() -> None:
 def test_policies_in_compiled_code_are_refused_on_an_old_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = sys.modules["lowtide.checkpoint"]  # `lowtide.checkpoint` itself is the function
-    monkeypatch.setattr(module, "_POLICIES_ARE_CONSTANTS", False)
+    monkeypatch.setattr("lowtide.traced._POLICIES_ARE_CONSTANTS", False)
     compiled = torch.compile(
         lambda x: lowtide.checkpoint(torch.sin, x, policy=KeepProducts()),
         backend="eager",

@@ -2,7 +2,7 @@
 
 Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
 state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
-replayed operation by operation. Imports step and policies. Rejected: torch's two modes
+replayed operation by operation. Imports step, traced and policies. Rejected: torch's two modes
 (`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
@@ -18,9 +17,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 import torch
 
 from lowtide import _compat
-from lowtide.errors import CompiledWarning, UnsupportedError, UsageError
-from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy
+from lowtide.errors import UsageError
+from lowtide.policies import OperationInfo, Policy, check_policy
 from lowtide.step import Nested, Recording, called_inside, current_recorder, recordable
+from lowtide.traced import traced_region
 
 if TYPE_CHECKING:
     from lowtide.tape.operators import Facts
@@ -39,10 +39,6 @@ TORCH_KEYWORDS = (
     "context_fn",
     "respect_saved_tensors_hooks",
 )
-
-
-# Whether torch's compiler treats a frozen dataclass as a constant.
-_POLICIES_ARE_CONSTANTS = _compat.torch_has((2, 12))
 
 
 class RegionDecisions:
@@ -228,7 +224,7 @@ def _call(
             "they see every tensor that it saves, or leave the keyword out."
         )
     if torch.compiler.is_compiling():
-        return _traced(function, args, kwargs, policy, given)
+        return traced_region(function, args, kwargs, policy, given)
     if not callable(function):
         raise UsageError(
             f"checkpoint got {type(function).__name__} in place of a function. Pass the function "
@@ -254,77 +250,6 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     code = function.__code__
     without_defaults = code.co_argcount - len(function.__defaults__ or ())
     return without_defaults > 0 or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
-
-
-def _traced(
-    function: Callable[..., R],
-    args: Any,
-    kwargs: dict[str, Any],
-    policy: Policy | None,
-    given: dict[str, Any],
-) -> R:
-    from torch.utils import checkpoint as torch_checkpoint
-
-    given = {**given, "use_reentrant": False}
-    given.pop("respect_saved_tensors_hooks", None)  # torch 2.13 does not know it
-    if policy is not None:
-        if not _POLICIES_ARE_CONSTANTS:
-            raise UnsupportedError(
-                "a policy inside a function that torch.compile traces needs torch 2.12 or later. "
-                "Leave it out, or use torch's own: context_fn=functools.partial("
-                "create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])."
-            )
-        given["context_fn"] = functools.partial(_torch_contexts, _number_of(policy))
-    result: R = torch_checkpoint.checkpoint(function, *args, **given, **kwargs)
-    return result
-
-
-_traced_policies: list[Policy] = []
-
-
-@_compat.constant_while_compiling
-def _number_of(policy: Policy) -> int:
-    """A number for a policy: while torch's checkpoint is traced, it takes only constants."""
-    check_policy(policy, "checkpoint")
-    if not _is_whole(policy):
-        raise UnsupportedError(
-            f"a {type(policy).__name__} policy was made inside a function that torch.compile "
-            "traces, where its fields are not known yet. Make it once outside, and pass it in."
-        )
-    if _asks_for_names(policy):
-        warnings.warn(
-            "KeepNamed keeps nothing in compiled code, where the names that lowtide.name gives are "
-            "not known. Use KeepProducts or KeepOperators there.",
-            CompiledWarning,
-            stacklevel=2,
-        )
-    if policy not in _traced_policies:
-        _traced_policies.append(policy)
-    return _traced_policies.index(policy)
-
-
-def _asks_for_names(policy: Any) -> bool:
-    parts = vars(policy).values() if isinstance(policy, Policy) else ()
-    return isinstance(policy, KeepNamed) or any(map(_asks_for_names, parts))
-
-
-def _is_whole(policy: Any) -> bool:
-    fields = getattr(policy, "__dataclass_fields__", {})
-    if not all(name in vars(policy) for name in fields):
-        return False
-    return all(_is_whole(v) for v in vars(policy).values() if isinstance(v, Policy))
-
-
-def _torch_contexts(number: int) -> Any:
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    policy = _traced_policies[number]
-
-    def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = policy(OperationInfo(_compat.schema_of(func).name, func, 0))
-        return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(decide)
 
 
 def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
