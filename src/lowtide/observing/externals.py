@@ -48,6 +48,7 @@ class External:
 class _Watched:
     value: Callable[[], Value | None]
     storage: weakref.ref[Any]
+    key: int  # of that storage
     nbytes: int
     place: int  # in `Timeline.known`
     copied: bool = False  # what the record has is a copy from before a write
@@ -112,7 +113,13 @@ class Externals:
         if held is None or memory is None or not counts(held):
             return None
         storage = held.untyped_storage()
-        watched = _Watched(_gone, weakref.ref(storage), value.nbytes, memory.note(storage))
+        watched = _Watched(
+            _gone,
+            weakref.ref(storage),
+            _compat.storage_id(storage),
+            value.nbytes,
+            memory.note(storage),
+        )
 
         def died(_: Any) -> None:
             self._died(watched)
@@ -146,7 +153,7 @@ class Externals:
             if storage is None or _compat.storage_holders(storage) > 2:
                 watched.nbytes = 0
                 continue
-            watched.copied = storage is not watched.storage()
+            watched.copied = _compat.storage_id(storage) != watched.key
             self._await_release(watched, value.handles())
 
     def _await_release(self, watched: _Watched, handles: list[Handle]) -> None:
