@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.learning.learned import Learned
+from lowtide.loop import Loop
 
 _LIBRARY = "lowtide_tests_unrecorded_calls"
 
@@ -177,3 +179,32 @@ def test_the_first_step_has_room_for_custom_operators(how: str, share: float) ->
         assert _run(model, x, budget) <= limit
         found = _gradients(model, x)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_the_program_has_as_well_is_not_the_records_alone(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plan frees it, so none may count on that."""
+    learned: list[Learned] = []
+    know = Loop._know
+
+    def knowing(loop: Loop, found: Learned, *rest: Any) -> None:
+        learned.append(found)
+        know(loop, found, *rest)
+
+    monkeypatch.setattr(Loop, "_know", knowing)
+    layer, mine, budget = nn.Linear(32, 32), list[Tensor](), lowtide.budget(1 << 40)
+    for _ in range(2):
+        mine.clear()
+        with budget:
+            made = _formula(layer(torch.randn(64, 32)))
+            loss = torch.sin(made).square().mean()
+            if kept:
+                mine.append(made)
+            del made
+        loss.backward()
+        del loss
+    budget.report()
+    graph = learned[-1].graph
+    assert [graph.values[value].nbytes for value in graph.owned] == ([] if kept else [64 * 32 * 4])
