@@ -2,8 +2,8 @@
 
 Problem: a plan made on one machine is used on another, perhaps by another release. Invariant: what
 cannot be read as it was meant is a `UsageError` that names the file and the reason; what can be
-derived (peaks, overhead) is not in the file and so cannot contradict it. Imports dryrun, planner.
-Rejected: pickle, which runs what it reads.
+derived (peaks, overhead) is not in the file and so cannot contradict it. Imports dryrun, externals,
+planner. Rejected: pickle, which runs what it reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from lowtide.backward.modelled import look_closer
 from lowtide.dryrun.run import Dry
 from lowtide.errors import UsageError
+from lowtide.observing.externals import externals_of
 from lowtide.observing.rebuild import OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention
@@ -86,7 +87,7 @@ def _step(data: dict[str, Any]) -> Dry:
     if source not in ("fake", "recorded") or not isinstance(device, str):
         raise UsageError(f"damaged document: source {source!r} and device {device!r}")
     modules = tuple(names[place] for place in places)
-    return Dry(graph, _seen(graph, data), modules, float(seconds), source, device)
+    return Dry(graph, _seen(externals_of(graph)[0], data), modules, float(seconds), source, device)
 
 
 def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
@@ -101,7 +102,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
         OpLog(
             name=op.name,
             seconds=op.seconds,
-            inputs=tuple([value for value in op.inputs if value < graph.recorded]),
+            inputs=op.inputs,
             outputs=op.outputs,
             sizes=tuple(graph.values[value].nbytes for value in op.outputs),
             begin=None,

@@ -275,7 +275,7 @@ def _configured(config: Callable[..., Any], named: dict[str, Any]) -> Any:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    """ "``" Did you mean ...?"`` for a name that was mistyped; nothing if none is close."""
+    """A question for a name that was mistyped, after a space; nothing if no other is close."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 

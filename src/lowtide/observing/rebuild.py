@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.backward.modelled import modelled_events
 from lowtide.backward.operation import Call
-from lowtide.observing.externals import External, with_externals
+from lowtide.observing.externals import External, externals_of, with_externals
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
@@ -257,20 +257,16 @@ def _in_common(seen: Observer, sizes: list[int], stays: list[int]) -> list[OpNod
     base = seen.base
     if base is None:
         return []
+    base, _ = externals_of(base)
     longer = [0] * (seen.common + 1)
     for number, (value, last) in enumerate(zip(base.values, base.stays, strict=True)):
-        if 0 <= value.producer < seen.common and number < len(stays):
+        if value.producer < seen.common and number < len(stays):
             end = min(stays[number], seen.common - 1)
             if end > last:
                 longer[last + 1] += sizes[number]
                 longer[end + 1] -= sizes[number]
     return [
-        replace(
-            op,
-            inputs=tuple([value for value in op.inputs if value < base.recorded]),
-            other=op.other + more,
-            peak_other=op.peak_other + more,
-        )
+        replace(op, other=op.other + more, peak_other=op.peak_other + more)
         for op, more in zip(base.ops[: seen.common], itertools.accumulate(longer), strict=False)
     ]
 
