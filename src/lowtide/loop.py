@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
 
 _LEARNING_STEPS = 2
-_MEASURE_EVERY = 50
 
 
 class Loop(Planning):
@@ -101,7 +100,7 @@ class Loop(Planning):
             raise
 
     def _next_decisions(self) -> StepDecisions:
-        check_up = not self.steps % _MEASURE_EVERY
+        check_up = self._check_ups.due(self.steps)
         prepared, plans = self._expected(), self._plans.version
         observer = self._observer(prepared, check_up)
         if plans != self._plans.version:  # starting to measure delivered the last step's result

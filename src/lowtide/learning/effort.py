@@ -25,7 +25,7 @@ _ROW = 3  # times in a row that a step follows the plan for a larger one before 
 _NEAR = 0.85  # from this share of the larger step's bytes on, its plan costs little more
 _BETWEEN = 8  # at least this many steps follow a much too large plan before one of them is planned
 _SHARE = 0.1  # the share of those steps' time that planning that one may take
-_BACKWARD = 3  # a step takes about 3 times as long as its forward
+STEP = 3  # a step takes about 3 times as long as its forward
 
 
 class Effort:
@@ -84,7 +84,7 @@ class Effort:
 
     def spent(self, seconds: float, graph: Graph) -> None:
         """How long such a plan took: the next one waits until steps have taken many times that."""
-        step = _BACKWARD * sum(op.seconds for op in graph.ops)
+        step = STEP * sum(op.seconds for op in graph.ops)
         self._between = max(_BETWEEN, math.ceil(seconds / (_SHARE * step)) if step > 0 else 0)
 
     def followed(self, prepared: Prepared, *, covered: bool) -> None:

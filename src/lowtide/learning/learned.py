@@ -14,15 +14,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from lowtide.learning.effort import LESSONS
+from lowtide.learning.effort import LESSONS, STEP
 from lowtide.learning.ranks import Known
 from lowtide.memory import margins
 from lowtide.observing.seen import Seen
-from lowtide.planner import HOLD, Graph, Retention, Simulator, Solution, minimum, plain_peak, solve
+from lowtide.planner import (
+    HOLD,
+    Graph,
+    Retention,
+    Simulation,
+    Simulator,
+    Solution,
+    minimum,
+    plain_peak,
+    solve,
+)
 from lowtide.planner.polish import Polish
 from lowtide.running.prepared import Prepared, Signature
 
 LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
+_NOTABLE = 0.01  # a share of the step's time
 MOST_GROWN = 2.0  # a larger step than this differs too much, as not all memory grows alike
 
 
@@ -105,12 +116,11 @@ class Learned:
         """If no plan leaves the margin free: the cheapest known plan that leaves `margins.HAIR`,
         else the one with the lowest peak. Known are the closest that the search came, and the plan
         that ran: what was measured to keep the limit is never refused."""
-        graph, ran = self.graph, self.ran
+        graph = self.graph
         found = [(closest.peak, closest.seconds, closest.plan)]
-        if ran is not None and len(ran) == graph.recorded:
-            ran = ran + [HOLD] * len(graph.owned)
-            result = Simulator(graph).run(ran)
-            found.append((result.peak, result.seconds, Retention(tuple(ran), graph.fingerprint)))
+        if (ran := self._as_it_ran) is not None:
+            result, plan = ran
+            found.append((result.peak, result.seconds, plan))
         if all(peak > limit for peak, _, _ in found):
             least = minimum(graph)
             found.append((least.peak, least.seconds, least.plan))
@@ -118,10 +128,33 @@ class Learned:
         peak, _, plan = min(found, key=lambda known: (max(known[0], room), known[1]))
         return plan, peak
 
+    @cached_property
+    def _as_it_ran(self) -> tuple[Simulation, Retention] | None:
+        """What the plan that the step followed comes to, as the step is known now."""
+        graph, ran = self.graph, self.ran
+        if ran is None or len(ran) != graph.recorded:
+            return None
+        retain = tuple(ran) + (HOLD,) * len(graph.owned)
+        return Simulator(graph).run(retain), Retention(retain, graph.fingerprint)
+
     def search(self, limit: int, polish: Polish | None = None) -> Prepared | None:
         """A plan for steps like this one; None if it would not fit."""
         plan, peak = self.solve(limit, polish)
         return self.prepared(plan, peak) if peak <= limit else None
+
+    def faster(self, limit: int, polish: Polish | None = None) -> Prepared | None:
+        """The same, and None if it saves less than times vary from step to step: every new plan is
+        measured once, which costs more."""
+        found, ran = self.search(limit, polish), self._as_it_ran
+        if found is None or ran is None or ran[0].peak > limit:
+            return found
+        saved = ran[0].seconds - Simulator(self.graph).run(found.plan.retain).seconds
+        return found if saved > _NOTABLE * self.seconds else None
+
+    @property
+    def seconds(self) -> float:
+        """About how long the step takes, with nothing recomputed."""
+        return STEP * sum(op.seconds for op in self.graph.ops)
 
     def larger(self, ratio: float = 1.0) -> Learned:
         """The same operations on more bytes: `LARGER` times those of a step that makes `ratio`

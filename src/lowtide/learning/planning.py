@@ -3,8 +3,8 @@
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
 room than that one had, and may not fit at all. Invariant: every plan is for what the allowance says
 the step may take, and only a step that no plan brings below that is refused. Imports engine,
-allowance, learned, known_plans, effort, beside, refusals, ranks; knows nothing of recordings.
-Rejected: planning in `lowtide.loop`, which says when, not how.
+allowance, learned, known_plans, effort, checkups, beside, refusals, ranks; knows nothing of
+recordings. Rejected: planning in `lowtide.loop`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning.allowance import Allowance
 from lowtide.learning.beside import Beside
+from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
 from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
@@ -54,6 +55,7 @@ class Planning:
         self._wanted: dict[Step, None] = {}  # what of it this rank wants to plan
         self._plans = KnownPlans()
         self._effort = Effort()
+        self._check_ups = CheckUps()
         self._depth = Depth()
         self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
@@ -176,6 +178,9 @@ class Planning:
             plain, before, covered = followed.plain_peak, observer.before, decisions.covered
             if timeline.peak <= self.allowance.of(plain, before, covered=covered):
                 followed = self._plans.tried(followed)
+        usual = as_planned(followed, None if timeline is None else timeline.peak)
+        if decisions.check_up and not decisions.covered:
+            self._check_ups.seen(new=not usual)
         if self._depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
             if followed is not None:
                 self._asked_in_part(followed)
@@ -197,7 +202,7 @@ class Planning:
             return
         limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
-        worth = covered or (timeline and not kept) or self._worth_planning(decisions)
+        worth = covered or (timeline and not kept) or self._worth_planning(decisions, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
             if worth:
@@ -206,7 +211,7 @@ class Planning:
         if not worth:
             return
         if followed is not None and kept:
-            self._plan_better(learned, followed, limit)
+            self._plan_better(learned, followed, limit, only_if_faster=decisions.check_up and usual)
         else:
             self._plan_next(learned)
 
@@ -258,10 +263,11 @@ class Planning:
         self._plans.confirm(larger)
         return self._effort.smaller(larger, decisions.seen, measured=True)
 
-    def _worth_planning(self, decisions: StepDecisions) -> bool:
-        """Whether to plan steps like a watched one that did not exceed its limit."""
-        if decisions.check_up:
-            return True
+    def _worth_planning(self, decisions: StepDecisions, usual: bool) -> bool:
+        """Whether to plan steps like a watched one that did not exceed its limit. `usual`: it took
+        the memory that was predicted."""
+        if decisions.check_up:  # times may have changed, which matters if anything is recomputed
+            return not usual or decisions.followed is None or decisions.followed.bytes()[1] > 0
         if decisions.followed is not None:
             return self._effort.again(decisions.followed)
         return self._effort.first(decisions.seen)
@@ -296,10 +302,13 @@ class Planning:
                 self._beside.ask(partial(larger.search, limit, engine.annealing()))
         self._plans.add(learned.prepared(plan, peak))
 
-    def _plan_better(self, learned: Learned, followed: Prepared, limit: int) -> None:
+    def _plan_better(
+        self, learned: Learned, followed: Prepared, limit: int, *, only_if_faster: bool
+    ) -> None:
         """The step keeps its limit under its plan: confirm that, and search for a cheaper one."""
         self._plans.confirm(followed)
-        self._beside.ask(partial(learned.search, limit, engine.annealing()))
+        search = learned.faster if only_if_faster else learned.search
+        self._beside.ask(partial(search, limit, engine.annealing()))
 
     def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
         """Plan an unmeasured step that followed the plan for a larger one, if that pays."""
