@@ -7,7 +7,7 @@ for which torch has no saved-tensor hooks. docs/status.md lists the combinations
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 import lowtide
 from against_plain import WAYS, Way, check
 from by_hand import counted_replays, same
+from lowtide import _compat
 from lowtide.errors import UnsupportedError
 
 # torch's own warning, at the first use of forward-mode differentiation
@@ -196,3 +197,62 @@ def test_a_backward_inside_of_vmap(how: str, pull: Callable[..., list[Tensor]]) 
         return [out, *rows, *torch.autograd.grad(out.sum(), leaves)]
 
     assert check(scenario, WAYS[how]).operations > 0
+
+
+class Noted(torch.autograd.Function):
+    """Doubles its input, and notes in each of its methods whether a transform is active."""
+
+    found: ClassVar[list[tuple[bool, bool]]] = []
+
+    @classmethod
+    def note(cls) -> None:
+        told = _compat.in_functorch()
+        cls.found.append((told, torch._C._functorch.peek_interpreter_stack() is not None))
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        Noted.note()
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        Noted.note()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Noted.note()
+        return grad * 2
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        Noted.note()
+        return Noted.apply(x), in_dims[0]
+
+
+def test_an_active_transform_is_known_without_asking_for_its_stack() -> None:
+    def loss(x: Tensor) -> Tensor:
+        Noted.note()
+        return Noted.apply(x).sum()  # type: ignore[no-untyped-call]
+
+    Noted.found.clear()
+    x = torch.randn(2, 3)
+    for call in (loss, grad(loss), vmap(loss), vmap(grad(loss)), jacrev(grad(loss))):
+        call(x)
+    vjp(loss, x)[1](torch.tensor(1.0))
+    Noted.note()
+    assert all(told == asked for told, asked in Noted.found)
+    assert {told for told, _ in Noted.found} == {False, True}
+
+
+@pytest.mark.parametrize("way", [lowtide.checkpoint, WAYS["budget"]], ids=["checkpoint", "budget"])
+def test_a_step_does_not_make_a_functorch_stack(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd would copy it for each node of each later backward, also of plain steps."""
+
+    def made(*args: Any) -> None:
+        raise AssertionError("made a functorch stack")
+
+    for name in ("peek_interpreter_stack", "get_interpreter_stack", "maybe_current_level"):
+        monkeypatch.setattr(torch._C._functorch, name, made)
+    model = net()
+    for _ in range(3):
+        way(model, inputs()).sum().backward()

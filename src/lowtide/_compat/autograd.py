@@ -332,8 +332,8 @@ def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
 def in_functorch() -> bool:
     """Whether a `torch.func` transform is active on this thread.
 
-    Its dispatch key tells. Asking for its stack (`torch._C._functorch.peek_interpreter_stack`) makes
-    one, which autograd from then on copies for each node of each backward on this thread.
+    Its dispatch key tells. To ask for its stack, `torch._C._functorch.peek_interpreter_stack`,
+    makes one, which autograd from then on copies for each node of each backward on this thread.
     """
     front = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
     return torch._C._dispatch_tls_is_dispatch_key_included(front)
