@@ -101,6 +101,7 @@ class Loop(Planning):
 
     def _next_decisions(self) -> StepDecisions:
         check_up = self._check_ups.due(self.steps)
+        self._effort.begins()
         prepared, plans = self._expected(), self._plans.version
         observer = self._observer(prepared, check_up)
         if plans != self._plans.version:  # starting to measure delivered the last step's result
@@ -320,7 +321,8 @@ class Loop(Planning):
         self._alike = 0 if decisions.switched else self._alike + 1
         followed, observer = decisions.followed, decisions.observer
         if followed is not None:
-            self._effort.followed(followed, covered=decisions.covered)
+            measured = observer is not None and observer.memory is not None
+            self._effort.followed(followed, covered=decisions.covered, measured=measured)
             asked = decisions.event + 1
             if observer is not None:
                 pass  # its requests were noted

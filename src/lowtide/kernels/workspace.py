@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
-from lowtide._compat.fakes import dynamo_aside
 from lowtide.kernels.convolution import convolution_workspace, padded
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
+from lowtide.kernels.results import bytes_of, made_by, tensors_of
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
@@ -113,21 +112,23 @@ def workspace_of(
     name = out_of_place(name)
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
-            return _convolution(tensors[1], tensors[2], options_of(args, True), _bytes(tensors[0]))
+            return _convolution(
+                tensors[1], tensors[2], options_of(args, True), bytes_of(tensors[0])
+            )
         return _convolution(tensors[0], tensors[1], options_of(args, False), made)
     if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
-        return sum(map(_bytes, tensors[:1]))
+        return sum(map(bytes_of, tensors[:1]))
     if name in _COPIED:
-        return sum(_bytes(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
+        return sum(bytes_of(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
     device = device or (tensors[0].device.type if tensors else "")
     product = product_workspace(name, tensors, device)
     if product is not None:
         return product
     if tensors and name in _COMPOSED:
         copied = name == "aten::im2col" and not tensors[0].is_contiguous()
-        return _bytes(tensors[0]) * (2 if copied else 1)
+        return bytes_of(tensors[0]) * (2 if copied else 1)
     if tensors and name == "aten::col2im":  # the result keeps a storage as large as the first
-        return max(0, _bytes(tensors[0]) - made)
+        return max(0, bytes_of(tensors[0]) - made)
     if tensors and name.startswith("aten::_fft_"):
         return fourier_workspace(name, tensors, args, made)
     if tensors and name in _FORMULAS:
@@ -135,12 +136,14 @@ def workspace_of(
     if tensors and name in _LOSSES:
         place, reduced, unreduced = _LOSSES[name]
         several = unreduced if len(args) > place and args[place] == 0 else reduced
-        return max(0, several * _bytes(tensors[0]) - made)
+        return max(0, several * bytes_of(tensors[0]) - made)
     if tensors and _COPIED_FIRST.fullmatch(name):
-        return 0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else _bytes(tensors[0])
+        return (
+            0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else bytes_of(tensors[0])
+        )
     if tensors and _UPSAMPLED.fullmatch(name):
         small = sum(args[1] or ()) <= _SMALL
-        return made + _bytes(tensors[0]) if small and not _channels_last(tensors[0]) else 0
+        return made + bytes_of(tensors[0]) if small and not _channels_last(tensors[0]) else 0
     if "attention" in name and "flash" not in name:
         return made
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
@@ -181,7 +184,7 @@ def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     many = max(one.shape[-2], two.shape[-2]) > _FEW_ROWS
     if args[2] != 2 or mode == 2 or not (many or mode == 1):
         return 0
-    return sum(_bytes(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
+    return sum(bytes_of(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
 
 
 _FEW_ROWS = 25
@@ -210,25 +213,25 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     """An LSTM layer on the CPU: the gates of all time steps, and parameters in other layouts, twice
     in backward. Measured for eleven sizes; mostly a little too high."""
     source, weight = tensors[:2]  # (steps, batch, channels) and (gates, channels)
-    gates = _bytes(source) // max(1, source.shape[-1]) * weight.shape[0]
-    parameters = sum(map(_bytes, tensors[1:5]))
+    gates = bytes_of(source) // max(1, source.shape[-1]) * weight.shape[0]
+    parameters = sum(map(bytes_of, tensors[1:5]))
     more = gates * 9 // 2 if _keeps_all_gates() else 0
     if backward:
         return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4 + more
-    return _SCRATCHPAD + parameters * 21 // 20 + gates + _bytes(source) + more
+    return _SCRATCHPAD + parameters * 21 // 20 + gates + bytes_of(source) + more
 
 
 def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
     """As measured on the CPU: the unfolded input (im2col), or oneDNN's reordered copies."""
     if unfolded(source, weight, source.device.type, options):
-        copied = 0 if source.is_contiguous() else _bytes(source) + _bytes(weight)
+        copied = 0 if source.is_contiguous() else bytes_of(source) + bytes_of(weight)
         return copied + unfolded_workspace(source, weight, made, options, False)
     channels_out = weight.shape[1] if options.transposed else weight.shape[0]
     blocked = padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
-        blocked += padded(_bytes(source), source.shape[1])
+        blocked += padded(bytes_of(source), source.shape[1])
     again = made if options.transposed else 0
-    return _SCRATCHPAD + blocked + again + 2 * _bytes(weight)
+    return _SCRATCHPAD + blocked + again + 2 * bytes_of(weight)
 
 
 def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
@@ -262,7 +265,7 @@ def kernel_workspace(
     if cpu and name in _SCRATCH:
         return int(_SCRATCH[name] * made)
     if cpu and name == "aten::native_batch_norm_backward":
-        return _bytes(tensors[1]) if 0 not in tensors[0].stride() else 0
+        return bytes_of(tensors[1]) if 0 not in tensors[0].stride() else 0
     backward = name == "aten::convolution_backward"
     if not backward and name != "aten::convolution":
         # Tensors without memory do not tell their device, so `workspace_of` has not converted them.
@@ -275,7 +278,7 @@ def kernel_workspace(
         return 0
     source, weight = tensors[shift], tensors[shift + 1]
     options = options_of(args, backward)
-    given = _bytes(tensors[0]) if backward else made
+    given = bytes_of(tensors[0]) if backward else made
     if not cpu:
         return _convolution(source, weight, options, given)
     passes = backward and len(args) > 10 and bool(args[10][0])
@@ -298,7 +301,7 @@ def _flash(tensors: list[torch.Tensor], backward: bool) -> int:
     scores = rows * min(512, key.shape[-2])
     each = 2 * scores if backward else scores + rows * (2 + width)
     given = tensors[0].transpose(1, 2) if backward else None
-    copied = 0 if given is None or given.is_contiguous() else _bytes(given)
+    copied = 0 if given is None or given.is_contiguous() else bytes_of(given)
     return 4 * each * torch.get_num_threads() + copied
 
 
@@ -309,7 +312,7 @@ def room_for(
 
     This is an upper estimate; with `nearest`, the likeliest figure.
     """
-    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
+    tensors = [t for a in (*args, *kwargs.values()) for t in tensors_of(a)]
     made = made_by(func, args, kwargs)
     if name == "aten::mkldnn_rnn_layer":
         made += _kept_for_backward(tensors)
@@ -317,45 +320,6 @@ def room_for(
     if nearest:
         return made + near + scratchpad(name)
     return made + max(near, workspace_of(name, tensors, args, made))
-
-
-def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes of the outputs of a call, from shapes alone.
-
-    The operator runs on the meta device; if it has no meta kernel (its output depends on data), the
-    size of its largest input is used.
-    """
-    tensors = [t for a in (*args, *kwargs.values()) for t in _tensors(a)]
-    dynamo_aside()
-    try:
-        # so that no mode of the program sees or counts it
-        with _compat.below_autograd(), _compat.no_overrides():
-            named = {name: _meta(a) for name, a in kwargs.items()}
-            if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
-                named["device"] = torch.device("meta")
-            result = func(*[_meta(a) for a in args], **named)
-        given = {id(t) for t in tensors}
-        return sum(_bytes(t) for t in _tensors(result) if id(t) not in given)
-    except Exception:  # any operator may refuse meta tensors, each in its own way
-        return max(map(_bytes, tensors), default=0)
-
-
-def _meta(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return torch.empty_strided(
-            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
-        )
-    if isinstance(argument, list | tuple):
-        return [_meta(item) for item in argument]
-    return torch.device("meta") if isinstance(argument, torch.device) else argument
-
-
-def _tensors(argument: Any) -> list[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    if isinstance(argument, list | tuple):
-        return [t for item in argument for t in _tensors(item)]
-    return []
 
 
 def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> int:
@@ -369,7 +333,3 @@ def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> in
     if "attention" in name or "softmax" in name:
         return grads + made
     return grads + made
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lowtide.planner import Graph
 from lowtide.running.prepared import Prepared, Signature
 
 LESSONS = 2
 """Measured steps before a plan is final."""
 _AWAITED = 16  # known steps measured in vain, waiting for one that has a plan but no measurement
+_LONGEST = 1000  # steps without waiting for one
 _PATIENCE = 4  # for each 4 plans that no step followed, a step must come once more to get one
 _COUNTED = 1000  # unplanned steps whose occurrences are counted
 _ROW = 3  # times in a row that a step follows the plan for a larger one before it gets its own
 _NEAR = 0.85  # from this share of the larger step's bytes on, its plan costs little more
 _BETWEEN = 8  # at least this many steps follow a much too large plan before one of them is planned
 _SHARE = 0.1  # the share of those steps' time that planning that one may take
-STEP = 3  # a step takes about 3 times as long as its forward
+_GAIN = 2  # a short step without a plan takes longer by about this many times its own time
 
 
 class Effort:
@@ -33,11 +33,18 @@ class Effort:
 
     def __init__(self) -> None:
         self._awaited = 0  # how many more steps to measure, waiting for an unmeasured one
-        self._vain = 0  # steps in a row that were measured for a plan that another step followed
+        self._rest = 0  # how many follow a plan before there is waiting again
+        self._pause = _AWAITED  # how long that is, after the next time of waiting in vain
+        self._steps = 0  # that have begun
+        self._last: dict[int, tuple[int, int]] = {}  # when an unmeasured step came, how long after
+        self._due: set[int] = set()  # when one is due again
+        self._vain = 0  # steps in a row that were measured, and did not follow the plan in question
         self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
         self._between = _BETWEEN  # how many follow a much too large plan before one is planned
         self._far = _BETWEEN  # how many have since the last that was planned
         self._barren = 0  # plans that were made and not followed
+        self._cost = 0.0  # seconds that the last plan took to make
+        self._debt = 0.0  # seconds that plans took and have not brought back
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
@@ -52,11 +59,20 @@ class Effort:
             return True
         if _to_learn(expected) and self._vain < _AWAITED:
             return True
+        if self._steps - 1 in self._due:
+            return True
         return self._awaited > 0 and unmeasured()
 
-    def measured(self, followed: Prepared) -> None:
-        """A measured step followed this plan, as it was when the step began."""
-        self._vain = 0 if _to_learn(followed) else self._vain + 1
+    def begins(self) -> None:
+        """A step begins."""
+        self._due.discard(self._steps - 1)
+        self._steps += 1
+
+    def measured(self, followed: Prepared | None) -> None:
+        """A measured step followed this plan, as it was when the step began, or none."""
+        learned = followed is not None and _to_learn(followed)
+        self._vain = 0 if learned else self._vain + 1
+        self._waited()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
         """Whether to plan a step that followed the plan for a larger one.
@@ -65,8 +81,6 @@ class Effort:
         its own plan. Of steps for which the plan is much too large, some do, as many as take little
         time: after a while there is a plan near each size.
         """
-        if measured:
-            self._awaited = max(0, self._awaited - 1)
         if larger.peak == larger.plain_peak:
             return False
         step, (last, times) = hash(tuple(seen)), self._row
@@ -82,21 +96,60 @@ class Effort:
         self._far = 0
         return True
 
-    def spent(self, seconds: float, graph: Graph) -> None:
-        """How long such a plan took: the next one waits until steps have taken many times that."""
-        step = STEP * sum(op.seconds for op in graph.ops)
+    def spent(self, seconds: float, step: float) -> None:
+        """How long such a plan took, for a step of so many seconds: the next one waits until steps
+        have taken many times that."""
         self._between = max(_BETWEEN, math.ceil(seconds / (_SHARE * step)) if step > 0 else 0)
 
-    def followed(self, prepared: Prepared, *, covered: bool) -> None:
-        """A step followed one of the plans: its own, or that of a larger one, which covers it."""
+    def spent_first(self, seconds: float) -> None:
+        """How long a plan took for a step that none covered."""
+        self._cost = seconds
+        self._debt += seconds
+
+    def followed(self, prepared: Prepared, *, covered: bool, measured: bool) -> None:
+        """A step followed one of the plans: its own, or that of a larger one, which covers it.
+        `measured`: whether it was measured itself."""
         self._barren //= 2
-        if not covered and not prepared.measured:  # it recurs: measure it when it comes next
-            self._awaited = _AWAITED
+        if self._debt:
+            self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
+        self._rest = max(0, self._rest - 1)
+        if covered or prepared.measured:
+            return
+        if measured:
+            self._pause = max(_AWAITED, self._pause // 2)
+        else:  # it recurs: measure it when it comes next
+            self._wait()
+            self._expect(hash(prepared.signatures))
+
+    def _expect(self, step: int) -> None:
+        """The last batch of an epoch comes as regularly as no one can wait for it."""
+        now = self._steps - 1
+        last, before = self._last.pop(step, (0, 0))
+        self._last[step] = now, now - last
+        if now - last == before:
+            self._due.add(now + before)
+        if len(self._last) > _COUNTED:
+            del self._last[next(iter(self._last))]
 
     def again(self, prepared: Prepared) -> bool:
         """Whether to plan again a step that followed its plan and was measured."""
-        self._awaited = max(0, self._awaited - 1)
         return prepared.lessons < LESSONS or not prepared.measured
+
+    def _wait(self) -> None:
+        """From now on measure steps, until one that has a plan but no measurement is among them."""
+        if not (self._rest or self._awaited):
+            self._awaited = _AWAITED
+
+    def _waited(self) -> None:
+        """A step was measured. If the awaited one has not come for long, there is a rest, each time
+        a longer one: sizes drawn at random are never all measured, and measuring takes a multiple
+        of the time of a step of small operations."""
+        if not self._awaited:
+            return
+        self._awaited -= 1
+        if not self._awaited:
+            self._rest = self._pause
+            self._pause = min(2 * self._pause, _LONGEST)
 
     def patient(self) -> bool:
         """Whether most of the recent plans have been of use."""
@@ -106,17 +159,24 @@ class Effort:
         """A search found no plan."""
         self._barren += 1
 
-    def first(self, seen: Sequence[Signature]) -> bool:
-        """Whether to plan a step that no plan covered."""
+    def first(self, seen: Sequence[Signature], seconds: float) -> bool:
+        """Whether to plan a step that no plan covered, and that takes so many seconds.
+
+        Plans may take some time in advance. What they have taken beyond that has to come back from
+        steps that follow them, unless this step has come so often that its own plan would have.
+        """
         key = hash(tuple(seen))
         came = self._came.pop(key, 0)
         self._came[key] = came + 1
         if len(self._came) > _COUNTED:
             del self._came[next(iter(self._came))]
+        self._debt = max(0.0, self._debt - _SHARE * seconds)
         if came < self._barren // _PATIENCE:
             return False
+        if self._debt > _PATIENCE * self._cost and came * _GAIN * seconds < self._cost:
+            return False
         self._barren += 1
-        self._awaited = _AWAITED
+        self._wait()
         return True
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from lowtide.learning.effort import LESSONS, STEP
+from lowtide.learning.effort import LESSONS
 from lowtide.learning.ranks import Known
 from lowtide.memory import margins
 from lowtide.observing.seen import Seen
@@ -30,7 +30,7 @@ from lowtide.planner import (
     solve,
 )
 from lowtide.planner.polish import Polish
-from lowtide.running.prepared import Prepared, Signature
+from lowtide.running.prepared import Prepared, Signature, plain_seconds
 
 LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
 _NOTABLE = 0.01  # a share of the step's time
@@ -154,7 +154,7 @@ class Learned:
     @property
     def seconds(self) -> float:
         """About how long the step takes, with nothing recomputed."""
-        return STEP * sum(op.seconds for op in self.graph.ops)
+        return plain_seconds(self.graph)
 
     def larger(self, ratio: float = 1.0) -> Learned:
         """The same operations on more bytes: `LARGER` times those of a step that makes `ratio`

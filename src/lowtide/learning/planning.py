@@ -171,10 +171,10 @@ class Planning:
             peak = timeline.peak + observer.before
             self._measured = peak, signatures_of(observer.ops)
             self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
+            self._effort.measured(followed)
         if followed is not None:
             if timeline is None:
                 return
-            self._effort.measured(followed)
             plain, before, covered = followed.plain_peak, observer.before, decisions.covered
             if timeline.peak <= self.allowance.of(plain, before, covered=covered):
                 followed = self._plans.tried(followed)
@@ -202,7 +202,8 @@ class Planning:
             return
         limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
-        worth = covered or (timeline and not kept) or self._worth_planning(decisions, usual)
+        over = timeline is not None and not kept
+        worth = covered or over or self._worth_planning(decisions, learned, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
             if worth:
@@ -263,14 +264,14 @@ class Planning:
         self._plans.confirm(larger)
         return self._effort.smaller(larger, decisions.seen, measured=True)
 
-    def _worth_planning(self, decisions: StepDecisions, usual: bool) -> bool:
+    def _worth_planning(self, decisions: StepDecisions, learned: Learned, usual: bool) -> bool:
         """Whether to plan steps like a watched one that did not exceed its limit. `usual`: it took
         the memory that was predicted."""
         if decisions.check_up:  # times may have changed, which matters if anything is recomputed
             return not usual or decisions.followed is None or decisions.followed.bytes()[1] > 0
         if decisions.followed is not None:
             return self._effort.again(decisions.followed)
-        return self._effort.first(decisions.seen)
+        return self._effort.first(decisions.seen, learned.seconds)
 
     def _plan_next(self, learned: Learned, ranks: Ranks | None = None) -> None:
         self._know(learned, ranks)
@@ -278,7 +279,10 @@ class Planning:
         limit = self.allowance.planned(learned.plain_peak, before)
         # A plan from a model is soon replaced by one from a measurement: not worth annealing.
         search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
+        begin = time.perf_counter()
         plan, peak = search() if ranks is None else ranks.of_first(search)
+        if self._ranks is None:
+            self._effort.spent_first(time.perf_counter() - begin)
         allowed = self.allowance.of(learned.plain_peak, before)
         if peak <= allowed:
             self.allowance.shortage.needs(peak + before)
@@ -324,7 +328,7 @@ class Planning:
         def search() -> Prepared | None:
             begin = time.perf_counter()
             found = smaller.search(limit, polish)
-            self._effort.spent(time.perf_counter() - begin, smaller.graph)
+            self._effort.spent(time.perf_counter() - begin, smaller.seconds)
             return None if found is None else replace(found, measured=False)
 
         self._beside.ask(search)

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lowtide.kernels.results import made_by
 from lowtide.kernels.unfolding import runs_itself
-from lowtide.kernels.workspace import made_by, room_for
+from lowtide.kernels.workspace import room_for
 from lowtide.observing.observer import Observer
 from lowtide.replay import in_memory, peak_of
 from lowtide.running.anchors import Anchors

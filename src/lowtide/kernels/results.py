@@ -1,0 +1,105 @@
+"""Bytes of the results of a call, from shapes alone.
+
+Problem: room has to be made before an operator runs, and only its meta kernel knows what it will
+make; many are written in Python, and take a hundred times as long as a small kernel.
+Invariant: what is remembered is all that a meta kernel sees: shapes, strides, dtypes, and plain
+arguments with their types. Imports operators. Rejected: shape formulas of our own, a second truth;
+remembering by the bytes of the inputs, which do not tell a sum from a sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from lowtide import _compat
+from lowtide._compat.fakes import dynamo_aside
+from lowtide.tape.operators import facts_of
+
+_MOST = 10_000
+_PLAIN = frozenset(
+    (int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+)
+_known: dict[Hashable, int] = {}  # calls and what they make
+
+
+def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes of the outputs of a call, from shapes alone.
+
+    The operator runs on the meta device; if it has no meta kernel (its output depends on data), the
+    size of its largest input is used.
+    """
+    call = _call(func, args, kwargs)
+    made = None if call is None else _known.get(call)
+    if made is not None:
+        return made
+    try:
+        made = _run(func, args, kwargs)
+    except Exception:  # any operator may refuse meta tensors, each in its own way
+        return max(map(bytes_of, tensors_of((args, list(kwargs.values())))), default=0)
+    if call is not None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[call] = made
+    return made
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    dynamo_aside()
+    # so that no mode of the program sees or counts it
+    with _compat.below_autograd(), _compat.no_overrides():
+        named = {name: _meta(a) for name, a in kwargs.items()}
+        if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
+            named["device"] = torch.device("meta")
+        result = func(*[_meta(a) for a in args], **named)
+    return sum(map(bytes_of, tensors_of(result)))
+
+
+def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable | None:
+    """What tells this call from others that make something else; None if that cannot be told."""
+    try:
+        described = _described((args, list(kwargs.items())))
+    except (TypeError, RuntimeError, NotImplementedError):  # no shape, or strides
+        return None
+    return func, described, torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def _described(argument: Any) -> Hashable:
+    if isinstance(argument, torch.Tensor):
+        size, stride = tuple(argument.shape), argument.stride()
+        if not {*map(type, size), *map(type, stride)} <= {int}:
+            raise TypeError("a symbolic shape")
+        return size, stride, argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_described, argument))
+    if isinstance(argument, torch.device):
+        return torch.device
+    if type(argument) not in _PLAIN:
+        raise TypeError(f"{type(argument)} may be anything")
+    return type(argument), argument
+
+
+def _meta(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return torch.empty_strided(
+            argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
+        )
+    if isinstance(argument, list | tuple):
+        return [_meta(item) for item in argument]
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def tensors_of(argument: Any) -> list[torch.Tensor]:
+    """The tensors in an argument or result, also in lists."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, list | tuple):
+        return [t for item in argument for t in tensors_of(item)]
+    return []
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
