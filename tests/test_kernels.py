@@ -17,7 +17,8 @@ from torch import Tensor
 
 import lowtide
 from lowtide.kernels.fourier import fourier_workspace
-from lowtide.kernels.workspace import kernel_workspace, made_by
+from lowtide.kernels.results import made_by
+from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
 from once import on_one_recorder
 

@@ -3,7 +3,7 @@
 Problem: measuring and planning a step pays if a step like it comes again; loops alternate between a
 few steps, end an epoch with a short batch, or never take the same step twice. Invariant: what is
 decided here costs or saves time, and never affects whether the limit holds: a step that was
-measured above its limit is always planned, or refused. Imports planner and prepared. Rejected:
+measured above its limit is always planned, or refused. Imports awaited and prepared. Rejected:
 planning every step that no plan covers, which took a hundred times the step's own time where
 teacher forcing is random.
 """
@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from lowtide.learning.awaited import PATIENT, Awaited
 from lowtide.running.prepared import Prepared, Signature
 
 LESSONS = 2
 """Measured steps before a plan is final."""
-_AWAITED = 16  # known steps measured in vain, waiting for one that has a plan but no measurement
-_LONGEST = 1000  # steps without waiting for one
 _PATIENCE = 4  # for each 4 plans that no step followed, a step must come once more to get one
 _COUNTED = 1000  # unplanned steps whose occurrences are counted
 _ROW = 3  # times in a row that a step follows the plan for a larger one before it gets its own
@@ -32,12 +31,7 @@ class Effort:
     """What a budget remembers about its steps for these decisions; one for each budget."""
 
     def __init__(self) -> None:
-        self._awaited = 0  # how many more steps to measure, waiting for an unmeasured one
-        self._rest = 0  # how many follow a plan before there is waiting again
-        self._pause = _AWAITED  # how long that is, after the next time of waiting in vain
-        self._steps = 0  # that have begun
-        self._last: dict[int, tuple[int, int]] = {}  # when an unmeasured step came, how long after
-        self._due: set[int] = set()  # when one is due again
+        self._awaited = Awaited()
         self._vain = 0  # steps in a row that were measured, and did not follow the plan in question
         self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
         self._between = _BETWEEN  # how many follow a much too large plan before one is planned
@@ -57,22 +51,19 @@ class Effort:
         """
         if expected is None:
             return True
-        if _to_learn(expected) and self._vain < _AWAITED:
+        if _to_learn(expected) and self._vain < PATIENT:
             return True
-        if self._steps - 1 in self._due:
-            return True
-        return self._awaited > 0 and unmeasured()
+        return self._awaited.is_due or (self._awaited.waits and unmeasured())
 
     def begins(self) -> None:
         """A step begins."""
-        self._due.discard(self._steps - 1)
-        self._steps += 1
+        self._awaited.begins()
 
     def measured(self, followed: Prepared | None) -> None:
         """A measured step followed this plan, as it was when the step began, or none."""
         learned = followed is not None and _to_learn(followed)
         self._vain = 0 if learned else self._vain + 1
-        self._waited()
+        self._awaited.waited()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
         """Whether to plan a step that followed the plan for a larger one.
@@ -112,44 +103,17 @@ class Effort:
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
-        self._rest = max(0, self._rest - 1)
+        self._awaited.followed()
         if covered or prepared.measured:
             return
         if measured:
-            self._pause = max(_AWAITED, self._pause // 2)
+            self._awaited.met()
         else:  # it recurs: measure it when it comes next
-            self._wait()
-            self._expect(hash(prepared.signatures))
-
-    def _expect(self, step: int) -> None:
-        """The last batch of an epoch comes as regularly as no one can wait for it."""
-        now = self._steps - 1
-        last, before = self._last.pop(step, (0, 0))
-        self._last[step] = now, now - last
-        if now - last == before:
-            self._due.add(now + before)
-        if len(self._last) > _COUNTED:
-            del self._last[next(iter(self._last))]
+            self._awaited.missed(hash(prepared.signatures))
 
     def again(self, prepared: Prepared) -> bool:
         """Whether to plan again a step that followed its plan and was measured."""
         return prepared.lessons < LESSONS or not prepared.measured
-
-    def _wait(self) -> None:
-        """From now on measure steps, until one that has a plan but no measurement is among them."""
-        if not (self._rest or self._awaited):
-            self._awaited = _AWAITED
-
-    def _waited(self) -> None:
-        """A step was measured. If the awaited one has not come for long, there is a rest, each time
-        a longer one: sizes drawn at random are never all measured, and measuring takes a multiple
-        of the time of a step of small operations."""
-        if not self._awaited:
-            return
-        self._awaited -= 1
-        if not self._awaited:
-            self._rest = self._pause
-            self._pause = min(2 * self._pause, _LONGEST)
 
     def patient(self) -> bool:
         """Whether most of the recent plans have been of use."""
@@ -176,7 +140,7 @@ class Effort:
         if self._debt > _PATIENCE * self._cost and came * _GAIN * seconds < self._cost:
             return False
         self._barren += 1
-        self._wait()
+        self._awaited.wait()
         return True
 
 

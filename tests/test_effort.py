@@ -1,0 +1,227 @@
+"""Which steps are measured and planned where they differ: what that takes is bounded.
+
+Rule 13 of docs/semantics.md says what holds meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.kernels import results
+from lowtide.kernels.results import made_by
+from lowtide.learning.awaited import Awaited
+from lowtide.learning.effort import Effort
+from lowtide.memory.marks import OwnEvents
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+
+aten = torch.ops.aten
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+def measured_among(steps: list[int], awaited: set[int]) -> list[int]:
+    """Which of these steps a loop would measure, each a kind; those awaited have no measurement
+    until they are measured."""
+    waiting, unmeasured, found = Awaited(), set(awaited), []
+    for number, kind in enumerate(steps):
+        waiting.begins()
+        measure = waiting.is_due or (waiting.waits and bool(unmeasured))
+        waiting.followed()
+        if measure:
+            found.append(number)
+            waiting.waited()
+        if kind in unmeasured:
+            if measure:
+                waiting.met()
+                unmeasured.discard(kind)
+            else:
+                waiting.missed(kind)
+    return found
+
+
+def test_a_step_that_takes_turns_is_measured_when_it_comes_next() -> None:
+    assert measured_among([0, 1, 2] * 20, {2}) == [3, 4, 5]
+
+
+def test_the_last_batch_of_an_epoch_is_measured_at_its_time() -> None:
+    epoch = [0] * 99 + [1]
+    found = measured_among(epoch * 6, {1})
+    assert found == [*range(100, 116), *range(200, 216), *range(300, 316), 399]
+
+
+def test_no_one_waits_for_ever() -> None:
+    """Some come once in a thousand steps, and so often one of them has just come."""
+    draw = random.Random(0)
+    found = measured_among([draw.randrange(1_000) for _ in range(20_000)], set(range(100)))
+    assert len(found) < 1_200  # measuring as long as any is known would be most of 20,000
+    assert sum(number >= 10_000 for number in found) < 400
+
+
+# ---------------------------------------------------------------------- planning
+
+
+def a_step(number: int) -> Any:
+    return [("aten::sin", (number,), (-1,), 0)]
+
+
+def test_plans_that_no_step_follows_are_made_ever_more_seldom() -> None:
+    """A step takes 10 milliseconds, its plan a tenth of a second."""
+    effort, planned = Effort(), []
+    for number in range(2_000):
+        if effort.first(a_step(number % 500), 0.01):
+            planned.append(number)
+            effort.spent_first(0.1)
+    early = [number for number in planned if number < 100]
+    assert 4 <= len(early) <= 6
+    assert len(planned) <= 2_000 * 0.01 * 0.1 / 0.1 + 6
+
+
+def test_a_step_that_comes_often_gets_its_plan() -> None:
+    """As soon as its plan would have paid, whatever others have cost."""
+    effort = Effort()
+    number = 0
+    while effort.first(a_step(number), 0.01):
+        effort.spent_first(0.1)
+        number += 1
+    for _ in range(4):
+        effort.spent_first(0.1)
+    often = a_step(-1)
+    asked = [effort.first(often, 0.01) for _ in range(12)]
+    assert asked.index(True) == 5  # five times twice the step's time are the plan's time
+
+
+def test_steps_that_follow_plans_bring_their_time_back() -> None:
+    effort = Effort()
+    number = 0
+    while effort.first(a_step(number), 0.01):
+        effort.spent_first(0.1)
+        number += 1
+    followed = SimpleNamespace(seconds=0.01, measured=True, signatures=())
+    for _ in range(30):
+        effort.followed(followed, covered=False, measured=False)  # type: ignore[arg-type]
+    assert effort.first(a_step(number + 1), 0.01)
+
+
+# ---------------------------------------------------------------------- in a loop
+
+
+class Layers(nn.Module):
+    """Each step runs its layers by chance: hardly any step is like another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(10)
+        )
+        self.first = nn.Linear(16, 16)
+        self.draw = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x) if self.draw.random() < 0.5 else x * 0.9
+        return x
+
+
+def test_steps_that_never_recur_are_not_all_measured_and_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured, planned = [0], [0]
+    of_step, plan_next = OwnEvents.of_step, lowtide.loop.Loop._plan_next
+
+    def noted(self: OwnEvents, pending: Callable[[], bool]) -> None:
+        measured[0] += 1
+        of_step(self, pending)
+
+    def counted(self: Any, *given: Any) -> None:
+        planned[0] += 1
+        plan_next(self, *given)
+
+    monkeypatch.setattr(OwnEvents, "of_step", noted)
+    monkeypatch.setattr(lowtide.loop.Loop, "_plan_next", counted)
+    model, x = Layers(), torch.randn(64, 16)
+    peak = lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu").peak_bytes
+    model.zero_grad()
+    limit = lowtide.budget(peak)
+    for _ in range(150):
+        with limit:
+            loss = model(x).square().mean()
+        loss.backward()
+        model.zero_grad()
+    assert measured[0] <= 75
+    assert planned[0] <= 75
+
+
+# ---------------------------------------------------------------------- what operators make
+
+
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten.add.Tensor, (torch.ones(3, dtype=torch.int32), 1)),
+    (aten.add.Tensor, (torch.ones(3, dtype=torch.int32), 1.0)),
+    (aten.add.Tensor, (torch.ones(3, dtype=torch.int32), True)),
+    (aten.sum.dim_IntList, (torch.ones(3, 4), [0])),
+    (aten.sum.dim_IntList, (torch.ones(3, 4), [1])),
+    (aten.sum.dim_IntList, (torch.ones(3, 4), [0, 1])),
+    (aten.to_dense.default, (torch.ones(3, 4),)),
+    (aten.clone.default, (torch.ones(4, 3).t(),)),
+    (aten.clone.default, (torch.ones(3, 4),)),
+    (aten.clone.default, (torch.ones(1, 4).expand(3, 4),)),
+    (aten.cat.default, ([torch.ones(3), torch.ones(4)],)),
+    (aten.cat.default, ([torch.ones(3, dtype=torch.float64), torch.ones(4)],)),
+    (aten.full.default, ([5], 1.0)),
+    (aten.full.default, ([5], 1)),
+    (aten.arange.default, (7,)),
+    (aten.div.Tensor, (torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.int32))),
+]
+
+
+def exactly(func: Any, args: tuple[Any, ...]) -> int:
+    result = func(*args)
+    return int(result.numel() * result.element_size())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_what_is_remembered_of_one_call_is_not_taken_for_another(dtype: torch.dtype) -> None:
+    """Shapes, strides, dtypes, the types of numbers, and the default dtype all matter."""
+    results._known.clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        for _ in range(2):
+            for func, args in CALLS:
+                assert made_by(func, args, {}) == exactly(func, args), (func, args)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_what_is_remembered_saves_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    results._known.clear()
+    runs = []
+    run = results._run
+    monkeypatch.setattr(results, "_run", lambda *call: runs.append(call) or run(*call))
+    for _ in range(3):
+        assert made_by(aten.mm.default, (torch.ones(3, 4), torch.ones(4, 5)), {}) == 60
+    assert len(runs) == 1
+    for _ in range(2):  # which a generator makes, no one can tell
+        drawn = {"generator": torch.Generator()}
+        assert made_by(aten.bernoulli.default, (torch.ones(6),), drawn) == 24
+    assert len(runs) == 3
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    results._known.clear()
+    monkeypatch.setattr(results, "_MOST", 5)
+    for count in range(1, 20):
+        assert made_by(aten.sin.default, (torch.ones(count),), {}) == 4 * count
+        assert len(results._known) <= 5
