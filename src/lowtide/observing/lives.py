@@ -174,6 +174,12 @@ class Lives:
         if value.number not in self.held:
             self._lives(value, len(self.requests) - 1)
 
+    def lasting(self) -> list[int]:
+        """The values that autograd still has a handle on. If backward is over and did not ask for
+        one, it is for a graph that this backward did not reach, such as that of a state which the
+        program carries on: as long as that graph lives, the record can make the value again."""
+        return [number for number, count in self._handles.items() if count]
+
     def alive(self) -> Iterator[Value]:
         """The recorded values that something still needs."""
         for weak in self._values:
