@@ -133,6 +133,13 @@ class Lives:
         self.evicted[number] = len(self.ops)
         self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
 
+    def overwritten(self, number: int, nbytes: int) -> None:
+        """The memory of a value has other content now: nothing can use what the program has of a
+        dropped one."""
+        if self._named.pop(number, None) is not None:
+            self.evicted[number] = len(self.ops)
+            self._lost(number, nbytes)
+
     def look_for_missing(self) -> None:
         """No plan is followed any more: find what is missing by now."""
         storages = self.names.storages()

@@ -153,6 +153,9 @@ class Observer(Lives):
         if log.hidden is not None and all(number in self._hidden for number in over):
             self._hidden.update(dict.fromkeys(log.outputs, len(self.ops)))
         written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
+        for ref, _ in op.writes:
+            if ref.value is not None and ref.value.number >= 0:
+                self.overwritten(ref.value.number, ref.value.nbytes)
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
         self._values.extend(map(weak_to, made))
