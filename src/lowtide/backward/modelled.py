@@ -102,6 +102,7 @@ def modelled_events(
         order = _as_asked(seen, requests, ended)
         released = seen.released
     freed = _freed(order, released)
+    lasting = _not_asked(seen, order, released)
     gone = {
         index: sum(sizes[v] for v in values if v not in seen.pinned)
         for index, values in freed.items()
@@ -127,7 +128,7 @@ def modelled_events(
         peak = max([base, *takes[low : high + 1 if following < high else high]])
         if following + 1 < low:  # in operations below, what this node saved is released
             peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
-        events.append(Event(number, base, peak, freed.get(index, ())))
+        events.append(Event(number, base, peak, (*freed.get(index, ()), *lasting.get(index, ()))))
     return tuple(events), max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
 
 
@@ -208,6 +209,22 @@ def _writer(ops: Sequence[OpLog], number: int, sequence: int) -> int | None:
         if log.overwrites and (index == sequence or number in log.inputs):
             return index
     return None
+
+
+def _not_asked(
+    seen: Observer, order: list[tuple[int, int, int]], released: dict[int, int]
+) -> dict[int, list[int]]:
+    """For each event, the values that autograd releases without having asked for them: those of a
+    graph that this backward does not reach, which may well outlive it."""
+    if not order:
+        return {}
+    asked, end = {value for value, *_ in order}, len(order) - 1
+    found: dict[int, list[int]] = {}
+    for number, index in released.items():
+        if 0 <= index <= end and number not in asked:
+            found.setdefault(index, []).append(number)
+    found.setdefault(end, []).extend(n for n in seen.lasting() if n not in asked)
+    return found
 
 
 def _freed(

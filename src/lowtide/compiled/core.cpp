@@ -385,6 +385,7 @@ PyObject* make_module() {
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   out_of_memory_error = forever("torch", "OutOfMemoryError");
   python_unpack = forever("lowtide.replay", "unpack");
+  pieces_type = forever("lowtide.tape.pieces", "Pieces");
   python_versions = forever("lowtide.tape.values", "versions");
   python_run = forever("lowtide.replay", "run");
   draws_lock = forever("lowtide.tape.generators", "lock");

@@ -27,7 +27,12 @@ struct Entry {
   Value* value;  // owned, or null
   Weak weak;
   PyObject* counter;
+  PyObject* pieces;  // owned, or null: a `Pieces`, or None
+  Geometry blank;    // of uninitialized memory that nothing was done with; `pieces` is then null
   bool loose, given_out;
+
+  // Whether it is uninitialized memory that the record has not written in all parts.
+  bool unwritten() const { return blank.defined() || (pieces != nullptr && pieces != Py_None); }
 };
 
 // Called by an entry whose storage was freed.

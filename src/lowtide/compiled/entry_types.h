@@ -74,16 +74,43 @@ inline int entry_set_weak(PyObject* self, PyObject* to, void*) {
   });
 }
 
+inline PyObject* pieces_type;  // of `lowtide/tape/pieces.py`
+
+// Made when it is first asked for: most of such memory is overwritten at once.
+inline PyObject* entry_pieces(PyObject* self, void*) {
+  return leave_error([&]() -> PyObject* {
+    auto* entry = as<Entry>(self);
+    if (entry->blank.defined()) {
+      Geometry blank = std::exchange(entry->blank, Geometry());
+      py::tuple size(py::cast(blank.size().vec())), stride(py::cast(blank.stride().vec()));
+      Owned itemsize(checked(PyLong_FromSize_t(blank.dtype().itemsize())));
+      PyObject* arguments[] = {size.ptr(), stride.ptr(), itemsize.get()};
+      entry->pieces = checked(PyObject_Vectorcall(pieces_type, arguments, 3, nullptr));
+    }
+    return Py_NewRef(or_none(entry->pieces));
+  });
+}
+
+inline int entry_set_pieces(PyObject* self, PyObject* to, void*) {
+  auto* entry = as<Entry>(self);
+  entry->blank = Geometry();
+  Py_XDECREF(std::exchange(entry->pieces, is_none(to) ? nullptr : Py_NewRef(to)));
+  return 0;
+}
+
 inline void entry_delete(PyObject* self) {
   auto* entry = as<Entry>(self);
   PyTypeObject* type = Py_TYPE(self);
   Value* value = std::exchange(entry->value, nullptr);
   PyObject* counter = std::exchange(entry->counter, nullptr);
+  PyObject* pieces = std::exchange(entry->pieces, nullptr);
+  entry->blank = Geometry();
   entry->weak.~Weak();
   _PyWeakref_RefType.tp_dealloc(self);  // frees it
   Py_DECREF(type);
   give_up(object_of(value));
   Py_XDECREF(counter);
+  Py_XDECREF(pieces);
 }
 
 inline PyGetSetDef entry_getset[] = {
@@ -94,6 +121,7 @@ inline PyGetSetDef entry_getset[] = {
     {"value", entry_value, entry_set_value},
     {"weak", entry_weak, entry_set_weak},
     {"counter", get_object<Entry, &Entry::counter>, set_object<Entry, &Entry::counter>},
+    {"pieces", entry_pieces, entry_set_pieces},
     {"loose", get_flag<Entry, &Entry::loose>, set_flag<Entry, &Entry::loose>},
     {"given_out", get_flag<Entry, &Entry::given_out>, set_flag<Entry, &Entry::given_out>},
     {}};

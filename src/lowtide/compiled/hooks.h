@@ -37,7 +37,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (entry == nullptr) {
     owner = external(state, tensor, key, false);
     entry = find_entry(state->table, key);
-  } else if (entry->version != version_of(tensor) || is_given_out(entry, tensor)) {
+  } else if (entry->version != version_of(tensor) || is_given_out(entry, tensor) || entry->unwritten()) {
     return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {
     owner = Owned(Py_NewRef(object_of(found)));

@@ -100,7 +100,7 @@ inline bool run_recorded(
   std::vector<Written> written;
   auto* made = new_record<Operation>(operation_type, op, &fact);
   Owned owner(object_of(made));
-  if (!find_written(state, op.schema(), fact.writes, values, written, true)) return false;
+  if (!find_written(state, fact, op.schema(), fact.writes, values, written, true)) return false;
   bool again = statistics || may_be_made(fact, written);
   if (again) {
     if (!encode(state, made, fact, values, count, statistics)) return false;
@@ -112,7 +112,7 @@ inline bool run_recorded(
       if (!contains(fact.writes, place)) places.push_back(place);
     }
     size_t declared = written.size();
-    if (!find_written(state, op.schema(), places, values, written, false)) return false;
+    if (!find_written(state, fact, op.schema(), places, values, written, false)) return false;
     for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
   }
   if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
@@ -177,7 +177,7 @@ inline bool run_recorded(
   Made results;
   Operation* maker = again ? made : nullptr;
   for (Written& each : written) rewritten(state, maker, each, results);
-  add_outputs(state, maker, *stack, op.schema().returns().size(), results);
+  add_outputs(state, maker, *stack, op.schema().returns().size(), results, fact.blank);
   if (!told || (following(state) && follow(state, fact, made, results))) return true;
   static PyObject* name = interned("produced");
   py::tuple args;

@@ -35,7 +35,7 @@ inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
 
 // The value in a storage, borrowed, if it can be read without a closer look; else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (entry->version != version_of(tensor) || entry->given_out) return nullptr;
+  if (entry->version != version_of(tensor) || entry->given_out || entry->unwritten()) return nullptr;
   Value* value = value_in(entry);
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
@@ -219,7 +219,7 @@ inline bool encode(
 // ---------------------------------------------------------------------- outputs
 
 inline void add_output(
-    State* state, Operation* op, const c10::IValue& result, int32_t place, Made& made) {
+    State* state, Operation* op, const c10::IValue& result, int32_t place, Made& made, bool blank) {
   if (!result.isTensor() || !result.toTensor().defined()) return;
   const at::Tensor& tensor = result.toTensor();
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
@@ -230,22 +230,29 @@ inline void add_output(
   int64_t key = key_number(tensor);
   if (find_entry(state->table, key) != nullptr) return;  // an alias
   auto [entry, value] = enter(state, op, tensor, key, true);
-  if (op == nullptr) return;
+  if (op == nullptr) {
+    // As `Recorder._know_blank`.
+    if (blank && tensor.numel() > 0 && tensor.is_non_overlapping_and_dense() &&
+        tensor.nbytes() == tensor.storage().nbytes()) {
+      entry->blank = Geometry(tensor);
+    }
+    return;
+  }
   value->whole = Geometry(tensor);
   op->outputs.push_back({place, weak_to(object_of(value))});
   made.push_back(value);
 }
 
 inline void add_outputs(
-    State* state, Operation* op, const Stack& stack, size_t count, Made& made) {
+    State* state, Operation* op, const Stack& stack, size_t count, Made& made, bool blank = false) {
   int32_t place = 0;
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isList()) {
       for (const c10::IValue& item : stack[i].toListRef()) {
-        add_output(state, op, item, place++, made);
+        add_output(state, op, item, place++, made, blank);
       }
     } else {
-      add_output(state, op, stack[i], place++, made);
+      add_output(state, op, stack[i], place++, made, blank);
     }
   }
 }

@@ -90,10 +90,26 @@ inline bool is_saved(const Entry* entry, bool held) {
   return value != nullptr && value->saved && (held || !value->held.defined());
 }
 
+// Whether a view is the whole of a storage, each element once; as `covers` of `tape/pieces.py`.
+inline bool covers(const Geometry& geometry, int64_t nbytes) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
+  for (size_t i = 0; i < geometry.size().size(); ++i) {
+    if (geometry.size()[i] != 1) dims.emplace_back(geometry.stride()[i], geometry.size()[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t count = 1;
+  for (auto [stride, size] : dims) {
+    if (stride != count) return false;
+    count *= size;
+  }
+  return geometry.offset() == 0 &&
+      count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
+}
+
 // As `Recorder._written`; false where Python has to look closer. `check`: at everything that autograd has
 // saved, held or not.
 inline bool find_written(
-    State* state, const c10::FunctionSchema& schema, const std::vector<int>& places,
+    State* state, const Fact& fact, const c10::FunctionSchema& schema, const std::vector<int>& places,
     const c10::IValue* values, std::vector<Written>& written, bool check) {
   for (int place : places) {
     if (place < 0 || schema.arguments()[place].kwarg_only()) return false;  // out=
@@ -108,25 +124,14 @@ inline bool find_written(
       if (other.entry() == entry) return false;
     }
     if (is_saved(entry, check)) return false;
+    // A part of uninitialized memory: see `Pieces`.
+    if (entry->unwritten() &&
+        !(contains(fact.fills, place) && covers(Geometry(tensor), entry->nbytes))) {
+      return false;
+    }
     written.push_back({Owned(Py_NewRef(object_of(entry))), place, tensor});
   }
   return true;
-}
-
-// Whether a view is the whole of a storage, each element once; as `covers` of `tape/known.py`.
-inline bool covers(const Geometry& geometry, int64_t nbytes) {
-  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
-  for (size_t i = 0; i < geometry.size().size(); ++i) {
-    if (geometry.size()[i] != 1) dims.emplace_back(geometry.stride()[i], geometry.size()[i]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t count = 1;
-  for (auto [stride, size] : dims) {
-    if (stride != count) return false;
-    count *= size;
-  }
-  return geometry.offset() == 0 &&
-      count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
 }
 
 inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
@@ -178,6 +183,8 @@ inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
   Entry* entry = each.entry();
   bool made_again = op != nullptr && each.input >= 0;
   bool here = !made_again || is_here(state, each.tensor.device(), false);
+  entry->blank = Geometry();  // parts are written in Python
+  Py_CLEAR(entry->pieces);
   Value* value = new_value(made_again ? object_of(op) : nullptr, here ? entry->nbytes : 0, state->region,
                            made_again ? state->numbers++ : -1);
   Owned owner(object_of(value));

@@ -219,7 +219,7 @@ class Planning:
     def _asked_in_part(self, followed: Prepared) -> None:
         """The backward of a step that followed its plan asked for less than planned: what it passed
         over stayed in memory. Plan for that, as nothing shows whether it kept the limit."""
-        if not any(event.releases for event in followed.graph.events):
+        if followed.graph == followed.graph.retained():
             return  # planned for that already
         before = followed.seen.before
         limit = self.allowance.planned(followed.plain_peak, before)

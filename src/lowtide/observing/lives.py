@@ -133,6 +133,13 @@ class Lives:
         self.evicted[number] = len(self.ops)
         self._named[number] = weakref.ref(value.held.untyped_storage(), gone)
 
+    def overwritten(self, number: int, nbytes: int) -> None:
+        """The memory of a value has other content now: nothing can use what the program has of a
+        dropped one."""
+        if self._named.pop(number, None) is not None:
+            self.evicted[number] = len(self.ops)
+            self._lost(number, nbytes)
+
     def look_for_missing(self) -> None:
         """No plan is followed any more: find what is missing by now."""
         storages = self.names.storages()
@@ -173,6 +180,12 @@ class Lives:
     def retained(self, value: Value) -> None:
         if value.number not in self.held:
             self._lives(value, len(self.requests) - 1)
+
+    def lasting(self) -> list[int]:
+        """The values that autograd still has a handle on. If backward is over and did not ask for
+        one, it is for a graph that this backward did not reach, such as that of a state which the
+        program carries on: as long as that graph lives, the record can make the value again."""
+        return [number for number, count in self._handles.items() if count]
 
     def alive(self) -> Iterator[Value]:
         """The recorded values that something still needs."""

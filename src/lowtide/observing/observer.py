@@ -153,6 +153,9 @@ class Observer(Lives):
         if log.hidden is not None and all(number in self._hidden for number in over):
             self._hidden.update(dict.fromkeys(log.outputs, len(self.ops)))
         written = [t for t in tensors if _compat.storage_of(t) is not None] if op.writes else []
+        for ref, _ in op.writes:
+            if ref.value is not None and ref.value.number >= 0:
+                self.overwritten(ref.value.number, ref.value.nbytes)
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         self.ops.append(log)
         self._values.extend(map(weak_to, made))
@@ -327,21 +330,15 @@ class Observer(Lives):
     def graph_from(self, first: int) -> Graph:
         """The step before a backward whose first request is for something that was saved after
         `first` operations. Autograd goes from the newest node to the oldest, so that what was saved
-        later is not asked for in this backward; what is held only for that is dropped, and
-        `passed` is set: another backward may ask for it."""
+        later is not asked for in this backward. As long as autograd has it, the record can make it
+        again, so a plan decides whether to hold it; and `passed` is set: another backward may ask
+        for it."""
         newer = {save for save in self.last_save if save[1] > first + 1}
         gone = {save for save in self.last_save if not self._handles.get(save[0])}
         passed = Counter(save for save in self.last_save if save in newer or save in gone)
         self.passed = bool(newer - gone)
         if not passed:
             return self.graph()
-        asked = {number for number, sequence in self.last_save if sequence <= first + 1}
-        for value in self.alive():
-            number = value.number
-            over = number in self._handles and number not in asked
-            if over and value.held is not None and value.op is not None:
-                value.held = None
-                self.dropped_before_backward(number)
         dead, self.dead = self.dead, self.dead + passed
         requests, self.requests = self.requests, []  # those of an earlier backward of the step
         try:

@@ -352,4 +352,5 @@ def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
     for number, index in seen.released.items():
         if 0 <= index < count:
             releases[max(index, last.get(number, 0))].append(number)
+    releases[-1].extend(number for number in seen.lasting() if number not in last)
     return [tuple(sorted(numbers)) for numbers in releases]

@@ -191,8 +191,14 @@ class Graph:
         )
 
     def retained(self) -> Graph:
-        """The same step with a retained graph: its backward releases no saved value."""
-        return replace(self, events=tuple(replace(event, releases=()) for event in self.events))
+        """The same step with a retained graph: its backward releases no saved value. What it does
+        not ask for, and another graph has, is released after the last event."""
+        released = {value for event in self.events for value in event.releases}
+        others = tuple(sorted(released.difference(event.value for event in self.events)))
+        events = [replace(event, releases=()) for event in self.events]
+        if others:
+            events[-1] = replace(events[-1], releases=others)
+        return replace(self, events=tuple(events))
 
     @cached_property
     def must_hold(self) -> frozenset[int]:

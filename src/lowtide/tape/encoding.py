@@ -3,8 +3,8 @@
 Problem: a replay must find exactly what an operation read, which may be a view, running statistics
 or something that no tape can represent. Invariant: each tensor among the arguments becomes a `Ref`
 to one content of one storage, or the call is not recorded; each new storage among the results
-becomes a value. Imports saves and values. Rejected: doing this in the recorder, which decides what
-to do with each call.
+becomes a value. Imports saves, operators and values. Rejected: doing this in the recorder, which
+decides what to do with each call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide.tape.known import is_lazy, weak_value
+from lowtide.tape.known import Entry, is_lazy, weak_value
+from lowtide.tape.operators import Facts
 from lowtide.tape.saves import Saves
 from lowtide.tape.values import Operation, Ref, Value, flatten
 
@@ -23,6 +24,8 @@ Tensor = torch.Tensor
 
 class Encoding(Saves):
     """The part of a recorder that writes arguments and results down."""
+
+    _filled: Tensor | None = None  # the argument that the call overwrites, whatever was in it
 
     # ------------------------------------------------------------------ arguments
 
@@ -51,6 +54,26 @@ class Encoding(Saves):
                 into[place] = items
         return known
 
+    def _encode_around(
+        self,
+        args: tuple[Any, ...],
+        facts: Facts,
+        template: list[Any],
+        refs: list[Ref],
+        statistics: tuple[int, ...],
+        written: list[tuple[Entry, int | str]],
+    ) -> bool:
+        """The same for a call that writes. What it overwrites entirely it need not have written
+        before; if it reads uninitialized memory that it also writes, it is not recorded."""
+        before = [(entry, self.value_in(entry)) for entry, _ in written if entry.pieces is not None]
+        if before and 0 in facts.fills and all(other is not args[0] for other in args[1:]):
+            self._filled = args[0]
+        try:
+            known = self._encode(template, range(len(template)), refs, statistics)
+        finally:
+            self._filled = None
+        return known and all(self.value_in(entry) is value for entry, value in before)
+
     def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
         """Read running statistics from a copy: they are written without a new version (rule 4).
 
@@ -74,6 +97,11 @@ class Encoding(Saves):
         entry = self.entry_of(tensor)
         if entry is None or entry.given_out or self._needs_care(entry, tensor):
             return None
+        if entry.pieces is not None:
+            if tensor is self._filled and entry.pieces.untouched:
+                return Ref(self.value_in(entry), tensor)  # see `_write_refs`
+            if tensor is not self._filled and not entry.pieces.cover(tensor):
+                self._unwritten(entry, tensor)
         value = entry.value
         if value is None:
             value = self.value_in(entry)

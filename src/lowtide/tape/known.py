@@ -2,8 +2,9 @@
 
 Problem: autograd and user code hand over tensors, but the tape knows values. Invariant: an entry is
 found by its storage's identity and leaves the table with the storage; every write, recorded or
-noticed by autograd's version counter, gives the storage a new value (rules 4 and 6). Imports values
-and watch. Rejected: identifying tensors by Python object, which autograd replaces by fresh aliases.
+noticed by autograd's version counter, gives the storage a new value (rules 4 and 6). Imports
+values, pieces and watch. Rejected: identifying tensors by Python object, which autograd replaces by
+fresh aliases.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide.tape.pieces import Pieces
 from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tensors_in
 from lowtide.tape.watch import hold, overwriting, watch
 
@@ -35,7 +37,8 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     """
 
     __slots__ = (
-        "counted", "counter", "given_out", "key", "loose", "nbytes", "value", "version", "weak"
+        "counted", "counter", "given_out", "key", "loose", "nbytes", "pieces", "value", "version",
+        "weak",
     )  # fmt: skip
 
     key: int
@@ -47,6 +50,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     counter: Any  # the version counter of what autograd saved of it, where no alias shows it
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
     given_out: bool  # see `Known._given_out`
+    pieces: Pieces | None  # uninitialized memory: what the record has written of it
 
 
 class Known:
@@ -123,6 +127,7 @@ class Known:
             if not (entry.loose and version == entry.version - 1):
                 # Written by something that the recorder did not see: it cannot be replayed.
                 entry.value = self.new_value(None, entry.nbytes, self.region)
+                entry.pieces = None
             entry.version = version
             entry.loose = False
         elif not storage.resizable():
@@ -137,10 +142,20 @@ class Known:
         was made from it so far is replayed from the record of its old content; what is made from it
         from now on is kept (rule 5).
         """
+        if self.value_in(entry).op is not None:
+            entry.given_out = True
+            self._as_external(entry, tensor)
+
+    def _unwritten(self, entry: Entry, tensor: Tensor) -> None:
+        """Uninitialized memory is read that the record has not written: something unseen may have
+        filled it, so its present content is an external's (rule 5)."""
+        entry.pieces = None
+        if self.value_in(entry).op is not None:
+            self._as_external(entry, tensor)
+
+    def _as_external(self, entry: Entry, tensor: Tensor) -> None:
+        """What is in a storage is a value that no replay makes, from now on. Handles mean it."""
         old = self.value_in(entry)
-        if old.op is None:
-            return
-        entry.given_out = True
         new = entry.value = self.new_value(None, entry.nbytes, self.region)
         entry.weak = None
         handles = old.handles()
@@ -233,7 +248,7 @@ class Known:
         entry.key = _compat.storage_id(storage)
         entry.version = version
         entry.loose = entry.given_out = False
-        entry.weak = entry.counter = None
+        entry.weak = entry.counter = entry.pieces = None
         entry.nbytes = storage.nbytes()
         here = self._is_here(storage.device, op is not None)
         entry.counted = entry.nbytes if here else 0
@@ -308,6 +323,9 @@ class Known:
             if entry.counted:
                 self.live[0] += entry.nbytes - entry.counted
                 entry.counted = entry.nbytes
+        if entry.pieces is not None:
+            known = op is not None and through is not None
+            entry.pieces = entry.pieces.after(through) if known else None
         maker = op if through is not None else None
         here = maker is None or self.counts is None or self._device(entry) == self.counts
         value = self.new_value(maker, entry.nbytes if here else 0, self.region)
@@ -374,14 +392,3 @@ class Known:
 def is_lazy(tensor: Tensor) -> bool:
     """Whether it is lazily conjugated or negated."""
     return tensor.is_conj() or tensor.is_neg()
-
-
-def covers(ref: Ref, nbytes: int) -> bool:
-    """Whether a view is the whole of a storage, each element once."""
-    count = 1
-    dims = sorted((st, n) for n, st in zip(ref.size, ref.stride, strict=True) if n != 1)
-    for stride, n in dims:
-        if stride != count:
-            return False
-        count *= n
-    return ref.offset == 0 and count * ref.dtype.itemsize == nbytes

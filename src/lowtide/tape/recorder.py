@@ -24,6 +24,7 @@ from lowtide.tape.encoding import Encoding
 from lowtide.tape.generators import states_before
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
+from lowtide.tape.pieces import Pieces
 from lowtide.tape.retry import called_with_room
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, tensors_in
@@ -137,6 +138,7 @@ class Recorder(Encoding, _compat.Mode):
                     and value.region is region
                     and entry.version == _compat.version_of(argument)
                     and storage.resizable()  # see `_given_out`
+                    and entry.pieces is None
                     and entry.counted  # not there before, see `_needs_care`
                     and not self._lazy_bits
                 ):
@@ -184,7 +186,7 @@ class Recorder(Encoding, _compat.Mode):
         if known:
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])
-            known = self._encode(template, range(len(template)), refs, statistics)
+            known = self._encode_around(args, facts, template, refs, statistics, written)
         named = kwargs
         if kwargs and known:
             named = dict(kwargs)
@@ -242,11 +244,19 @@ class Recorder(Encoding, _compat.Mode):
                 self._rebind(old, self.value_in(entry))
                 filled = entry
         self._register(op, result, made)
+        if facts.blank:
+            self._know_blank(result)
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)
         if op is not None and filled is not None and facts.fills_saved is not None:
             self._saved_before(filled, args[facts.fills_saved])
         return result
+
+    def _know_blank(self, result: Any) -> None:
+        """Memory was allocated and not initialized."""
+        entry = self.entry_of(result) if isinstance(result, Tensor) else None
+        if entry is not None and self.value_in(entry).op is None:
+            entry.pieces = Pieces.of(result)
 
     def call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and time it if the tape is timed."""
@@ -345,7 +355,7 @@ class Recorder(Encoding, _compat.Mode):
         count the bytes of storages while they live."""
         self.paused = True
         for entry in list(self.table.values()):  # a copy: freed storages leave the table meanwhile
-            entry.value = None
+            entry.value = entry.pieces = None
 
     def over(self, next_step: Callable[[], None]) -> None:
         """That backward has ended. Nothing is recorded until the next step begins."""

@@ -64,6 +64,8 @@ class Saves(Writes):
         entry = self.entry_of(tensor)
         if entry is None or self._needs_care(entry, tensor):
             return self._kept(tensor)
+        if entry.pieces is not None and not entry.pieces.cover(tensor):
+            self._unwritten(entry, tensor)
         value = entry.value
         if value is None:
             value = self.value_in(entry)

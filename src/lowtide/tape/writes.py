@@ -4,8 +4,8 @@ Problem: in-place activations, buffers, running statistics and `.data` change wh
 in ways that autograd notices or does not. Invariant: what a call will write is known before it
 runs; what cannot be replayed is not recorded as reading anything (rule 5); where autograd does not
 notice that what it saved changes, it reads what it would in the plain step (rule 4). Imports known,
-operators. Rejected: treating every write alike, which keeps too much or gives gradients of the
-wrong content.
+operators, pieces. Rejected: treating every write alike, which keeps too much or gives gradients of
+the wrong content.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide.tape.known import Entry, Known, covers
+from lowtide.tape.known import Entry, Known
 from lowtide.tape.operators import Facts, hidden_statistics
+from lowtide.tape.pieces import covers
 from lowtide.tape.values import Ref, Value, flatten, tensors_in
 
 Tensor = torch.Tensor
@@ -157,7 +158,11 @@ class Writes(Known):
             found = [ref for ref in refs if ref.value is value]
             if not found:
                 return None
-            if place in facts.fills and len(found) == 1 and covers(found[0], entry.nbytes):
+            if (
+                place in facts.fills
+                and len(found) == 1
+                and (covers(found[0], entry.nbytes) or _first_piece(entry, place))
+            ):
                 found[0].make_blank(entry.nbytes, self._device(entry))
             elif value.op is None or (_untouched_constant(value) and not facts.placing):
                 return None
@@ -233,6 +238,13 @@ def _bytes_of(tensor: Tensor) -> tuple[int, Any, Any]:
     start = tensor.storage_offset() * size
     span = sum((n - 1) * st for n, st in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return _compat.storage_id(storage), start, start + span * size
+
+
+def _first_piece(entry: Entry, place: int | str) -> bool:
+    """Whether a write is the first one to uninitialized memory, of which it overwrites a part: a
+    replay puts fresh memory around it, since what else is in there is never read from the record
+    (see `Known._unwritten`)."""
+    return place == 0 and entry.pieces is not None and entry.pieces.untouched
 
 
 def _untouched_constant(value: Value) -> bool:
