@@ -63,6 +63,7 @@ class Observer(Lives):
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
+        self.sparing = False  # custom Functions hold no more in backward than in their forward
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
         self._draws: int | None = None  # mark before a random state was read for an operation
