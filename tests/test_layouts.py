@@ -124,6 +124,30 @@ FLAT: dict[str, tuple[tuple[int, int, int], int, int]] = {
 }
 
 
+FAR = {
+    "dilated, on a large image": (24, 6, 6),
+    "dilated, on a small image": (8, 6, 6),
+    "padded by more than half": (2, 1, 2),
+}
+
+
+@exact_workspaces
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_image_is_unfolded_if_a_kernel_reaches_further(name: str, groups: int) -> None:
+    """As the dilated layers of DeepLab do, whose last images are small."""
+    size, dilation, padding = FAR[name]
+    x, weight = torch.randn(2, 64 * groups, size, size), torch.randn(64 * groups, 64, 3, 3)
+    options = [1] * 2, [padding] * 2, [dilation] * 2, False, [0] * 2, groups
+    given = torch.randn_like(aten.convolution.default(x, weight, None, *options))
+    call = aten.convolution_backward.default
+    args = (given, x, weight, None, *options, [True, True, False])
+    call(*args)
+    peak, made = lowtide.measure(call, *args, device="cpu").peak_bytes, x.nbytes + weight.nbytes
+    modelled = made + kernel_workspace(call._schema.name, [given, x, weight], args, made)
+    assert 0.98 * peak <= modelled <= 1.1 * peak
+
+
 @exact_workspaces
 @pytest.mark.parametrize("name", FLAT)
 @pytest.mark.parametrize("groups", [1, 2])

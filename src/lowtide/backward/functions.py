@@ -5,8 +5,9 @@ will do before that has run once. Invariant: if the forward reads parameters, th
 to run it again with grad, as reversible blocks, equilibria and reentrant checkpoints do; if not, to
 be the derivative of a formula, which holds what the forward held. Both also make the gradients of
 the inputs. The first is too much for a function of many reversible blocks, which runs them one by
-one: room is made for it, but no step is refused for it (`Observer.sparing`). What ran without grad and never gets a gradient costs nothing. Imports nothing that
-runs. Rejected: wrapping `Function.apply`, which is often bound before it could be wrapped.
+one: room is made for it, but no step is refused for it (`Observer.sparing`). What ran without grad
+and never gets a gradient costs nothing. Imports nothing that runs. Rejected: wrapping
+`Function.apply`, which is often bound before it could be wrapped.
 """
 
 from __future__ import annotations
@@ -48,11 +49,6 @@ def extra(seen: Observer, sizes: list[int], ended: set[int]) -> dict[int, int]:
             first -= 1
         found[last] = _cost(seen, sizes, first, last)
     return found
-
-
-def run_again(seen: Observer) -> bool:
-    """Whether any Function of the step is taken to run its forward again."""
-    return any(log.hidden and log.hidden[1:] for log in seen.ops)
 
 
 def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:

@@ -10,6 +10,7 @@ convolution once to find out, which needs the memory that has to be kept free.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -307,13 +308,31 @@ def _volume_by_channel(
 
 def _as_product(source: torch.Tensor, weight: torch.Tensor, options: Options) -> bool:
     """Whether oneDNN has no kernel for the parameter's gradient and unfolds the input instead: for
-    wide kernels, and where a volume with its padding on one side is no deeper than the kernel."""
-    if max(weight.shape[2:]) > _WIDE:
+    wide kernels, much padding, and dilated or padded kernels that reach further than the input."""
+    sizes, widths, dilated = source.shape[2:], weight.shape[2:], max(options.dilation) > 1
+    if max(widths) > _WIDE:
         return True
-    if source.dim() < 5:
+    dims, along_depth = len(sizes), len(sizes) == 3 and max(widths[1:]) == 1
+    if along_depth or _depthwise(source, weight):
         return False
-    depth, reach = source.shape[2], weight.shape[2]
-    return depth < reach and depth + options.padding[0] <= reach
+    if dilated and max(options.stride) > 1:
+        return True
+    steps, padding = _each(options.dilation, dims), _each(options.padding, dims)
+    reach = [(width - 1) * step + 1 for width, step in zip(widths, steps, strict=True)]
+    if any(pad >= far for pad, far in zip(padding, reach, strict=True)):
+        return True
+    if dims == 1:
+        return False
+    short, much = sizes[-2] < reach[-2], padding[-2] > reach[-2] // 2
+    if dims == 3:
+        flat = sizes[0] < reach[0] and sizes[0] + padding[0] <= reach[0]
+        return flat or (much and (short or padding[0] > 0))
+    return (much and (short or dilated)) or (short and steps[-2] > 1 and widths[-2] > 1)
+
+
+def _each(option: Sequence[int], dims: int) -> Sequence[int]:
+    """An option for each dimension; one number is for all."""
+    return option if len(option) == dims else [option[0]] * dims
 
 
 def _pointwise(weight: torch.Tensor, stride: int) -> bool:

@@ -3,7 +3,7 @@
 Problem: what the backward of a custom Function takes is guessed before it has run. A guess that is
 too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
 is refused before it was measured only if it does not fit even where its Functions take the least
-they may; then the refusal says so. Imports functions, planner, observer. Rejected: one guess in
+they may; then the refusal says so. Imports planner, observer. Rejected: one guess in
 between, which makes too little room for a Function that runs all of its forward again.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lowtide.backward.functions import run_again
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 from lowtide.planner.resume import forward_over, with_margin
@@ -28,7 +27,7 @@ def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
 
 def sparing_graph(observer: Observer, first: int) -> Graph | None:
     """The same before a backward that begins at `first`; None: no more than that was guessed."""
-    if not run_again(observer):
+    if not observer.runs_again():
         return None
     return sparingly(observer, lambda: observer.graph_from(first))
 

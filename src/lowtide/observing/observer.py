@@ -113,6 +113,10 @@ class Observer(Lives):
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
 
+    def runs_again(self) -> bool:
+        """Whether a custom Function of the step is taken to run its forward again in backward."""
+        return any(log.hidden and log.hidden[1:] for log in self.ops)
+
     def seen(self) -> Seen:
         return Seen(
             tuple(self.ops),
