@@ -74,6 +74,39 @@ class _Settles(torch.autograd.Function):
         return (first, None, *others)
 
 
+class _Reversible(torch.autograd.Function):
+    """Many blocks, of which the backward runs one after the other, from their results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList, *parameters: Tensor) -> Tensor:
+        one, two = x.chunk(2, -1)
+        for first, second in zip(blocks[::2], blocks[1::2], strict=True):
+            one = one + first(two)
+            two = two + second(one)
+        ctx.blocks, ctx.count = list(blocks), len(parameters)
+        ctx.save_for_backward(one, two)
+        return torch.cat([one, two], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        one, two = ctx.saved_tensors
+        ones, twos = gradient.chunk(2, -1)
+        while ctx.blocks:
+            second, first = ctx.blocks.pop(), ctx.blocks.pop()
+            two, ones = _undone(second, one, two, ones, twos)
+            one, twos = _undone(first, two, one, twos, ones)
+        return torch.cat([ones, twos], -1), None, *[None] * ctx.count
+
+
+def _undone(block: nn.Module, read: Tensor, out: Tensor, sums: Tensor, given: Tensor) -> Any:
+    """Of `out = before + block(read)`: before, and the gradient of `read`."""
+    with torch.enable_grad():
+        read = read.detach().requires_grad_()
+        made = block(read)
+        made.backward(given)
+    return out - made.detach(), sums + read.grad
+
+
 class _Loss(torch.autograd.Function):
     """A mean of squares that nothing reads: it is the loss."""
 
@@ -188,11 +221,47 @@ def test_iterations_are_counted_once() -> None:
     torch.manual_seed(0)
     model, x = _Equilibrium(), torch.randn(512, 32)
     plain = _run(model, x, None)
-    budget = lowtide.budget(int(0.9 * plain))
-    with pytest.raises(lowtide.BudgetError) as refused:
+    budget = lowtide.budget(int(0.8 * plain))
+    with pytest.raises(lowtide.BudgetError, match="taken to run its forward again") as refused:
         _run(model, x, budget)
     least = refused.value.minimum
     assert least is not None
     assert least <= 1.25 * plain
     budget = lowtide.budget(least)
     assert max(_run(model, x, budget) for _ in range(3)) <= least
+
+
+class _Revertible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 64), nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        self.blocks = nn.ModuleList(_block() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = self.blocks.parameters()
+        loss: Tensor = self.last(_Reversible.apply(self.first(x), self.blocks, *parameters))
+        return loss.square().mean()
+
+
+@pytest.mark.parametrize("share", [0.98, 1.0, 2.0])
+def test_no_step_is_refused_for_a_guess(share: float) -> None:
+    """Running all blocks at once would take several times the step's memory (rule 13)."""
+    torch.manual_seed(0)
+    model, x = _Revertible(), torch.randn(512, 16)
+    plain = _run(model, x, None)
+    wanted = _gradients(model)
+    budget = lowtide.budget(int(share * plain))
+    for _ in range(3):
+        assert _run(model, x, budget) <= share * plain
+        assert all(map(torch.equal, _gradients(model), wanted))
+
+
+def test_what_fits_by_no_guess_is_refused() -> None:
+    """The refusal of a first step says what was guessed, and the limit that would tell."""
+    torch.manual_seed(0)
+    model, x = _Revertible(), torch.randn(512, 16)
+    plain = _run(model, x, None)
+    with pytest.raises(lowtide.BudgetError, match=r"again\. If .* no more .* may do") as refused:
+        _run(model, x, lowtide.budget(int(0.5 * plain)))
+    assert refused.value.minimum is not None
+    assert refused.value.minimum > 2 * plain

@@ -3,19 +3,22 @@ on fake tensors: the step follows the plan made for it (rule 13)."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, jvp, stack_module_state, vmap
 
 import lowtide
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
-def follows(step: Callable[..., Tensor], *args: Tensor) -> bool:
+def follows(step: Callable[..., Tensor], *args: Any) -> bool:
     """Whether a first step follows, to its end, a plan for the smallest limit."""
     made = lowtide.plan(step, *args)
     assert made.source == "fake"
@@ -76,3 +79,34 @@ def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> 
     layer, recurrent = nn.Linear(16, 16), kind(16, 16, batch_first=True)
     x = torch.randn(8, 12, 16)
     assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_ensemble(bias: bool) -> None:
+    # `linear` adds its bias in place, but not to the results of a `vmap` over parameters.
+    members = [nn.Sequential(nn.Linear(8, 16, bias), nn.Tanh(), nn.Linear(16, 4, bias))] * 3
+    parameters, buffers = stack_module_state(members)
+    member = copy.deepcopy(members[0]).to("meta")
+    x = torch.randn(32, 8)
+
+    def step(stacked: dict[str, Tensor]) -> Tensor:
+        def one(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> Tensor:
+            out: Tensor = functional_call(member, (parameters, buffers), (x,))
+            return out
+
+        return vmap(one)(stacked, buffers).square().mean()
+
+    assert follows(step, parameters)
+
+
+# torch's own warning, at the first use of forward-mode differentiation
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_an_operator_that_makes_no_tensor() -> None:
+    # The derivatives of a dual ask of many tensors whether they are alike.
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])
+
+    def step(x: Tensor) -> Tensor:
+        out, slope = jvp(model, (x,), (torch.ones_like(x),))
+        return (out - slope).square().mean()
+
+    assert follows(step, torch.randn(32, 8))

@@ -113,6 +113,33 @@ def test_recomputed_inside(loss: Loss) -> None:
         assert count() > 0
 
 
+@pytest.mark.parametrize("transform", [by_vmap, by_jvp])
+def test_what_is_forgotten_inside_a_transform(transform: Loss) -> None:
+    """A result whose graph is dropped inside the transform, while the program keeps its memory, is
+    still known as recorded, and a write to it as one (rule 4)."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+            self.scale = nn.Parameter(torch.full((8,), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.scale.exp()  # saves its result, which `gate` shares
+            gate = weight.detach()
+            del weight
+            return torch.tanh(self.inner(x) * gate).mul(gate).mul_(2)
+
+    def scenario(way: Way) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Gate()
+        way(transform, model, inputs()).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for way in WAYS.values():
+        check(scenario, way)
+
+
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])
 @pytest.mark.parametrize("loss", [by_grad, by_vjp, by_jacrev])
 def test_refused_inside(loss: Loss, how: str) -> None:

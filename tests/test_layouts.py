@@ -115,6 +115,57 @@ def test_a_convolution_copies_what_it_does_not_read_as_it_is(name: str, back: bo
     assert peak - (48 << 10) <= modelled <= 1.01 * peak
 
 
+FLAT: dict[str, tuple[tuple[int, int, int], int, int]] = {
+    "deeper than it is wide": ((4, 2, 2), 3, 0),
+    "as deep as the kernel": ((3, 2, 2), 3, 1),
+    "flatter than the kernel": ((2, 6, 6), 3, 1),
+    "flatter, with much padding": ((4, 8, 8), 5, 2),
+    "flatter, with little padding": ((4, 8, 8), 5, 1),
+}
+
+
+FAR = {
+    "dilated, on a large image": (24, 6, 6),
+    "dilated, on a small image": (8, 6, 6),
+    "padded by more than half": (2, 1, 2),
+}
+
+
+@exact_workspaces
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_image_is_unfolded_if_a_kernel_reaches_further(name: str, groups: int) -> None:
+    """As the dilated layers of DeepLab do, whose last images are small."""
+    size, dilation, padding = FAR[name]
+    x, weight = torch.randn(2, 64 * groups, size, size), torch.randn(64 * groups, 64, 3, 3)
+    options = [1] * 2, [padding] * 2, [dilation] * 2, False, [0] * 2, groups
+    given = torch.randn_like(aten.convolution.default(x, weight, None, *options))
+    call = aten.convolution_backward.default
+    args = (given, x, weight, None, *options, [True, True, False])
+    call(*args)
+    peak, made = lowtide.measure(call, *args, device="cpu").peak_bytes, x.nbytes + weight.nbytes
+    modelled = made + kernel_workspace(call._schema.name, [given, x, weight], args, made)
+    assert 0.98 * peak <= modelled <= 1.1 * peak
+
+
+@exact_workspaces
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_volume_is_unfolded_if_it_is_flatter_than_the_kernel(name: str, groups: int) -> None:
+    """However small it is otherwise: latent videos have few points in an image."""
+    space, kernel, padding = FLAT[name]
+    x = torch.randn(2, 32 * groups, *space)
+    weight = torch.randn(64 * groups, 32, kernel, kernel, kernel)
+    options = [1] * 3, [padding, kernel // 2, kernel // 2], [1] * 3, False, [0] * 3, groups
+    given = torch.randn_like(aten.convolution.default(x, weight, None, *options))
+    call = aten.convolution_backward.default
+    args = (given, x, weight, None, *options, [True, True, False])
+    call(*args)
+    peak, made = lowtide.measure(call, *args, device="cpu").peak_bytes, x.nbytes + weight.nbytes
+    modelled = made + kernel_workspace(call._schema.name, [given, x, weight], args, made)
+    assert 0.98 * peak <= modelled <= 1.1 * peak
+
+
 # ---------------------------------------------------------------------------- dry runs
 
 

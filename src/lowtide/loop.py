@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
+from lowtide.learning.guesses import least_peak, sparing_graph
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
@@ -289,10 +290,18 @@ class Loop(Planning):
             self._settle(decisions, observer)
             return
         allowed = self.allowance.of(plain, before)
-        if found.result.peak > allowed and strict:
+        sparing = None
+        if found.result.peak > allowed and strict and prepared is None:
+            sparing = sparing_graph(observer, decisions.first)
+        least = None if sparing is None else least_peak(sparing, held, limit, margin)
+        if found.result.peak > allowed and strict and (least is None or least > allowed):
             observer.mark_end()
             decisions.begun = False  # a second call of backward is refused again
-            again = prepared is None and self.planned_from_the_start(whole, observer)
+            again = prepared is None and any(
+                self.planned_from_the_start(step, observer)
+                for step in (whole, sparing)
+                if step is not None
+            )
             raise self._refusing(
                 graph,
                 allowed,
@@ -301,6 +310,7 @@ class Loop(Planning):
                 measured=measured,
                 again=again,
                 plain=plain,
+                least=least,
             )
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded])

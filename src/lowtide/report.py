@@ -155,6 +155,7 @@ def refusal(
     named: int | None = None,
     again: bool = False,
     plain: int | None = None,
+    least: int | None = None,
 ) -> BudgetError:
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
 
@@ -163,6 +164,7 @@ def refusal(
     name of the module that each operation ran in, if known. `named`: the smallest limit, if the
     caller knows which one it accepts. `again`: the step was not planned, and now is: it fits when
     it comes again. `plain`: the plain peak, if `graph` is only what is left of the step.
+    `least`: the peak, if custom Functions take less than `graph` says.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
@@ -175,6 +177,13 @@ def refusal(
         known = " No recomputation lowers this peak."
     if graph.events and not measured:
         known += " The memory of its backward is not measured yet, but computed from sizes."
+    if least is not None:
+        may = int(least * (1 + _MISJUDGED)) + before
+        known += (
+            " A custom autograd Function in it reads parameters, and is taken to run its forward "
+            f"again. If it takes no more than its forward did, {may} bytes ({format_bytes(may)}) "
+            "may do: under such a limit the step is run and measured."
+        )
     if not graph.events:
         known = (
             " No backward asks for anything from this step, so there is nothing to recompute: does "

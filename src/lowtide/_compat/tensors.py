@@ -132,8 +132,12 @@ def _without_memory(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def with_counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the version counter of another one, and no memory."""
-    with disable_dispatch():
+    """A tensor with the version counter of another one, and no memory.
+
+    A handle may die inside a transform of `torch.func`, which would wrap the alias and refuse to
+    write `.data`: `_DisableFuncTorch` is torch's own guard for code that is not to be transformed.
+    """
+    with disable_dispatch(), torch._C._DisableFuncTorch():
         alias = detached_alias(tensor)
         alias.data = _without_memory(tensor.dtype, tensor.device)
     return alias

@@ -4,8 +4,10 @@ Problem: its forward runs without grad, operation by operation, and nothing show
 will do before that has run once. Invariant: if the forward reads parameters, the backward is taken
 to run it again with grad, as reversible blocks, equilibria and reentrant checkpoints do; if not, to
 be the derivative of a formula, which holds what the forward held. Both also make the gradients of
-the inputs. What ran without grad and never gets a gradient costs nothing. Imports nothing that
-runs. Rejected: wrapping `Function.apply`, which is often bound before it could be wrapped.
+the inputs. The first is too much for a function of many reversible blocks, which runs them one by
+one: room is made for it, but no step is refused for it (`Observer.sparing`). What ran without grad
+and never gets a gradient costs nothing. Imports nothing that runs. Rejected: wrapping
+`Function.apply`, which is often bound before it could be wrapped.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
     saved = {n for n, place in seen.last_save if place == last + 1 and n not in made}
     there = sum(sizes[n] for n in saved if not kept_for(seen.ops, n, last))
     gradients = sum(sizes[number] for number in inputs)
-    if not any(log.hidden and log.hidden[1:] for log in ops):
+    if seen.sparing or not any(log.hidden and log.hidden[1:] for log in ops):
         return there + gradients + _passing(ops, sizes)
     return there + gradients + _again(ops) + max(sum(log.sizes) for log in ops)
 

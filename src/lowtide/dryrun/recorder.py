@@ -84,8 +84,10 @@ class Adding:
     def _told(usual: Any, what: str) -> Any:
         @functools.wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # One may call another: a tensor subclass whose `linear` is several of them.
-            around, Adding._inside.now = getattr(Adding._inside, "now", ""), what
+            # One may call another: a tensor subclass whose `linear` is several of them. What
+            # `vmap` and the like make of an operator adds to a third tensor.
+            around = getattr(Adding._inside, "now", "")
+            Adding._inside.now = "" if _compat.in_functorch() else what
             try:
                 return usual(*args, **kwargs)
             finally:

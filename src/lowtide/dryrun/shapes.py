@@ -174,7 +174,8 @@ def _key(argument: Any) -> Any:
 
 
 def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
-    """How to make this result again; None unless it is only tensors with new, dense storages."""
+    """How to make this result again; None unless it is only tensors with new, dense storages. (What
+    asks whether two tensors are alike makes none.)"""
     given = {_compat.storage_id(t.untyped_storage()) for a in args for t in flatten(a)
              if isinstance(t, torch.Tensor)}  # fmt: skip
     several = type(result) if isinstance(result, tuple | list) else None
@@ -189,7 +190,7 @@ def _fresh(result: Any, args: Any) -> tuple[Any, list[Any]] | None:
         if tensor.numel() and storage.nbytes() != span * tensor.element_size():
             return None
         made.append((tensor.shape, tensor.stride(), tensor.dtype))
-    return several, made
+    return (several, made) if made else None
 
 
 def _plain(func: Any) -> bool:

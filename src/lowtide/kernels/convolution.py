@@ -10,6 +10,7 @@ convolution once to find out, which needs the memory that has to be kept free.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -173,7 +174,7 @@ def _backward(
 ) -> int:
     """First the gradient of the input, if it is wanted, then that of the parameter."""
     if options.groups > 1:
-        return _grouped_backward(source, weight, given, max(options.stride), passes)
+        return _grouped_backward(source, weight, given, options, passes)
     into, parameter, stride = _bytes(source), _bytes(weight), max(options.stride)
     second = _summed(source, given, weight, options)
     if not passes:
@@ -202,7 +203,7 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     halves = not whole and channels >= _UNBLOCKED
     # The kernel for half blocks supports neither dilation nor volumes padded in depth.
     lacking = halves and (dilated or (volume and options.padding[0] > 0))
-    if lacking or (dilated and volume) or _as_product(read, weight):
+    if lacking or (dilated and volume) or _as_product(read, weight, options):
         columns = _bytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
         if volume:  # one slice at a time
             columns //= max(1, given.shape[2])
@@ -249,17 +250,21 @@ def _spread(weight: torch.Tensor, given: torch.Tensor, stride: int) -> int:
 
 
 def _grouped_backward(
-    source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, stride: int, passes: bool
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    given: torch.Tensor,
+    options: Options,
+    passes: bool,
 ) -> int:
     into, parameter, channels = _bytes(source), _bytes(weight), source.shape[1]
-    out = _bytes(given)
+    out, stride = _bytes(given), max(options.stride)
     depthwise = weight.shape[1] == 1 < channels
     made = parameter + (into if passes else 0)
     blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
     first = 0
     if passes and stride > 1 and (not depthwise or source.element_size() == 2):
         first = 3 * into - made
-    if _as_product(source, weight):
+    if _as_product(source, weight, options):
         columns = _columns(source, weight, out)
         if source.dim() == 5:  # one slice at a time
             columns //= given.shape[2]
@@ -301,11 +306,33 @@ def _volume_by_channel(
     return max(first, into + (0 if passes else out), copies)
 
 
-def _as_product(source: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN has no kernel for the parameter's gradient and unfolds the input instead."""
-    if max(weight.shape[2:]) > _WIDE:
+def _as_product(source: torch.Tensor, weight: torch.Tensor, options: Options) -> bool:
+    """Whether oneDNN has no kernel for the parameter's gradient and unfolds the input instead: for
+    wide kernels, much padding, and dilated or padded kernels that reach further than the input."""
+    sizes, widths, dilated = source.shape[2:], weight.shape[2:], max(options.dilation) > 1
+    if max(widths) > _WIDE:
         return True
-    return source.dim() == 5 and 2 * min(source.shape[2:]) <= min(weight.shape[2:]) + 1
+    dims, along_depth = len(sizes), len(sizes) == 3 and max(widths[1:]) == 1
+    if along_depth or _depthwise(source, weight):
+        return False
+    if dilated and max(options.stride) > 1:
+        return True
+    steps, padding = _each(options.dilation, dims), _each(options.padding, dims)
+    reach = [(width - 1) * step + 1 for width, step in zip(widths, steps, strict=True)]
+    if any(pad >= far for pad, far in zip(padding, reach, strict=True)):
+        return True
+    if dims == 1:
+        return False
+    short, much = sizes[-2] < reach[-2], padding[-2] > reach[-2] // 2
+    if dims == 3:
+        flat = sizes[0] < reach[0] and sizes[0] + padding[0] <= reach[0]
+        return flat or (much and (short or padding[0] > 0))
+    return (much and (short or dilated)) or (short and steps[-2] > 1 and widths[-2] > 1)
+
+
+def _each(option: Sequence[int], dims: int) -> Sequence[int]:
+    """An option for each dimension; one number is for all."""
+    return option if len(option) == dims else [option[0]] * dims
 
 
 def _pointwise(weight: torch.Tensor, stride: int) -> bool:

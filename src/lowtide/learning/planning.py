@@ -22,6 +22,7 @@ from lowtide.learning.beside import Beside
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
 from lowtide.learning.effort import Effort
+from lowtide.learning.guesses import sparingly
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
 from lowtide.learning.ranks import Ranks, Step
@@ -402,7 +403,7 @@ class Planning:
             return
         least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
         if observer.last_save:
-            graph = observer.graph()
+            graph = sparingly(observer, observer.graph)
             found = from_held(forward_over(graph, ()), set(), 0).result.peak
             least = max(least, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)

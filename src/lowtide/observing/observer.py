@@ -63,6 +63,7 @@ class Observer(Lives):
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
+        self.sparing = False  # custom Functions hold no more in backward than in their forward
         self.retains = False  # backward releases nothing that was saved: it may run again
         self._begin: int | None = None
         self._draws: int | None = None  # mark before a random state was read for an operation
@@ -111,6 +112,10 @@ class Observer(Lives):
         """Take the recorder of the forward to watch, once it is open."""
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
+
+    def runs_again(self) -> bool:
+        """Whether a custom Function of the step is taken to run its forward again in backward."""
+        return any(log.hidden and log.hidden[1:] for log in self.ops)
 
     def seen(self) -> Seen:
         return Seen(

@@ -1,0 +1,38 @@
+"""Whether a step that would be refused may be refused for a guess alone.
+
+Problem: what the backward of a custom Function takes is guessed before it has run. A guess that is
+too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
+is refused before it was measured only if it does not fit even where its Functions take the least
+they may; then the refusal says so. Imports planner, observer. Rejected: one guess in
+between, which makes too little room for a Function that runs all of its forward again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowtide.observing.observer import Observer
+from lowtide.planner import Graph
+from lowtide.planner.resume import forward_over, with_margin
+
+
+def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
+    """This graph of the step, if its Functions take the least."""
+    observer.sparing = True
+    try:
+        return graph()
+    finally:
+        observer.sparing = False
+
+
+def sparing_graph(observer: Observer, first: int) -> Graph | None:
+    """The same before a backward that begins at `first`; None: no more than that was guessed."""
+    if not observer.runs_again():
+        return None
+    return sparingly(observer, lambda: observer.graph_from(first))
+
+
+def least_peak(graph: Graph, held: set[int], limit: int, margin: float) -> int:
+    """The peak of what is left of this step under the limit, or the smallest above it."""
+    found = with_margin(forward_over(graph, held), held, limit, margin, search=True)
+    return found.result.peak
