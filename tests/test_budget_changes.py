@@ -187,6 +187,39 @@ def test_gradients_that_were_there_when_the_step_was_planned() -> None:
         assert peak_of(model, x, limit) <= limit.limit, f"step {number}"
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.3])
+def test_a_plan_made_while_gradients_are_there_is_followed_without_them(share: float) -> None:
+    """Rule 13: a dry run knows the leaves, so that a budget sees what is to be allocated now."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[
+        Residual(nn.LayerNorm(48), nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48), nn.Dropout())
+        for _ in range(8)
+    ])  # fmt: skip
+    x = torch.randn(333, 48)
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    loss(x).backward()
+    limit = lowtide.budget(lowtide.plan(loss, x, limit=share))
+
+    def step() -> None:
+        with limit:
+            value = loss(x)
+        value.backward()
+
+    for number in range(4):
+        if number != 2:  # which adds to the gradients that are there
+            model.zero_grad()
+        assert lowtide.measure(step).peak_bytes <= limit.limit, f"step {number}"
+        assert limit.report().planned
+
+
 def test_steps_of_an_accumulation_have_plans_of_their_own() -> None:
     """At the limit needed by a step that allocates its gradients, the other steps are not planned
     for more, and do not replace its plan."""

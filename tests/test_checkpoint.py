@@ -262,6 +262,18 @@ def test_sequential_takes_a_policy() -> None:
         (layers(), 8, "segments=8 is more than the 7 functions given; use at most 7."),
         (nn.Sequential(), 1, "functions is empty: there is nothing to checkpoint."),
         ([], 1, "functions is empty: there is nothing to checkpoint."),
+        (
+            nn.Linear(4, 4),
+            1,
+            "checkpoint_sequential takes an nn.Sequential or a sequence of callables; got Linear. "
+            "For one function use lowtide.checkpoint(function, input).",
+        ),
+        (
+            [torch.sin, 3],
+            1,
+            "checkpoint_sequential takes an nn.Sequential or a sequence of callables; number 1 of "
+            "them is of type int.",
+        ),
     ],
 )
 def test_sequential_refuses(functions: Any, segments: Any, text: str) -> None:

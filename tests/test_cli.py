@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide import step
 from lowtide.cli import _one_line, main
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
@@ -52,6 +53,9 @@ def keywords():
 def step():
     model, batch = build()
     return lambda: model(batch).square().mean()
+
+def compiled():
+    return torch.compile(blocks(), backend="eager"), torch.randn(256, 64)
 
 def pair():
     model = blocks()
@@ -344,6 +348,38 @@ def test_a_step_that_leaves_its_plan_and_is_refused_ends_the_trials(program: str
     assert [trial.label for trial in tried.trials] == ["plain"]
     assert isinstance(tried.refused, lowtide.BudgetError)
     assert all(p.grad is None for p in large.function.args[0].parameters())
+
+
+@pytest.mark.parametrize("has", ["regions", "budget", "wrapper"])
+def test_the_plain_step_of_a_model_that_has_regions_or_a_budget_is_plain(
+    program: str, has: str
+) -> None:
+    target = load(f"{program}:build")
+    model = target.function.args[0]
+    if has == "regions":
+        lowtide.checkpoint_modules(model, "*")
+    elif has == "budget":
+        lowtide.fit(model, 0.5)
+    else:
+        for block in model:
+            lowtide.ActivationCheckpointWrapper(block)
+    plan = lowtide.plan(target.function, *target.args, limit=0.5)
+    tried = try_steps(target.function, target.args, {}, plan, plan.plain_peak, steps=1)
+    assert [trial.label for trial in tried.trials] == ["plain", "planned"]
+    for trial in tried.trials:
+        assert trial.measured == pytest.approx(trial.predicted, rel=0.02)
+    with_regions = lowtide.measure(lambda: target.function(*target.args).sum().backward())
+    assert with_regions.peak_bytes < plan.plain_peak  # they are on again
+
+
+def test_a_compiled_function_is_said_to_run_eagerly(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_warned", False)  # given once per process
+    assert main(["plan", f"{program}:compiled", "--limit", "0.6"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1
+    assert told[0].startswith("lowtide: a function compiled with torch.compile was called inside")
 
 
 class Counted(torch.nn.Module):

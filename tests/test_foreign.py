@@ -97,6 +97,8 @@ def test_compiled_modules_are_refused() -> None:
     text = fails("_orig_mod.layers.*", compiled)
     assert "inside the model, which is already compiled with torch.compile" in text
     assert "apply lowtide first, then compile" in text
+    with pytest.raises(lowtide.UsageError, match="Wrapper: the model itself is already compiled"):
+        lowtide.ActivationCheckpointWrapper(compiled)
     model.layers[0].compile(backend="eager")
     assert "'layers.0.first' is inside 'layers.0'" in fails("layers.0.first", model)
     checkpoint_modules(model, "layers.1")

@@ -123,6 +123,16 @@ def test_another_class_of_the_same_name_is_told() -> None:
     assert "another class than" in text
 
 
+def test_the_name_of_a_type_is_told_from_the_name_of_a_module() -> None:
+    told = fails("LayerNorm", nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
+    assert "1 of its modules are of a type of this name: give the type" in told
+
+
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(UsageError, match=r"not the class Linear: make one of it, Linear"):
+        checkpoint_modules(nn.Linear, "*")  # type: ignore[arg-type]
+
+
 def test_every_entry_of_a_list_must_match() -> None:
     assert "no module is named 'nope'" in fails([Block, "nope"])
 

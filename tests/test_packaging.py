@@ -242,7 +242,8 @@ FLOORS = {
     "learning": "_compat engine errors memory observing planner report running",
     # Figures for pictures are made above planning.
     "analysis": "dryrun errors frontier levels limits planner plans policies saved tape texttable",
-    "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved",
+    "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved "
+    "step",
 }
 
 

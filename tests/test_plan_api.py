@@ -424,7 +424,7 @@ def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path
 def test_steps_of_a_plan_that_was_given_are_soon_no_longer_watched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its leaves are those of the dry run, so it is kept next to the measured plan."""
+    """Its leaves are those of the step itself, so the measured plan takes its place."""
     model, x = network(6), batch()
     budget = lowtide.budget(lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x)))
     observers: list[Observer] = []
@@ -439,7 +439,7 @@ def test_steps_of_a_plan_that_was_given_are_soon_no_longer_watched(
         run(model, x, budget)
         assert budget.report().planned
         watched.append(len(observers))
-    assert len(list(budget._loop._plans)) == 2
+    assert len(list(budget._loop._plans)) == 1
     assert 2 <= watched[3] == watched[-1]
 
 

@@ -239,6 +239,40 @@ def test_what_names_nothing_is_refused(make: Callable[[], object], told: str) ->
         make()
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("linear", "torch runs 'linear' as other operators, so no operation has this name"),
+        ("aten.matmul.default", "torch runs 'aten.matmul.default' as other operators"),
+        (torch.ops.aten.scaled_dot_product_attention, "as other operators"),
+        ("softmaxx", "torch has no operator 'softmaxx'. Close: softmax"),
+        ("aten::mm.int", "torch has no operator 'aten::mm.int'. Close: mm"),
+        ("", "torch has no operator ''"),
+    ],
+)
+@pytest.mark.parametrize("policy", [KeepOperators, RecomputeOperators])
+def test_a_name_that_no_operation_has_is_refused(policy: Any, name: Any, told: str) -> None:
+    """Such a policy would do nothing, and not say so."""
+    with pytest.raises(lowtide.UsageError) as caught:
+        policy("mm", name)
+    assert told in str(caught.value)
+    assert 'lowtide.saved_tensors(step, batch).by("operator")' in str(caught.value)
+
+
+def test_overloads_in_every_form_and_operators_of_others() -> None:
+    expected = KeepOperators("aten.mm.default")
+    assert KeepOperators("mm.default") == KeepOperators("aten::mm.default") == expected
+    assert KeepOperators("others::new.default") == KeepOperators("others.new.default")
+    assert KeepOperators("others.new") == KeepOperators("others::new")
+
+
+@pytest.mark.parametrize("given", [(3, "a"), (torch.ones(2), 3), ([torch.ones(2)], "a")])
+def test_only_tensors_are_named(given: Any) -> None:
+    with pytest.raises(lowtide.UsageError, match="takes a tensor and its name as text"):
+        lowtide.checkpoint(lambda: lowtide.name(*given))
+    assert lowtide.name(*given) is given[0]  # outside of a region it does nothing
+
+
 def test_torchs_selective_contexts_with_a_list() -> None:
     contexts = functools.partial(
         create_selective_checkpoint_contexts,

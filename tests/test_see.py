@@ -610,7 +610,9 @@ def test_why_an_output_does_or_does_not_require_grad() -> None:
     assert "grad disabled" in reasons[1]
     assert "cut off after it was made (detach" in reasons[2]
     assert "its dtype is int64" in reasons[3]
-    assert "nothing that it was computed from requires grad" in reasons[4]
+    assert "requires grad: it was detached before, or made from none of the par" in reasons[4]
+    told = lowtide.explain(lambda x: x * 3, torch.randn(2, 4))
+    assert "requires grad; the step was found to have no parameters" in told.outputs[0].reason
     held = nn.Linear(4, 4).requires_grad_(False)
     told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
     assert "(2 of 2 parameters are frozen)" in told.outputs[0].reason

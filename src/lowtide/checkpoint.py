@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -258,7 +258,7 @@ def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
         return policy
     if policy is not None:
         raise UsageError("give either policy or context_fn, not both: each decides what is kept.")
-    contexts = context_fn()
+    contexts = context_fn() if callable(context_fn) else context_fn
     first = contexts[0] if isinstance(contexts, tuple) and contexts else None
     function = _compat.selective_policy(first)
     if function is None:
@@ -306,11 +306,23 @@ def checkpoint_sequential(
         What the last callable returns.
 
     Raises:
-        UsageError: ``segments`` is out of range, ``functions`` is empty, or as for `checkpoint`.
+        UsageError: ``segments`` is out of range, ``functions`` is empty or not a sequence of
+            callables, or as for `checkpoint`.
     """
-    modules: list[Callable[..., Any]] = list(
-        functions.children() if isinstance(functions, torch.nn.Sequential) else functions
-    )
+    if isinstance(functions, torch.nn.Sequential):
+        functions = list(functions.children())
+    if not isinstance(functions, Iterable):
+        raise UsageError(
+            "checkpoint_sequential takes an nn.Sequential or a sequence of callables; got "
+            f"{type(functions).__name__}. For one function use lowtide.checkpoint(function, input)."
+        )
+    modules: list[Callable[..., Any]] = list(functions)
+    for position, function in enumerate(modules):
+        if not callable(function):
+            raise UsageError(
+                "checkpoint_sequential takes an nn.Sequential or a sequence of callables; number "
+                f"{position} of them is of type {type(function).__name__}."
+            )
     if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
         raise UsageError(f"segments must be a positive int; got {segments!r}.")
     if not modules:
@@ -349,8 +361,16 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
 
     Returns:
         The same tensor.
+
+    Raises:
+        UsageError: inside a region, if `tensor` is no tensor or `label` no text.
     """
     recorder = current_recorder()
     if recorder is not None:
+        if not (isinstance(tensor, torch.Tensor) and isinstance(label, str)):
+            raise UsageError(
+                'lowtide.name takes a tensor and its name as text, name(x, "attn_out"); got '
+                f"{type(tensor).__name__} and {label!r}."
+            )
         recorder.name(tensor, label)
     return tensor

@@ -30,7 +30,7 @@ _UNITS = {
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
 _MOST = 2**63 - 1  # the most that byte counters hold
-_NO_LIMIT = "To limit nothing, leave the limit out."
+_NO_LIMIT = "To limit nothing, leave the limit (or the budget) out."
 
 
 def parse_limit(limit: object) -> int | float:

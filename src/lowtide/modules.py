@@ -44,6 +44,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 _KIND = "checkpoint"
+_TOO_LATE = "already compiled with torch.compile; apply lowtide first, then compile"
 LEVELS = range(6)
 
 # Keywords of `lowtide.checkpoint` itself: a forward's own keyword of the same name goes to it.
@@ -139,6 +140,11 @@ def switch_on(
 
 
 def check_model(model: object, caller: str) -> None:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UsageError(
+            f"{caller} takes a module, not the class {model.__name__}: make one of it, "
+            f"{model.__name__}(...), and pass that"
+        )
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{caller} takes a torch.nn.Module, not {type(model).__name__}; for a function use "
@@ -185,11 +191,11 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
                 "cannot see them; use the Python module it was made from"
             )
         for outer in compiled:
-            if not outer or name == outer or name.startswith(f"{outer}."):
-                raise UsageError(
-                    f"{caller}: {shown} is inside {repr(outer) if outer else 'the model'}, which "
-                    "is already compiled with torch.compile; apply lowtide first, then compile"
-                )
+            if name == outer:
+                raise UsageError(f"{caller}: {shown} is {_TOO_LATE}")
+            if not outer or name.startswith(f"{outer}."):
+                inside = repr(outer) if outer else "the model"
+                raise UsageError(f"{caller}: {shown} is inside {inside}, which is {_TOO_LATE}")
         if is_checkpointed(module):
             raise UsageError(
                 f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import difflib
 from typing import Any
 
 from lowtide import _compat
@@ -49,6 +50,12 @@ _PRODUCTS = frozenset(
         "aten::_trilinear",
         "aten::mkldnn_rnn_layer",
     }
+)
+
+
+_WHICH = (
+    'lowtide.saved_tensors(step, batch).by("operator") lists the operators that matter in a step; '
+    "KeepProducts() has all products, convolutions and attention."
 )
 
 
@@ -134,7 +141,8 @@ class KeepOperators(Policy):
             overload ``"aten.mm.default"``, or the operator itself, ``torch.ops.aten.mm.default``.
 
     Raises:
-        UsageError: an argument is neither text nor an operator.
+        UsageError: an argument is neither text nor an operator; or no operation will have this
+            name, because torch has no such operator or runs it as others (``linear``).
     """
 
     names: frozenset[str]
@@ -239,18 +247,31 @@ def _all_qualified(names: tuple[Any, ...], caller: str) -> frozenset[str]:
                 f'{caller} takes one operator per argument: {caller}("mm", "aten::addmm"); got '
                 f"{name!r}."
             )
-        found.append(_qualified(name))
+        found.append(_qualified(name, caller))
     return frozenset(found)
 
 
-def _qualified(name: str) -> str:
+def _qualified(name: str, caller: str) -> str:
     """`mm` and `aten.mm` -> `aten::mm`; with an overload, as torch prints it."""
-    if "::" in name:
-        return name
-    parts = name.split(".")
-    if len(parts) == 1:
-        return f"aten::{name}"
-    return f"{parts[0]}::{parts[1]}" if len(parts) == 2 else name
+    parts = name.replace("::", ".", 1).split(".")
+    if len(parts) == 1 or ("::" not in name and _compat.names_aten_operator(*parts[:2])):
+        parts.insert(0, "aten")
+    if parts[0] == "aten":
+        _check_aten(name, parts[1:], caller)
+    return "::".join(parts) if len(parts) == 2 else ".".join(parts)
+
+
+def _check_aten(given: str, parts: list[str], caller: str) -> None:
+    """Refuse what no operation will ever be called: such a policy would silently do nothing."""
+    if not _compat.names_aten_operator(*parts[:2]):
+        near = difflib.get_close_matches(parts[0], set(_compat.aten_operators()), n=5)
+        close = f" Close: {', '.join(near)}." if near else ""
+        raise UsageError(f"{caller}: torch has no operator {given!r}.{close} {_WHICH}")
+    if _compat.runs_as_others(parts[0]):
+        raise UsageError(
+            f"{caller}: torch runs {given!r} as other operators, so no operation has this name. "
+            f"{_WHICH}"
+        )
 
 
 __all__ = [

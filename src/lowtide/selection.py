@@ -163,6 +163,12 @@ def _nothing_matched(which: Any, everything: Named) -> str:
     owner = type(everything[0][1]).__name__
     if isinstance(which, str):
         head = f"no module is named {which!r}: it matches none of the {count} of this {owner}."
+        of_type = sum(type(module).__name__ == which for _, module in everything)
+        if of_type:  # as in the lists of class names that transformers and FSDP take
+            return (
+                f"{head} {of_type} of its modules are of a type of this name: give the type, "
+                f"or lambda name, module: type(module).__name__ == {which!r}."
+            )
         return head + _near_names(which, named)
     if isinstance(which, type):
         head = f"no module is a {which.__name__}: none of the {count} of this {owner} is one."

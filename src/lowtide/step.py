@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ R = TypeVar("R")
 
 class _Open(threading.local):
     recorder: Recorder | None = None
+    off = False  # whether regions and budgets are to have no effect
 
 
 _open = _Open()
@@ -39,6 +41,16 @@ _open = _Open()
 def current_recorder() -> Recorder | None:
     """The recorder that is open on this thread."""
     return _open.recorder
+
+
+@contextmanager
+def nothing_recorded() -> Iterator[None]:
+    """On this thread, run regions and budgets as the plain step that they stand for."""
+    before, _open.off = _open.off, True
+    try:
+        yield
+    finally:
+        _open.off = before
 
 
 def _recording() -> bool:
@@ -268,7 +280,7 @@ def recordable() -> bool:
     False while torch.compile traces, whose code is not recorded. Raises while a CUDA graph is
     captured.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _open.off:
         return False
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

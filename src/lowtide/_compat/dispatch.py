@@ -10,7 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,37 @@ def is_operator(thing: object) -> bool:
     """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one. Unnecessary when
     torch names their classes in public."""
     return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def names_aten_operator(name: str, overload: str | None = None) -> bool:
+    """Whether torch has an operator `aten::name`, with this overload if one is given."""
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return overload is None or overload in packet.overloads()
+
+
+def aten_operators() -> list[str]:
+    """The names of torch's operators. Unnecessary with a public list of them."""
+    names = torch._C._dispatch_get_all_op_names()
+    return [name[6:].split(".")[0] for name in names if name.startswith("aten::")]
+
+
+def runs_as_others(name: str) -> bool:
+    """Whether torch runs the operator `aten::name` as others, above everything that records, as it
+    does `linear`. Unnecessary when torch says so in public."""
+    packet = getattr(torch.ops.aten, name)
+    kernels = []
+    for overload in (getattr(packet, each) for each in packet.overloads()):
+        if any(argument.is_out for argument in overload._schema.arguments):
+            continue
+        with suppress(RuntimeError):  # some exist in TorchScript only
+            kernels.append(
+                torch._C._dispatch_has_kernel_for_dispatch_key(
+                    overload.name(), "CompositeImplicitAutograd"
+                )
+            )
+    return bool(kernels) and all(kernels)
 
 
 # Execution below autograd. torch has no public way to run an operator below all modes, autocast and

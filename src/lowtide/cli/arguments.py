@@ -16,8 +16,10 @@ from typing import Any
 from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
-from lowtide.errors import DryRunWarning
+from lowtide.errors import CompiledWarning, DeviceWarning, DryRunWarning, UncountedWarning
 from lowtide.limits import parse_limit
+
+_OWN = CompiledWarning, DeviceWarning, DryRunWarning, UncountedWarning
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +106,8 @@ def running(target: Target, progress: Progress, call: Callable[[], Any]) -> Any:
     one line on stderr; others are shown as ever."""
     try:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", DryRunWarning)
+            for category in _OWN:
+                warnings.simplefilter("always", category)
             return target.running(call)
     finally:
         for message in dict.fromkeys(str(w.message) for w in caught if _own(w)):
@@ -127,4 +130,4 @@ def say_if_no_backward(subject: Study) -> None:
 
 
 def _own(warning: warnings.WarningMessage) -> bool:
-    return issubclass(warning.category, DryRunWarning)
+    return issubclass(warning.category, _OWN)

@@ -197,7 +197,8 @@ def _with_batch(text: str, function: Callable[..., Any], batch: Any) -> Target:
     else:
         raise UsageError(
             f"{text} returned a batch of type {type(batch).__name__}. A batch is a tensor, a tuple "
-            "of arguments, or a dictionary of keyword arguments."
+            "of arguments, or a dictionary of keyword arguments. With any other, return a step to "
+            "call, which has it."
         )
     if isinstance(function, nn.Module):
         _check_arguments(text, function, args, kwargs)

@@ -396,7 +396,8 @@ def _fake(
         observer.finish(_nothing)
         if witness is not None:
             witness.ends(observer)
-    return _dry(observer, memory.seconds, "fake", memory.costs.model.name)
+    made = _dry(observer, memory.seconds, "fake", memory.costs.model.name)
+    return replace(made, seen=made.seen.of_leaves(stand.originals))
 
 
 def _with_fake_self(stand: StandIns, function: Callable[..., Any]) -> Callable[..., Any]:

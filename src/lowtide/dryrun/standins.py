@@ -140,6 +140,7 @@ class StandIns:
         self.mode = mode
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
+        self.originals: dict[int, torch.Tensor] = {}  # by the id of what stands for them
         self._saved = _Saved(found)
         self._scripted: list[tuple[Any, str, torch.Tensor]] = []
 
@@ -189,6 +190,7 @@ class StandIns:
             made = self._made.get(id(item))
             if made is None:
                 made = self._made[id(item)] = fakes.faked(self.mode, item, self.device)
+                self.originals[id(made)] = item
                 storage = _compat.storage_of(made)
                 if storage is not None and made is not item and item.device.type != "meta":
                     self._real.setdefault(_compat.storage_id(storage), item)

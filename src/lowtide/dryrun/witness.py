@@ -199,10 +199,12 @@ class Witness:
         if reads:
             return "it was cut off after it was made (detach, .data or a no_grad block)"
         frozen = sum(not on for _, on in self._frozen)
-        return (
-            "nothing that it was computed from requires grad"
-            f" ({frozen} of {len(self._frozen)} parameters are frozen)"
-        )
+        told = "nothing that it was computed from requires grad"
+        if not self._frozen:
+            return f"{told}; the step was found to have no parameters"
+        if not frozen:
+            return f"{told}: it was detached before, or made from none of the parameters"
+        return f"{told} ({frozen} of {len(self._frozen)} parameters are frozen)"
 
     def backward_begins(self) -> None:
         self._backward = True

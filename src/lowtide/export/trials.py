@@ -4,7 +4,7 @@ Problem: how far to trust a prediction depends on its error on this machine. Inv
 is measured allocation by allocation; gradients are removed before each step, so that all steps do
 the same. At the end all is as it was, as after a dry run: gradients, buffers, attributes of modules
 and random states; parameters that the step itself moves are reported. Imports budget, measure,
-plans, the dry run. Rejected: resident memory of the process.
+plans, step, the dry run. Rejected: resident memory of the process.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lowtide.errors import BudgetError, DryRunWarning, users_frame
 from lowtide.export.document import Trial
 from lowtide.measure import measure
 from lowtide.plans import Plan
+from lowtide.step import nothing_recorded
 
 _SHARE = 0.6  # of free memory: a plain step that takes more is not run without being asked for
 
@@ -95,8 +96,9 @@ def try_steps(
     with _put_back(found):
         if plain:
             tell("a plain step")
-            step(None)
-            measured(None, "plain", plain_peak)
+            with nothing_recorded():  # regions and budgets that the step has of its own
+                step(None)
+                measured(None, "plain", plain_peak)
         if budget is not None and plan is not None:
             for number in range(steps):
                 tell(f"planned step {number + 1} of {steps}")

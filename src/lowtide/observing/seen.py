@@ -10,6 +10,7 @@ each operation, for which every planned step would have to look at every argumen
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -57,6 +58,18 @@ class Seen:
             ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
             self.before, self.retains,
         )  # fmt: skip
+
+    def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:
+        """The same with the leaves that stood-in ones stand for, whose gradients come and go."""
+        leaves, parameters = dict(self.leaves), dict(self.parameters)
+        for key, (reader, _) in self.leaves.items():
+            leaf = originals.get(key)
+            if leaf is not None:
+                del leaves[key]
+                leaves[id(leaf)] = (reader, weakref.ref(leaf))
+                if key in parameters:
+                    parameters[id(leaf)] = parameters.pop(key)
+        return replace(self, leaves=leaves, parameters=parameters)
 
     def __deepcopy__(self, _: Any) -> Seen:
         return self
