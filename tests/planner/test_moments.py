@@ -145,3 +145,35 @@ def test_heights_are_a_list(seed: int, length: int) -> None:
         assert heights.highest(begin, stop) == max(plain[begin:stop], default=0)
         heights.add(begin, stop, 7)
         plain[begin:stop] = [height + 7 for height in plain[begin:stop]]
+
+
+def test_what_no_replay_can_make_is_held_although_it_is_overwritten() -> None:
+    """A bound that took it for gone proved more than the best plan takes."""
+    values = (
+        ValueNode(2, -1, overwritten=True),
+        ValueNode(2, 0, overwritten=True),
+        ValueNode(2, 1),
+        ValueNode(5, 1, named=2),
+        ValueNode(1, 2),
+    )
+    ops = (
+        OpNode("a", 0.004, (0,), (1,), 6, replayable=False, other=2, peak_other=8, overwrites=(0,)),
+        OpNode("b", 0.005, (1,), (2, 3), other=9, peak_other=9, overwrites=(1,)),
+        OpNode("c", 0.005, (3,), (4,), 7, other=6, peak_other=13),
+    )
+    events = (Event(4, 1, 13, (4,)), Event(2, 7, 7), Event(3, 7, 9, (2, 3)))
+    graph = Graph(values, ops, events)
+    assert graph.must_hold == {1}
+    assert 1 not in graph.fleeting
+    limit = 18
+    best, _ = brute_force(graph, limit)
+    assert best is not None
+    seconds = best.result.seconds
+    assert 0 < seconds == pytest.approx(0.005, rel=0.01)
+    found = solve(graph, limit, prove=True)
+    assert found.seconds == seconds
+    assert (found.lower_bound or 0.0) <= seconds
+    for moment in range(len(events)):
+        tree = Tree(Branch(Problem(Simulator(graph)), [moment], limit), [[0.1]], 1.0)
+        tree.grow(20_000)
+        assert tree.bound <= seconds + 1e-9

@@ -225,11 +225,12 @@ class Graph:
 
     @cached_property
     def fleeting(self) -> frozenset[int]:
-        """Values that no plan may hold: nothing saves them, and their storage is overwritten."""
+        """Values that no plan may hold: nothing saves them, and their storage is overwritten. One
+        that no replay can make is held all the same, if a replay may read it."""
         return frozenset(
             value
             for value, (node, release) in enumerate(zip(self.values, self.release, strict=True))
-            if node.overwritten and release < 0
+            if node.overwritten and release < 0 and value not in self.must_hold
         )
 
     @cached_property
