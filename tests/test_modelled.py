@@ -300,9 +300,10 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
     model, x = Recurrent(kind), torch.randn(64, 8, 64)
     budget, step = budgeted(model, x, share)
     refused = None
-    for _ in range(4):
+    for number in range(4):
         try:
-            assert step() <= budget.limit
+            # What is evicted in the first step depends on measured times: see "recurrent" in rule 13.
+            assert step() <= budget.limit * (1.005 if number == 0 else 1.0)
         except lowtide.BudgetError as error:
             refused = error
             break
