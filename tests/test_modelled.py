@@ -302,7 +302,7 @@ def test_a_recurrent_net_keeps_its_limit_or_is_refused(
     refused = None
     for number in range(4):
         try:
-            # What is evicted in the first step depends on measured times: see "recurrent" in rule 13.
+            # What the first step evicts depends on measured times, see rule 13.
             assert step() <= budget.limit * (1.005 if number == 0 else 1.0)
         except lowtide.BudgetError as error:
             refused = error
