@@ -177,7 +177,45 @@ def _indexed(x: Tensor, weight: Tensor) -> Tensor:
     return out.sin().sum(0)
 
 
+class _Tiles(torch.autograd.Function):
+    """A head that computes its logits tile by tile in one scratch buffer, as TRL's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        scratch = torch.empty(len(x), 3 * weight.shape[1])
+        total = torch.zeros(len(x))
+        for columns in weight.split(weight.shape[1] // 2, dim=1):
+            tile = scratch[:, : columns.shape[1]]
+            torch.mm(x, columns, out=tile)
+            total = total + tile.exp().sum(1)
+        ctx.save_for_backward(x, weight, total)
+        return total.log()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight, total = ctx.saved_tensors
+        share = (x @ weight).exp() / total[:, None] * gradient[:, None]
+        return share @ weight.t(), x.t() @ share
+
+
+def _tiles(x: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = _Tiles.apply(x @ weight, weight)  # type: ignore[no-untyped-call]
+    return found * x.sum(1)
+
+
+def _into_what_it_reads(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = torch.empty(2, *x.shape)
+        _fill_unseen(out[1])
+        torch.add(out[1], x @ weight, out=out[0])
+        torch.mul(out[0], 2.0, out=out[0])
+        kept = out.clone()
+    return (x * kept.sum(0)).sin()
+
+
 PROGRAMS = [
+    _tiles,
+    _into_what_it_reads,
     _columns,
     _rows,
     _partly,
@@ -259,6 +297,20 @@ def test_a_solver_keeps_its_limit(kind: str) -> None:
     assert report.planned
     assert report.plain_peak is not None
     assert abs(report.plain_peak - plain) <= 0.002 * plain
+
+
+def test_tiles_of_a_scratch_buffer_are_not_copied() -> None:
+    """Each tile was, as the result before it is saved: TRL's head took 1.8 times the plain peak."""
+    torch.manual_seed(0)
+    model, x = _Solver(_scaled_tiles, 2), torch.randn(64, 64)
+    plain = _peak(model, x, None)
+    budget = lowtide.budget("1 GiB")
+    for _ in range(3):
+        assert _peak(model, x, budget) <= 1.002 * plain
+
+
+def _scaled_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    return x * _tiles(x, weight)[:, None].tanh()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])

@@ -18,6 +18,7 @@ from lowtide.tape.known import Entry, is_lazy, weak_value
 from lowtide.tape.operators import Facts
 from lowtide.tape.saves import Saves
 from lowtide.tape.values import Operation, Ref, Value, flatten
+from lowtide.tape.writes import FILLED
 
 Tensor = torch.Tensor
 
@@ -57,22 +58,28 @@ class Encoding(Saves):
     def _encode_around(
         self,
         args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         facts: Facts,
         template: list[Any],
         refs: list[Ref],
         statistics: tuple[int, ...],
         written: list[tuple[Entry, int | str]],
-    ) -> bool:
-        """The same for a call that writes. What it overwrites entirely it need not have written
-        before; if it reads uninitialized memory that it also writes, it is not recorded."""
+    ) -> dict[str, Any] | None:
+        """The same for a call that writes: its keyword arguments with refs, None if it cannot be
+        represented. What it overwrites entirely it need not have written before; if it reads
+        uninitialized memory that it also writes, it is not recorded."""
         before = [(entry, self.value_in(entry)) for entry, _ in written if entry.pieces is not None]
-        if before and 0 in facts.fills and all(other is not args[0] for other in args[1:]):
-            self._filled = args[0]
+        named = dict(kwargs) if kwargs else kwargs
+        if before:
+            self._filled = _filled_by(facts, args, kwargs)
         try:
             known = self._encode(template, range(len(template)), refs, statistics)
+            if kwargs and known:
+                known = self._encode(named, list(named), refs, ())
         finally:
             self._filled = None
-        return known and all(self.value_in(entry) is value for entry, value in before)
+        known = known and all(self.value_in(entry) is value for entry, value in before)
+        return named if known else None
 
     def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
         """Read running statistics from a copy: they are written without a new version (rule 4).
@@ -149,3 +156,13 @@ class Encoding(Saves):
 
 def _has_storage(tensor: Tensor) -> bool:
     return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested
+
+
+def _filled_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The one argument that a call overwrites entirely and does not read."""
+    place = next((place for place in FILLED if place in facts.fills), None)
+    if place is None:
+        return None
+    filled = args[0] if place == 0 else kwargs.get("out")
+    others = args[1:] if place == 0 else args
+    return filled if isinstance(filled, Tensor) and all(a is not filled for a in others) else None

@@ -179,18 +179,16 @@ class Recorder(Encoding, _compat.Mode):
         refs: list[Ref] = []
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
-        template = list(args)
+        template, named = list(args), kwargs
         known = self._can_be_made(facts, written, bool(statistics))
         if statistics and reads_moved(args, statistics):
             known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])
-            known = self._encode_around(args, facts, template, refs, statistics, written)
-        named = kwargs
-        if kwargs and known:
-            named = dict(kwargs)
-            known = self._encode(named, list(named), refs, ()) and known
+            found = self._encode_around(args, kwargs, facts, template, refs, statistics, written)
+            known = found is not None
+            named = found or kwargs
         through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
         if facts.random and through is not None and self.draws is not None:
             self.draws()

@@ -22,6 +22,9 @@ from lowtide.tape.values import Ref, Value, flatten, tensors_in
 
 Tensor = torch.Tensor
 
+FILLED = (0, "out")
+"""The places of arguments that a call may overwrite piece by piece: see `Pieces`."""
+
 
 class Writes(Known):
     """The part of a recorder that deals with writes."""
@@ -244,7 +247,7 @@ def _first_piece(entry: Entry, place: int | str) -> bool:
     """Whether a write is the first one to uninitialized memory, of which it overwrites a part: a
     replay puts fresh memory around it, since what else is in there is never read from the record
     (see `Known._unwritten`)."""
-    return place == 0 and entry.pieces is not None and entry.pieces.untouched
+    return place in FILLED and entry.pieces is not None and entry.pieces.untouched
 
 
 def _untouched_constant(value: Value) -> bool:
