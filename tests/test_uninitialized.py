@@ -213,7 +213,34 @@ def _into_what_it_reads(x: Tensor, weight: Tensor) -> Tensor:
     return (x * kept.sum(0)).sin()
 
 
+def _low_rank(x: Tensor, weight: Tensor) -> Tensor:
+    """Factors found one by one without grad, in zeros, as Broyden's method has them."""
+    with torch.no_grad():
+        left, right = torch.zeros(len(x), 8, 4), torch.zeros(len(x), 4, 8)
+        now = x @ weight
+        for place in range(4):
+            left[:, :, place] = now.sin()
+            right[:, place] = now.cos()
+            step = torch.einsum(
+                "bij,bjk,bk->bi", left[..., : place + 1], right[:, : place + 1], now
+            )
+            now = now - 0.1 * step
+        rest = left @ right
+    return (x * now * rest.sum(1)).sin()
+
+
+def _unseen_zeros(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = torch.zeros(3, *x.shape)
+        out[0] = x @ weight
+        _fill_unseen(out[1])
+        total = out.sum(0)
+    return (x * total * out[2].add(1)).sin() * out[:2].mean()
+
+
 PROGRAMS = [
+    _low_rank,
+    _unseen_zeros,
     _tiles,
     _into_what_it_reads,
     _columns,
@@ -303,6 +330,25 @@ def test_tiles_of_a_scratch_buffer_are_not_copied() -> None:
     """Each tile was, as the result before it is saved: TRL's head took 1.8 times the plain peak."""
     torch.manual_seed(0)
     model, x = _Solver(_scaled_tiles, 2), torch.randn(64, 64)
+    plain = _peak(model, x, None)
+    budget = lowtide.budget("1 GiB")
+    for _ in range(3):
+        assert _peak(model, x, budget) <= 1.002 * plain
+
+
+def test_zeros_without_grad_are_not_copied() -> None:
+    torch.manual_seed(0)
+
+    def factors(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept, now = torch.zeros(12, *x.shape), x
+            for place in range(12):
+                now = (now @ weight).tanh()
+                kept[place] = now
+                now = now + 0.1 * kept[: place + 1].mean(0)
+        return (x @ weight * now).sin()
+
+    model, x = _Solver(factors, 2), torch.randn(64, 64)
     plain = _peak(model, x, None)
     budget = lowtide.budget("1 GiB")
     for _ in range(3):

@@ -177,7 +177,8 @@ inline bool run_recorded(
   Made results;
   Operation* maker = again ? made : nullptr;
   for (Written& each : written) rewritten(state, maker, each, results);
-  add_outputs(state, maker, *stack, op.schema().returns().size(), results, fact.blank);
+  add_outputs(state, maker, *stack, op.schema().returns().size(), results,
+              fact.blank || fact.constant);
   if (!told || (following(state) && follow(state, fact, made, results))) return true;
   static PyObject* name = interned("produced");
   py::tuple args;

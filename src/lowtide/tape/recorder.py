@@ -242,7 +242,7 @@ class Recorder(Encoding, _compat.Mode):
                 self._rebind(old, self.value_in(entry))
                 filled = entry
         self._register(op, result, made)
-        if facts.blank:
+        if facts.blank or facts.constant:
             self._know_blank(result)
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)
@@ -251,7 +251,7 @@ class Recorder(Encoding, _compat.Mode):
         return result
 
     def _know_blank(self, result: Any) -> None:
-        """Memory was allocated and not initialized."""
+        """Memory was allocated and not initialized, or with a constant that is not recorded."""
         entry = self.entry_of(result) if isinstance(result, Tensor) else None
         if entry is not None and self.value_in(entry).op is None:
             entry.pieces = Pieces.of(result)
