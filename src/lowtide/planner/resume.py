@@ -54,10 +54,15 @@ def with_margin(
     graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
 ) -> Candidate:
     """The same with a share of the limit left free; a smaller share if that replays too much, or if
-    not even the limit is kept: the search for less may end where this one does not pass."""
+    not even the limit is kept: the search for less may end where this one does not pass. So may the
+    search for more; before a step is refused, the lowest peak is looked for too."""
     found = from_held(graph, held, int(limit * (1 - margin)), search=search)
     dear = found.result.seconds > _DEAR * sum(Simulator(graph).cost)
     if found.result.peak <= limit and not dear:
         return found
-    closer = from_held(graph, held, int(limit * (1 - margin / 3)), search=search)
-    return min(found, closer, key=lambda candidate: candidate.key(limit))
+    for goal in (int(limit * (1 - margin / 3)), limit, 0):
+        closer = from_held(graph, held, goal, search=search)
+        found = min(found, closer, key=lambda candidate: candidate.key(limit))
+        if found.result.peak <= limit:
+            break
+    return found
