@@ -24,7 +24,7 @@ from lowtide.learning.ranks import Ranks
 from lowtide.memory import leftover, margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
-from lowtide.planner import plain_peak
+from lowtide.planner import Graph, plain_peak
 from lowtide.planner.resume import forward_over, with_margin
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
@@ -289,31 +289,46 @@ class Loop(Planning):
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer)
             return
-        allowed = self.allowance.of(plain, before)
-        sparing = None
-        if found.result.peak > allowed and strict and prepared is None:
-            sparing = sparing_graph(observer, decisions.first)
-        least = None if sparing is None else least_peak(sparing, held, limit, margin)
-        if found.result.peak > allowed and strict and (least is None or least > allowed):
-            observer.mark_end()
-            decisions.begun = False  # a second call of backward is refused again
-            again = prepared is None and any(
-                self.planned_from_the_start(step, observer)
-                for step in (whole, sparing)
-                if step is not None
-            )
-            raise self._refusing(
-                graph,
-                allowed,
-                found.retain,
-                before,
-                measured=measured,
-                again=again,
-                plain=plain,
-                least=least,
-            )
+        if found.result.peak > self.allowance.of(plain, before) and strict:
+            self._refuse_backward(decisions, observer, whole, held, found.retain)
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded])
+
+    def _refuse_backward(
+        self,
+        decisions: StepDecisions,
+        observer: Observer,
+        whole: Graph,
+        held: set[int],
+        retain: list[int],
+    ) -> None:
+        """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
+        only a guess says so."""
+        prepared, plain, before = decisions.prepared, plain_peak(whole), self.allowance.before
+        allowed, least = self.allowance.of(plain, before), None
+        graphs = [whole]
+        sparing = sparing_graph(observer, decisions.first) if prepared is None else None
+        if sparing is not None:
+            limit = self.allowance.planned(plain, before)
+            least = least_peak(sparing, held, limit, margins.MODELLED)
+            if least <= allowed:
+                return
+            graphs.append(sparing)
+        observer.mark_end()
+        decisions.begun = False  # a second call of backward is refused again
+        again = prepared is None and any(
+            self.planned_from_the_start(graph, observer) for graph in graphs
+        )
+        raise self._refusing(
+            forward_over(whole, held),
+            allowed,
+            retain,
+            before,
+            measured=prepared is not None and prepared.measured,
+            again=again,
+            plain=plain,
+            least=least,
+        )
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.
