@@ -85,7 +85,7 @@ def test_each_plan_takes_what_was_learned_under_another(
         know(loop, learned, *args)
 
     monkeypatch.setattr(Loop, "_know", knowing)
-    monkeypatch.setattr(Loop, "_plan_better", lambda *_: None)
+    monkeypatch.setattr(Loop, "_plan_better", lambda *_, **__: None)
     case, rng = CASES[name], random.Random(name)
     torch.manual_seed(0)
     model, batch = case.build(), case.batch()
