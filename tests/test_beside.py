@@ -89,7 +89,7 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
     [better] = limit._loop._plans
     assert better is limit._loop._active[-1].prepared
     assert first.lessons == better.lessons == LESSONS  # searched for only once
-    assert better.graph != first.graph
+    assert better is not first  # its graph may be equal: times are medians of both steps
     assert not limit._loop._beside.busy
 
 
