@@ -38,7 +38,7 @@ from device.nets import (
 from device.place import MIB, Place, Skipped, capacity, peak, peak_by_torch, settle, waits
 from lowtide.errors import UnsupportedError
 
-LEARN = 6  # after so many steps a budget measures only every fiftieth
+LEARN = 6  # after so many steps a budget measures only now and then
 # How far a plan's peak may be from the measured one, as shares of the plain peak. An allocator's
 # counters do not tell whether memory was freed before or after an allocation, so a plan errs to the
 # high side.
