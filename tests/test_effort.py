@@ -34,7 +34,7 @@ def measured_among(steps: list[int], awaited: set[int]) -> list[int]:
     until they are measured."""
     waiting, unmeasured, found = Awaited(), set(awaited), []
     for number, kind in enumerate(steps):
-        waiting.begins()
+        waiting.begins(number)
         measure = waiting.is_due or (waiting.waits and bool(unmeasured))
         waiting.followed()
         if measure:
@@ -86,13 +86,18 @@ def test_plans_that_no_step_follows_are_made_ever_more_seldom() -> None:
     assert len(planned) <= 2_000 * 0.01 * 0.1 / 0.1 + 6
 
 
-def test_a_step_that_comes_often_gets_its_plan() -> None:
-    """As soon as its plan would have paid, whatever others have cost."""
-    effort = Effort()
-    number = 0
+def at_the_end_of_its_patience() -> tuple[Effort, int]:
+    """After so many steps that no plan covers, each of which got one."""
+    effort, number = Effort(), 0
     while effort.first(a_step(number), 0.01):
         effort.spent_first(0.1)
         number += 1
+    return effort, number
+
+
+def test_a_step_that_comes_often_gets_its_plan() -> None:
+    """As soon as its plan would have paid, whatever others have cost."""
+    effort, _ = at_the_end_of_its_patience()
     for _ in range(4):
         effort.spent_first(0.1)
     often = a_step(-1)
@@ -101,11 +106,7 @@ def test_a_step_that_comes_often_gets_its_plan() -> None:
 
 
 def test_steps_that_follow_plans_bring_their_time_back() -> None:
-    effort = Effort()
-    number = 0
-    while effort.first(a_step(number), 0.01):
-        effort.spent_first(0.1)
-        number += 1
+    effort, number = at_the_end_of_its_patience()
     followed = SimpleNamespace(seconds=0.01, measured=True, signatures=())
     for _ in range(30):
         effort.followed(followed, covered=False, measured=False)  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ class Loop(Planning):
 
     def _next_decisions(self) -> StepDecisions:
         check_up = self._check_ups.due(self.steps)
-        self._effort.begins()
+        self._effort.begins(self.steps)
         prepared, plans = self._expected(), self._plans.version
         observer = self._observer(prepared, check_up)
         if plans != self._plans.version:  # starting to measure delivered the last step's result

@@ -12,7 +12,7 @@ and never gets a gradient costs nothing. Imports nothing that runs. Rejected: wr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ def extra(seen: Observer, sizes: list[int], ended: set[int]) -> dict[int, int]:
     return found
 
 
+def runs_again(ops: Iterable[OpLog]) -> bool:
+    """Whether a custom Function among these operations is taken to run its forward again."""
+    return any(log.hidden and log.hidden[1:] for log in ops)
+
+
 def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
     ops = seen.ops[first : last + 1]
     made = {number for log in ops for number in log.outputs}
@@ -59,7 +64,7 @@ def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
     saved = {n for n, place in seen.last_save if place == last + 1 and n not in made}
     there = sum(sizes[n] for n in saved if not kept_for(seen.ops, n, last))
     gradients = sum(sizes[number] for number in inputs)
-    if seen.sparing or not any(log.hidden and log.hidden[1:] for log in ops):
+    if seen.sparing or not runs_again(ops):
         return there + gradients + _passing(ops, sizes)
     return there + gradients + _again(ops) + max(sum(log.sizes) for log in ops)
 

@@ -3,8 +3,8 @@
 Problem: room has to be made before an operator runs, and only its meta kernel knows what it will
 make; many are written in Python, and take a hundred times as long as a small kernel.
 Invariant: what is remembered is all that a meta kernel sees: shapes, strides, dtypes, and plain
-arguments with their types. Imports operators. Rejected: shape formulas of our own, a second truth;
-remembering by the bytes of the inputs, which do not tell a sum from a sort.
+arguments with their types. Imports operators and values. Rejected: shape formulas of our own, a
+second truth; remembering by the bytes of the inputs, which do not tell a sum from a sort.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
 from lowtide.tape.operators import facts_of
+from lowtide.tape.values import tensors_in
 
 _MOST = 10_000
 _PLAIN = frozenset(
@@ -38,7 +39,7 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     try:
         made = _run(func, args, kwargs)
     except Exception:  # any operator may refuse meta tensors, each in its own way
-        return max(map(bytes_of, tensors_of((args, list(kwargs.values())))), default=0)
+        return max(map(bytes_of, tensors_in(args, kwargs)), default=0)
     if call is not None:
         if len(_known) >= _MOST:
             _known.clear()
@@ -54,7 +55,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
             named["device"] = torch.device("meta")
         result = func(*[_meta(a) for a in args], **named)
-    return sum(map(bytes_of, tensors_of(result)))
+    return sum(map(bytes_of, tensors_in((result,), {})))
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Hashable | None:
@@ -89,15 +90,6 @@ def _meta(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         return [_meta(item) for item in argument]
     return torch.device("meta") if isinstance(argument, torch.device) else argument
-
-
-def tensors_of(argument: Any) -> list[torch.Tensor]:
-    """The tensors in an argument or result, also in lists."""
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    if isinstance(argument, list | tuple):
-        return [t for item in argument for t in tensors_of(item)]
-    return []
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

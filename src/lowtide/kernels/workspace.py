@@ -21,7 +21,7 @@ from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
-from lowtide.kernels.results import bytes_of, made_by, tensors_of
+from lowtide.kernels.results import bytes_of, made_by
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
@@ -312,7 +312,7 @@ def room_for(
 
     This is an upper estimate; with `nearest`, the likeliest figure.
     """
-    tensors = [t for a in (*args, *kwargs.values()) for t in tensors_of(a)]
+    tensors = tensors_in(args, kwargs)
     made = made_by(func, args, kwargs)
     if name == "aten::mkldnn_rnn_layer":
         made += _kept_for_backward(tensors)

@@ -21,21 +21,19 @@ class Awaited:
         self._waiting = 0  # for how many more measured steps
         self._rest = 0  # how many steps follow a plan before there is waiting again
         self._pause = PATIENT  # how long that is, after the next time of waiting in vain
-        self._steps = 0  # that have begun
-        self._last: dict[
-            int, tuple[int, int]
-        ] = {}  # when a step came, how long after it had before
+        self._now = 0  # the number of the step that runs
+        self._last: dict[int, tuple[int, int]] = {}  # when one came, how long after the last time
         self._due: set[int] = set()  # when one of them is due again
 
-    def begins(self) -> None:
-        """A step begins."""
-        self._due.discard(self._steps - 1)
-        self._steps += 1
+    def begins(self, step: int) -> None:
+        """The step of this number begins."""
+        self._due.discard(self._now)
+        self._now = step
 
     @property
     def is_due(self) -> bool:
         """Whether it is time for one that comes regularly."""
-        return self._steps - 1 in self._due
+        return self._now in self._due
 
     @property
     def waits(self) -> bool:
@@ -69,7 +67,7 @@ class Awaited:
         """This one came, and was not measured. The last batch of an epoch comes regularly, but not
         so soon that anyone would wait for it."""
         self.wait()
-        now = self._steps - 1
+        now = self._now
         last, before = self._last.pop(step, (0, 0))
         self._last[step] = now, now - last
         if now - last == before:

@@ -55,9 +55,9 @@ class Effort:
             return True
         return self._awaited.is_due or (self._awaited.waits and unmeasured())
 
-    def begins(self) -> None:
-        """A step begins."""
-        self._awaited.begins()
+    def begins(self, step: int) -> None:
+        """The step of this number begins."""
+        self._awaited.begins(step)
 
     def measured(self, followed: Prepared | None) -> None:
         """A measured step followed this plan, as it was when the step began, or none."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
+from lowtide.backward.functions import runs_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, writes_through
 from lowtide.kernels.workspace import (
@@ -115,7 +116,7 @@ class Observer(Lives):
 
     def runs_again(self) -> bool:
         """Whether a custom Function of the step is taken to run its forward again in backward."""
-        return any(log.hidden and log.hidden[1:] for log in self.ops)
+        return runs_again(self.ops)
 
     def seen(self) -> Seen:
         return Seen(
