@@ -22,7 +22,7 @@ from by_hand import same
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.learned import Learned
 from lowtide.loop import Loop
-from lowtide.planner import minimum, plain_peak, solve
+from lowtide.planner import HOLD, Graph, keep_all, minimum, plain_peak, simulate, solve
 from lowtide.running.prepared import Prepared
 from once import on_one_recorder
 from zoo import CASES
@@ -71,21 +71,25 @@ def drawn(learned: Learned, rng: random.Random) -> Prepared:
     return replace(learned.prepared(solution.plan, solution.peak), lessons=LESSONS - 1)
 
 
-@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
-@pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
-@pytest.mark.parametrize("name", NETS)
-def test_each_plan_takes_what_was_learned_under_another(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[Learned] = []
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
+    """What is learned from step to step, of which no plan is made."""
+    lessons: list[Learned] = []
     know: Callable[..., None] = Loop._know
 
     def knowing(loop: Loop, learned: Learned, *args: Any) -> None:
-        found.append(learned)
+        lessons.append(learned)
         know(loop, learned, *args)
 
     monkeypatch.setattr(Loop, "_know", knowing)
     monkeypatch.setattr(Loop, "_plan_better", lambda *_, **__: None)
+    return lessons
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
+@pytest.mark.parametrize("name", NETS)
+def test_each_plan_takes_what_was_learned_under_another(name: str, found: list[Learned]) -> None:
     case, rng = CASES[name], random.Random(name)
     torch.manual_seed(0)
     model, batch = case.build(), case.batch()
@@ -117,3 +121,35 @@ def test_each_plan_takes_what_was_learned_under_another(
         assert 0.98 * plan.peak - 64 <= peak <= 1.005 * plan.peak + 64
         assert found[-1].plain_peak == pytest.approx(found[0].plain_peak, rel=0.005)
         assert name not in SAME_BITS or same(gradients, plain)
+
+
+def test_what_the_releases_free_is_not_counted_after_them(found: list[Learned]) -> None:
+    """The gradient of a slice is as large as the whole, and is made when nothing is saved any more:
+    what was held, or from what it was replayed, makes no difference to it."""
+    base, weight = torch.randn(1 << 14), torch.randn(1 << 16, requires_grad=True)
+    budget = lowtide.budget(1 << 40)
+
+    def step() -> None:
+        weight.grad = None
+        with budget:
+            loss = (weight[: 1 << 14] * base.sin().cos()).sum()
+        loss.backward()
+
+    step()
+    lowtide.measure(step, device="cpu")
+    budget.report()
+    held = keep_all(found[-1].graph)
+    sine, cosine = (_made(found[-1].graph, name) for name in ("aten::sin", "aten::cos"))
+    for replayed, decisions in (0, {}), (1, {sine: HOLD, cosine: 0}), (0, {}), (2, {cosine: 0}):
+        retain = [decisions.get(value, choice) for value, choice in enumerate(held.retain)]
+        plan = replace(held, retain=tuple(retain))
+        peak = simulate(found[-1].graph, plan.retain).peak
+        budget._loop._plans._change([found[-1].prepared(plan, peak)])
+        assert lowtide.measure(step, device="cpu").peak_bytes == peak
+        budget.report()
+        assert simulate(found[-1].graph, plan.retain).replayed_ops == replayed
+
+
+def _made(graph: Graph, name: str) -> int:
+    """The result of the operation with this name."""
+    return next(op.outputs[0] for op in graph.ops if op.name == name)

@@ -291,6 +291,14 @@ def with_owned(graph: Graph, rng: random.Random, count: int) -> Graph:
     return replace(graph, values=tuple(values), ops=tuple(ops), events=tuple(events))
 
 
+def with_later(graph: Graph, seed: int) -> Graph:
+    """The same step, whose memory rises at some events once their values were released."""
+    rng = random.Random(seed)
+    later = [rng.choice((0, event.peak_other + rng.randint(0, 12))) for event in graph.events]
+    pairs = zip(graph.events, later, strict=True)
+    return replace(graph, events=tuple(replace(event, after=most) for event, most in pairs))
+
+
 NETWORKS: dict[str, Callable[[], Graph]] = {
     "densenet": densenet,
     "resnet": resnet,

@@ -50,6 +50,8 @@ def peak_and_replays(graph: Graph, retain: Sequence[int]) -> tuple[int, list[int
             replayed += order
             extra = 0 if event.value in stored else size[event.value]
         peak = max(peak, event.peak_other + sum(size[v] for v in stored) + extra)
+        left = stored & reachable(graph, retain, index + 1)
+        peak = max(peak, event.after + sum(size[v] for v in left))
     return peak, replayed
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from graphs import NETWORKS, chain, random_graph
+from graphs import NETWORKS, chain, random_graph, with_later
 
 from lowtide.errors import UsageError
 from lowtide.planner import (
@@ -122,7 +122,8 @@ def test_contradictions_are_refused(
 
 @pytest.mark.parametrize("name", [*NETWORKS, "random"])
 def test_graph_round_trip(name: str) -> None:
-    graph = random_graph(3, 12) if name == "random" else NETWORKS[name]()
+    graph = with_later(random_graph(3, 12), 3) if name == "random" else NETWORKS[name]()
+    assert any(event.after for event in graph.events) is (name == "random")
     assert any(op.overwrites for op in graph.ops) is (name == "random")
     again = Graph.from_json(graph.to_json())
     assert again == graph
@@ -144,14 +145,14 @@ def test_fingerprint_is_structure_only() -> None:
     ("change", "text"),
     [
         ({"format": "pickle"}, "its format is 'pickle'"),
-        ({"version": 1}, "has version 1; this release of lowtide reads version 3"),
+        ({"version": 1}, "has version 1; this release of lowtide reads version 4"),
         ({"values": 3}, "'values' must be a list of rows of 4 fields"),
         ({"values": [[1, 2]]}, "'values' must be a list of rows of 4 fields"),
         ({"values": [["8", -1, False, -1]]}, "'8' stands where a whole number belongs"),
         ({"values": [[8, -1, 0, -1]]}, "0 stands where true or false belongs"),
         ({"values": [[True, -1, False, -1]]}, "True stands where a whole number belongs"),
         ({"values": [[8, -1, False, None]]}, "None stands where a whole number belongs"),
-        ({"events": [[0, 0, 0, {}]]}, "{} stands where a list of ids belongs"),
+        ({"events": [[0, 0, 0, {}, 0]]}, "{} stands where a list of ids belongs"),
         ({"ops": [[1, 0.0, [], [], 0, True, 0, 0]]}, "1 stands where text belongs"),
         ({"ops": [["f", None, [], [], 0, True, 0, 0]]}, "None stands where a number belongs"),
         ({"turn": None}, "None stands where a whole number belongs"),

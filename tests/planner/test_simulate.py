@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import chain, random_graph
+from graphs import chain, random_graph, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import peak_and_replays
@@ -165,6 +165,23 @@ def test_unsaved_value_held_for_a_replay_lives_as_long_as_its_reader() -> None:
     assert cut.trace.backward == [10, 10, 0]
 
 
+def test_what_a_release_frees_is_not_there_after_it() -> None:
+    """Rule 5: operations that saved nothing have their backwards between two requests."""
+    graph = line()
+    first, second, third = graph.events
+    graph = replace(graph, events=(replace(first, after=20), second, replace(third, after=70)))
+    held = simulate(graph, (HOLD, HOLD, HOLD, HOLD), trace=True)
+    assert held.trace is not None
+    assert held.trace.backward == [4 + 60, 6 + 30, 70]
+    assert (held.peak, held.peak_at, held.held_bytes_at_peak) == (70, ("backward", 2), 0)
+    # What was recomputed for an event, and is not kept, is gone as well.
+    dropped = simulate(graph, (HOLD, HOLD, HOLD, NEVER), trace=True)
+    assert dropped.trace is not None
+    assert dropped.trace.backward == [4 + 60, 6 + 30, 70]
+    higher = replace(graph, events=(replace(first, after=40), second, third))
+    assert simulate(higher, (HOLD, HOLD, HOLD, NEVER)).peak == 40 + 30
+
+
 def test_unwanted_outputs_count_while_the_operation_runs() -> None:
     values = (ValueNode(1, -1), ValueNode(10, 0), ValueNode(100, 0), ValueNode(7, 1))
     ops = (OpNode("split", 1.0, (0,), (1, 2)), OpNode("b", 1.0, (1,), (3,)))
@@ -229,7 +246,7 @@ def test_a_step_without_operations() -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 14), st.randoms(use_true_random=False))
 def test_against_the_rules_followed_literally(seed: int, ops: int, random: object) -> None:
-    graph = random_graph(seed, ops)
+    graph = with_later(random_graph(seed, ops), seed)
     pick = random.choice  # type: ignore[attr-defined]
     last = len(graph.events)
     retain = [

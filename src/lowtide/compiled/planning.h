@@ -15,7 +15,7 @@
 
 namespace lowtide::planner {
 
-constexpr size_t LISTS = 15;
+constexpr size_t LISTS = 16;
 constexpr int64_t PYTHON_NEVER = int64_t(1) << 60, PYTHON_ABSENT = int64_t(1) << 61;
 
 inline Lists lists_of(py::handle rows) {
@@ -48,6 +48,7 @@ inline void check_graph(const Graph& graph) {
   }
   check(graph.event_other.size() == graph.event_value.size());
   check(graph.event_peak.size() == graph.event_value.size());
+  check(graph.event_after.size() == graph.event_value.size());
   check_within(graph.producer, -1, ops);
   check_within(graph.stays, -1, ops);
   check_within(graph.release, -1, events);
@@ -80,6 +81,7 @@ inline Graph graph_of(py::tuple lists) {
   take(graph.event_value);
   take(graph.event_other);
   take(graph.event_peak);
+  take(graph.event_after);
   take(graph.forward_peak);
   check_graph(graph);
   return graph;

@@ -35,7 +35,7 @@ struct Graph {
   Lists overwrites;
   std::vector<double> cost;
   std::vector<int32_t> replayable, event_value;
-  std::vector<int64_t> event_other, event_peak, forward_peak;
+  std::vector<int64_t> event_other, event_peak, event_after, forward_peak;
 
   int32_t values() const { return static_cast<int32_t>(nbytes.size()); }
   int32_t operations() const { return static_cast<int32_t>(cost.size()); }
@@ -141,13 +141,18 @@ class Simulator {
         extra = start_[value] == ABSENT ? graph_.nbytes[value] : 0;
         if (enough(peak, seconds)) return false;
       }
-      int64_t total = graph_.event_peak[event] + bytes_ + extra;
-      seen.event(event, total, top, bytes_ + extra, total > peak);
+      int64_t there = bytes_ + extra, total = graph_.event_peak[event] + there;
+      bytes_ -= expire_[event];
+      int64_t after = graph_.event_after[event] + bytes_;
+      if (after > total) {
+        total = after;
+        there = bytes_;
+      }
+      seen.event(event, total, top, there, total > peak);
       if (total > peak) {
         peak = total;
         if (enough(peak, seconds)) return false;
       }
-      bytes_ -= expire_[event];
     }
     return true;
   }

@@ -178,7 +178,12 @@ class Learned:
         )
         events = tuple(
             [
-                replace(event, other=grown(event.other), peak_other=grown(event.peak_other))
+                replace(
+                    event,
+                    other=grown(event.other),
+                    peak_other=grown(event.peak_other),
+                    after=grown(event.after),
+                )
                 for event in graph.events
             ]
         )

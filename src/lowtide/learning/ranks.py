@@ -163,6 +163,7 @@ def merged(graphs: Sequence[Graph]) -> Graph:
             nodes[0],
             other=max(node.other for node in nodes),
             peak_other=max(node.peak_other for node in nodes),
+            after=max(node.after for node in nodes),
         )
         for nodes in zip(*(graph.events for graph in graphs), strict=True)
     )

@@ -9,37 +9,47 @@ operation for what has died, a walk over all values each time.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.observing.names import Names
 from lowtide.observing.rebuild import FOREVER, OpLog
 from lowtide.tape.values import Handle, Value
+
+if TYPE_CHECKING:
+    from lowtide.memory.marks import Marks
 
 
 class Lives:
     """The lives of one step's values. What `Observer` adds is what its operations do.
 
     Attributes:
+        memory: the running measurement, if the step is measured.
         missing: bytes that autograd has saved and that are in memory no more. The plain step would
             have them besides what is live.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Marks | None) -> None:
+        self.memory = memory
         self.names = Names()
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
         self.first: dict[tuple[int, int], int] = {}  # such a save -> its value then, if it moved
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
+        self.freed: dict[int, int] = {}  # those of them released in backward -> mark just before
         self.evicted: dict[int, int] = {}
         self.dead: Counter[tuple[int, int]] = Counter()  # of `last_save`: released in the forward
         self.forgotten: dict[int, int] = {}  # values of graphs that died -> operations by then
         self.outlived: dict[int, int] = {}  # those no longer held -> operations by then
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
+        self.ended: dict[int, int] = {}  # those of them that died -> the newest of `freed` then
+        self._freed = 0  # that mark
+        self._asked_on = 0  # the thread of the last request: another one's marks may be lost
         self.missing = 0
         self._missing: dict[int, int] = {}  # the same, value by value
         self._saved: frozenset[int] | None = None  # when backward began
@@ -81,6 +91,8 @@ class Lives:
                 self.released[number] = len(self.requests) - 1
                 if self._saved is None:
                     self._forgets(number, weak())
+                elif self.memory is not None and threading.get_ident() == self._asked_on:
+                    self.freed[number] = self._freed = self.memory.mark()
 
         self._refs.append(weakref.ref(handle, dropped))
 
@@ -174,6 +186,7 @@ class Lives:
         def died(_: Any) -> None:
             if number in self.held:
                 self.held[number] = (self.held[number][0], len(self.requests) - 1)
+                self.ended[number] = self._freed
 
         self._refs.append(weakref.ref(value, died))
 

@@ -10,6 +10,7 @@ memory events. Rejected: asking users to run a profiling step.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
@@ -47,8 +48,7 @@ class Observer(Lives):
     """Collects one step. Fed by the decisions of a budget."""
 
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
-        super().__init__()
-        self.memory = memory
+        super().__init__(memory)
         self._where: Where | None = None
         self.earlier = earlier  # operations of the step before, whose times are used as well
         self.place = self.before = 0  # as in `Seen`
@@ -66,6 +66,7 @@ class Observer(Lives):
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.sparing = False  # custom Functions hold no more in backward than in their forward
         self.retains = False  # backward releases nothing that was saved: it may run again
+        self._missed = False  # whether the last request was for a value not in memory
         self._begin: int | None = None
         self._draws: int | None = None  # mark before a random state was read for an operation
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
@@ -295,11 +296,13 @@ class Observer(Lives):
         if value.number >= 0:
             mark = self.memory.mark() if self.memory is not None else 0
             self.requests.append((value.number, operation, mark, mark))
+            self._missed = value.held is None
+            self._asked_on = threading.get_ident()
             self.externals.asked(len(self.requests))
 
     def answered(self) -> None:
         """The last request was answered with a tensor."""
-        if self.requests and self.memory is not None:
+        if self._missed and self.requests and self.memory is not None:
             number, operation, before, _ = self.requests[-1]
             self.requests[-1] = (number, operation, before, self.memory.mark())
 

@@ -281,7 +281,12 @@ def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
         while more and more[-1][0] >= reached:
             extra += more.pop()[1]
         events.append(
-            replace(event, other=event.other + extra, peak_other=event.peak_other + extra)
+            replace(
+                event,
+                other=event.other + extra,
+                peak_other=event.peak_other + extra,
+                after=event.after + extra,
+            )
         )
     return replace(graph, events=tuple(events))
 
@@ -292,6 +297,7 @@ def _measured_events(
     assert seen.timeline is not None
     count = len(seen.requests)
     held = [0] * (count + 1)
+    ends = _ends(seen, sizes, count)
     fresh = [0] * (count + 1)  # retained by the replay of this event: not in memory at its start
     for number, (start, end) in seen.held.items():
         if number in seen.pinned:
@@ -304,27 +310,51 @@ def _measured_events(
             held[last + 1] -= sizes[number]
     for external in externals:
         if external.measured and external.last >= 0:
+            last = min(external.last, count - 1)
             held[0] += external.nbytes
-            held[min(external.last, count - 1) + 1] -= external.nbytes
+            held[last + 1] -= external.nbytes
+            ends[last].append((FOREVER, external.nbytes))
     releases = _releases(seen, count)
     events = []
-    levels, peaks = seen.timeline.levels, seen.timeline.peaks
+    levels, rises = seen.timeline.levels, seen.timeline.rises
     for index, ((number, _, entry, answer), bytes_held) in enumerate(
         zip(seen.requests, itertools.accumulate(held), strict=False)
     ):
         start, end = seen.held.get(number, (0, -1))
         given = 0 if start <= index <= end or number in seen.pinned else sizes[number]
-        following = seen.requests[index + 1][2] if index + 1 < count else len(peaks)
-        peak = max(peaks[answer:following], default=levels[answer])
+        following = seen.requests[index + 1][2] if index + 1 < count else len(rises)
+        over = max((seen.freed.get(number, -1) for number in releases[index]), default=-1)
+        if not answer < over < following:  # nothing is released before the next request
+            over = following
+        peak = max(
+            levels[answer],
+            *(rises[mark] + _gone(ends[index], mark) for mark in range(answer, over)),
+        )
+        after = max(rises[over:following], default=0) + _gone(ends[index])
         events.append(
             Event(
                 number,
                 max(0, levels[entry] - bytes_held + fresh[index]),
                 max(0, peak - bytes_held - given),
                 releases[index],
+                max(0, after - bytes_held) if over < following else 0,
             )
         )
     return tuple(events)
+
+
+def _ends(seen: Observer, sizes: list[int], count: int) -> list[list[tuple[int, int]]]:
+    """For each event, (mark, bytes) of the held values whose lives end there, see `Lives.ended`."""
+    ends: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+    for number, (_, end) in seen.held.items():
+        if 0 <= end < count and number not in seen.pinned:
+            ends[end].append((seen.ended[number], sizes[number]))
+    return ends
+
+
+def _gone(ends: Iterable[tuple[int, int]], mark: int = FOREVER) -> int:
+    """Bytes of those that died by then."""
+    return sum(nbytes for died, nbytes in ends if died <= mark)
 
 
 def _turn(seen: Observer, sizes: list[int]) -> int:

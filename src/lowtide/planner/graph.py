@@ -26,7 +26,7 @@ from lowtide.planner.wellformed import EXTERNAL as EXTERNAL
 from lowtide.planner.wellformed import check
 
 FORMAT = "lowtide.graph"
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,13 @@ class Event:
     other: int = 0
     """Bytes in memory at the unpack that the plan does not hold."""
     peak_other: int = 0
-    """The maximum of such bytes from this unpack to the next."""
+    """The maximum of such bytes from this unpack until `releases` are released; if none is, or
+    that is not known, to the next unpack."""
     releases: tuple[int, ...] = ()
     """Values whose last saved-tensor handle is dropped after this event."""
+    after: int = 0
+    """The maximum of such bytes from then to the next unpack: operations that saved nothing have
+    their backwards there. 0 if `peak_other` covers it."""
 
 
 @dataclass(frozen=True)
@@ -295,7 +299,9 @@ class Graph:
                     for o in self.ops
                 ],
                 "overwrites": [[k, o.overwrites] for k, o in enumerate(self.ops) if o.overwrites],
-                "events": [[e.value, e.other, e.peak_other, e.releases] for e in self.events],
+                "events": [
+                    [e.value, e.other, e.peak_other, e.releases, e.after] for e in self.events
+                ],
                 "turn": self.turn,
             },
             separators=(",", ":"),
@@ -339,8 +345,12 @@ class Graph:
         )
         events = tuple(
             Event(
-                fields.whole(row[0]), fields.whole(row[1]), fields.whole(row[2]), fields.ids(row[3])
+                fields.whole(row[0]),
+                fields.whole(row[1]),
+                fields.whole(row[2]),
+                fields.ids(row[3]),
+                fields.whole(row[4]),
             )
-            for row in fields.rows(data, "events", 4)
+            for row in fields.rows(data, "events", 5)
         )
         return Graph(values, ops, events, fields.whole(data.get("turn")))

@@ -17,7 +17,8 @@ Invariant: this module is the definition of what a plan means. The rules:
    says so.
 4. While an operation is replayed, all its outputs and its workspace count. One that writes in place
    writes the memory of a temporary that it is the last to read, and that of a copy otherwise. The
-   unpacked value lives to the end of its event even if it is not retained.
+   unpacked value lives until the releases of its event even if it is not retained.
+5. What ends at an event is in memory until its releases, and not from then to the next event.
 
 Imports: `lowtide.planner.graph`, `lowtide.planner.retention`, `lowtide.errors`.
 
@@ -53,7 +54,8 @@ class Trace:
     """For each operation, the peak while it runs in the forward; then, if `Graph.turn` is set, the
     peak between the last operation and the first event."""
     backward: list[int]
-    """For each event, the peak from its unpack (replay included) to the next."""
+    """For each event, the peak from its unpack (replay included) to the next, also after its
+    releases."""
     replay: list[int]
     """For each event, the peak within its replay, 0 where nothing is replayed."""
     start: list[int]
@@ -130,6 +132,7 @@ class Simulator:
         self.event_value = [e.value for e in graph.events]
         self.event_other = [e.other for e in graph.events]
         self.event_peak = [e.peak_other for e in graph.events]
+        self.event_after = [e.after for e in graph.events]
         self.forward_peak = [op.peak_other for op in graph.ops]
         if graph.turn:
             self.forward_peak.append(graph.turn)
@@ -173,6 +176,7 @@ class Simulator:
             self.event_value,
             self.event_other,
             self.event_peak,
+            self.event_after,
             self.forward_peak,
         )
 
@@ -270,11 +274,15 @@ class _Run:
                 if self.seconds > self.seconds_limit:
                     complete = False
                     break
-            total = sim.event_peak[event] + self.bytes + extra
-            if total > peak:
-                peak, at, held, peak_op = total, ("backward", event), self.bytes + extra, -1
-            backward.append(total if total > top else top)
+            there = self.bytes + extra
+            total = sim.event_peak[event] + there
             self.bytes -= expire[event]
+            after = sim.event_after[event] + self.bytes
+            if after > total:
+                total, there = after, self.bytes
+            if total > peak:
+                peak, at, held, peak_op = total, ("backward", event), there, -1
+            backward.append(total if total > top else top)
         details = (
             Trace(
                 forward,

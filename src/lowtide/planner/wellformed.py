@@ -85,7 +85,7 @@ def _check_events(graph: Graph) -> None:
     for index, event in enumerate(graph.events):
         where = f"event {index}"
         _check_ids(where, (event.value, *event.releases), len(graph.values))
-        _check_sizes(where, event.other, event.peak_other)
+        _check_sizes(where, event.other, event.peak_other, event.after)
         if event.value in released:
             raise UsageError(
                 f"{where} unpacks value {event.value}, which event {released[event.value]} released"
