@@ -186,8 +186,9 @@ class Reader:
             return self._operation_instant(moment.place)
         if moment.phase == "backward":
             return self._event_instant(moment.place)
-        begin = self.ledger.requests[moment.place][2]
-        return self._instant(begin, begin + 1) if self.ledger.steps else -1
+        if not self.ledger.steps:
+            return -1
+        return bisect_left(self.segments, self.ledger.requests[moment.place][2])  # at the request
 
     def _forward(self) -> list[Moment]:
         moments = []

@@ -103,32 +103,26 @@ def modelled_events(
         released = seen.released
     freed = _freed(order, released)
     lasting = _not_asked(seen, order, released)
-    gone = {
-        index: sum(sizes[v] for v in values if v not in seen.pinned)
-        for index, values in freed.items()
-    }
-    over = [0] * count
-    for index, nbytes in gone.items():
-        over[order[index][2]] += nbytes
-    takes = [
-        begins[k]
-        + max(
-            log.temporaries + gradients.copies[k],
-            _leaves(log, gradients.sums[k] + leaves.extra[k]) - over[k],
-        )
-        for k, log in enumerate(ops)
-    ]
+    # While a node runs, and when it is over and has released what it saved: gradients are added up.
+    runs = [begins[k] + log.temporaries + gradients.copies[k] for k, log in enumerate(ops)]
     for k, nbytes in functions.extra(seen, sizes, ended - dead).items():
-        takes[k] = max(takes[k], begins[k] + nbytes)
+        runs[k] = max(runs[k], begins[k] + nbytes)
+    adds = [
+        begins[k] + _leaves(log, gradients.sums[k] + leaves.extra[k]) for k, log in enumerate(ops)
+    ]
+    takes = list(map(max, runs, adds))
     events = []
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
         # A write through a view copies gradients before it asks for what it saved.
         base = max(begins[low], begins[high] + sum(ops[high].through or ()))
-        peak = max([base, *takes[low : high + 1 if following < high else high]])
-        if following + 1 < low:  # in operations below, what this node saved is released
-            peak = max(peak, max(takes[following + 1 : low]) - gone.get(index, 0))
-        events.append(Event(number, base, peak, (*freed.get(index, ()), *lasting.get(index, ()))))
+        over = high + 1 if following < high else high
+        peak = max([base, *takes[low:high], *runs[high:over]])
+        after = max([0, *adds[high:over], *takes[following + 1 : low]])
+        releases = (*freed.get(index, ()), *lasting.get(index, ()))
+        if index not in freed:
+            peak, after = max(peak, after), 0
+        events.append(Event(number, base, peak, releases, after))
     return tuple(events), max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
 
 

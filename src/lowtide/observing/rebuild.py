@@ -326,10 +326,8 @@ def _measured_events(
         over = max((seen.freed.get(number, -1) for number in releases[index]), default=-1)
         if not answer < over < following:  # nothing is released before the next request
             over = following
-        peak = max(
-            levels[answer],
-            *(rises[mark] + _gone(ends[index], mark) for mark in range(answer, over)),
-        )
+        rose = [rises[mark] + _gone(ends[index], mark) for mark in range(answer, over)]
+        peak = max(levels[answer], *rose, 0)
         after = max(rises[over:following], default=0) + _gone(ends[index])
         events.append(
             Event(
