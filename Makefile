@@ -1,5 +1,6 @@
 # make demo    the main job: a 3D U-Net on a brain scan, plain and in half its memory
 # make test    linters, types and the whole test suite
+# make sanitize  tests of the compiled recorder under AddressSanitizer and UBSan (gcc, Linux)
 # make docs    the documentation as a site, in site/
 # make format  let ruff rewrite what the linters object to
 # make clean   remove the environment and caches
@@ -26,7 +27,7 @@ export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
 # One thread a process: WORKERS processes share the cores, and sums keep one order.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint core docs format clean
+.PHONY: help demo test lint core sanitize docs format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -55,6 +56,18 @@ lint: $(VENV)/.dev
 # Where it cannot be built, `test` says so.
 core: $(VENV)/.dev
 	@$(BIN)/python -m lowtide.compiled >/dev/null 2>&1 || true
+
+# Built beside the usual core, whose place depends on CXX. Nothing is captured: what a sanitizer says
+# before it ends the process would be lost.
+SANITIZED := CXX="g++ -fsanitize=address,undefined -fno-omit-frame-pointer -g1"
+SANITIZERS = $(foreach lib,asan stdc++,$(shell g++ -print-file-name=lib$(lib).so))
+sanitize: $(VENV)/.dev
+	$(SANITIZED) $(BIN)/python -m lowtide.compiled
+	$(SANITIZED) LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc \
+	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    LOWTIDE_ENGINE=compiled $(ONE_THREAD) $(BIN)/python -m pytest -q --capture=no \
+	    $(or $(ARGS),tests/test_core_lifetimes.py tests/test_engine.py tests/test_direct.py \
+	        $(wildcard tests/test_rules_*.py))
 
 docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict

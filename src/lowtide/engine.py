@@ -31,6 +31,7 @@ from lowtide.replay import unpack
 from lowtide.tape import generators
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
+from lowtide.tape.values import Ref
 
 _log = logging.getLogger("lowtide")
 _WAYS = ("auto", "python", "compiled")
@@ -254,6 +255,8 @@ def _load(path: Path) -> None:
     assert spec is not None
     core = importlib.util.module_from_spec(spec)
     loader.exec_module(core)
+    if core.Ref is not Ref:  # Python loads such a module once, and it knows that import's classes
+        raise ImportError("lowtide was imported before in this process, and that import has it")
     _compat.use_recorder_key(core.KEY)
     _compat.ask_whether_current(core.is_current)
     generators.copy_with(core.copy_generator)

@@ -164,6 +164,7 @@ Allocator allocator;
 
 Block* block_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() != KIND || !tensor.has_storage()) return nullptr;
+  Locked held(lock);  // autograd has a thread for each device
   auto found = blocks.find(tensor.storage().data_ptr().get_context());
   return found == blocks.end() ? nullptr : found->second;
 }

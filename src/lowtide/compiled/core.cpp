@@ -278,7 +278,7 @@ PyObject* is_current(PyObject*, PyObject* tensor) {
   const at::Tensor& view = THPVariable_Unpack(tensor);
   auto* meta = torch::autograd::impl::get_view_autograd_meta(view);
   bool is_view = meta != nullptr && meta->has_bw_view();
-  return PyBool_FromLong(!is_view || meta->get_attr_version() == view._version());
+  return PyBool_FromLong(!is_view || meta->get_attr_version() == version_of(view));
 }
 
 // How many values, operations and handles are alive: Python's garbage collector does not list them.
@@ -395,6 +395,7 @@ PyObject* make_module() {
   add_types(module.get());
   watched = as<Watched>(checked(PyObject_CallNoArgs(object_of(watched_type))));
   PyModule_AddObjectRef(module.get(), "watched", object_of(watched));
+  PyModule_AddObjectRef(module.get(), "Ref", object_of(layout.ref));  // tells for which import it is
   PyModule_AddIntConstant(module.get(), "KEY", static_cast<long>(KEY));
   take_key();
   variable_class = forever("torch.autograd", "Variable");

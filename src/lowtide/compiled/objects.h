@@ -8,6 +8,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <new>
@@ -89,23 +90,17 @@ int leave_error_to(Do act) {
 // Release a reference to a record. Records refer to one another in chains as long as the step: what one
 // that is freed refers to waits for its turn, so that freeing a chain does not recurse.
 inline void give_up(PyObject* object) {
-  struct Waiting {
-    std::vector<PyObject*> objects;
-    bool emptying = false;
-  };
+  using Waiting = c10::SmallVector<PyObject*, 16>;
+  // No destructor: a thread that ends may free records when its thread-locals are gone, such as those of a
+  // graph that saved-tensor hooks hold which it has never left.
+  static thread_local Waiting* waiting = nullptr;
   if (object == nullptr) return;
   if (Py_REFCNT(object) > 1) return Py_DECREF(object);
-  static thread_local Waiting all;
-  Waiting& waiting = all;
-  waiting.objects.push_back(object);
-  if (waiting.emptying) return;
-  waiting.emptying = true;
-  while (!waiting.objects.empty()) {
-    PyObject* next = waiting.objects.back();
-    waiting.objects.pop_back();
-    Py_DECREF(next);
-  }
-  waiting.emptying = false;
+  if (waiting != nullptr) return waiting->push_back(object);
+  Waiting all{object};
+  waiting = &all;
+  while (!all.empty()) Py_DECREF(all.pop_back_val());
+  waiting = nullptr;
 }
 
 // Python's allocator for small objects, which is faster than malloc for the thousands that a step makes

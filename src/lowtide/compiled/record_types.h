@@ -192,9 +192,9 @@ inline bool is_forgotten(const Handle* handle) {
 
 inline void handle_delete(PyObject* self) {
   if (is_forgotten(as<Handle>(self)) && PyObject_CallFinalizerFromDealloc(self) < 0) return;
-  leave<Handle>(self);
   auto* handle = as<Handle>(self);
-  Value* value = unlink(handle);
+  Value* value = unlink(handle);  // first: what is told that it is gone may ask its value for handles
+  leave<Handle>(self);
   PyObject *region = handle->region, *tape = handle->tape;
   free_record<Handle>(self);
   give_up(object_of(value));

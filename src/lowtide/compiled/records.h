@@ -110,10 +110,10 @@ void leave(PyObject* object) {
 template <class T>
 void free_record(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  as<T>(object)->~T();
+  Cell* cell = is_linked<T> ? cell_of(object) : nullptr;
+  as<T>(object)->~T();  // nothing may be read of it any more
   --records_alive;
-  bool asked_for = false;
-  if constexpr (is_linked<T>) asked_for = --cell_of(object)->users != 0;
+  bool asked_for = cell != nullptr && --cell->users != 0;
   if (!asked_for) PyObject_Free(object);
   Py_DECREF(type);
 }

@@ -73,7 +73,8 @@ class Replay {
   at::Tensor run() {
     find_closure();
     count_readers();
-    PyObject* switches = ambient_now();
+    Owned owned(Py_NewRef(ambient_now()));  // Python may run anything, another replay included
+    PyObject* switches = owned.get();
     BelowAutograd guard;
     RestoredGradMode mode;
     for (const Owned& op : operations_) {
