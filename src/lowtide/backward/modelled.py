@@ -49,6 +49,7 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
         reads.add_through(log, not own)
         if len(cost.saved) == len(log.outputs):
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
+        log.astray = dict(cost.astray)
         if len(cost.given) == len(log.receivers):
             pairs = list(zip(log.receivers, cost.given, strict=True))
             log.lent = any(
@@ -118,6 +119,10 @@ def modelled_events(
         )
         for k, log in enumerate(ops)
     ]
+    for k, nbytes in enumerate(leaves.copied):
+        if nbytes:  # what the operation was given is gone by now
+            after = begins[k - 1] if k else fixed + done[0]
+            takes[k] = max(takes[k], after + nbytes - over[k])
     for k, nbytes in functions.extra(seen, sizes, ended - dead).items():
         takes[k] = max(takes[k], begins[k] + nbytes)
     events = []
