@@ -208,15 +208,19 @@ class StandIns:
         as long as the program has them, and no longer."""
         if isinstance(result, torch.Tensor):
             fake = fakes.faked(self.mode, result, self.device)
-            storage = _compat.storage_of(fake)
-            if storage is not None:
-                key = _compat.storage_id(storage)
-                self._real[key] = result
-                weakref.finalize(storage, self._real.pop, key, None)
+            self.stands_for(fake, result)
             return fake
         if isinstance(result, tuple | list):
             return type(result)(map(self.made, result))
         return result
+
+    def stands_for(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """As long as its storage is there, a fake tensor has the content of a real one."""
+        storage = _compat.storage_of(fake)
+        if storage is not None:
+            key = _compat.storage_id(storage)
+            self._real[key] = real
+            weakref.finalize(storage, self._real.pop, key, None)
 
 
 class _Saved:
