@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.grouped import any_type, on_shapes
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.tape.operators import Facts, facts_of
 from lowtide.tape.values import tensors_in
@@ -148,7 +149,7 @@ def _run(call: Call) -> Cost:
         kwargs["device"] = torch.device("meta")
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):
+    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same), any_type(call.func):
         result = tensors_in((call.func(*args, **kwargs),), {})
     packed = storage_keys(saved)
     own = [key for key in storage_keys(result) if key not in there]
@@ -206,6 +207,9 @@ class _AsReal(Counting):
     """
 
     _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_shapes(super().call, func, args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
