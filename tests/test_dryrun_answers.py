@@ -86,6 +86,16 @@ def test_what_follows_from_data_and_constants_needs_no_real_step(
     assert any(operation.name == "aten::addmm" for operation in plan.operations)
 
 
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_same_of_what_a_closure_has(question: Callable[[Tensor], bool]) -> None:
+    model, batch = Asks(question), {"ids": IDS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(lambda: model(batch["ids"]))
+    assert plan.source == "fake"
+    assert any(operation.name == "aten::addmm" for operation in plan.operations)
+
+
 class Counts(Asks):
     """Counts its calls before it looks, as quantizers do that begin with their first batch."""
 
