@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -324,6 +325,26 @@ def test_every_error_has_the_root_and_the_builtin_that_torch_would_raise() -> No
     for error in (lowtide.BudgetError, lowtide.ReplayError, lowtide.UnsupportedError):
         assert issubclass(error, RuntimeError)
     assert not issubclass(lowtide.LowtideError, RuntimeError)
+
+
+def test_a_refusal_arrives_where_a_library_adds_to_its_text() -> None:
+    """Pyro adds the shapes of its sites: it raises the error's class again, of a text alone. What
+    comes from another process is made of the text, too, and keeps its figures."""
+
+    def forward() -> Tensor:
+        try:
+            return torch.randn(64, requires_grad=True).exp().sum()
+        except RuntimeError as error:
+            raise type(error)(f"{error}\nshapes: 64") from error
+
+    budget = lowtide.budget("100 B")
+    with pytest.raises(lowtide.BudgetError, match="shapes: 64") as caught, budget:
+        forward()
+    assert isinstance(caught.value.__cause__, lowtide.BudgetError)
+    first = caught.value.__cause__
+    assert first.limit == 100 < first.minimum
+    for other in (pickle.loads(pickle.dumps(first)), copy.copy(first)):
+        assert (str(other), other.limit, other.minimum) == (str(first), 100, first.minimum)
 
 
 def test_a_backward_after_the_parameters_moved() -> None:

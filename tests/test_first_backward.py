@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -290,3 +291,80 @@ def test_a_dry_run_adds_gradients_up_in_place_where_autograd_does(
     peak = lowtide.measure(step, device="cpu").peak_bytes
     x.grad = WEIGHT.grad = None
     assert abs(lowtide.plan(lambda: read(x.sin())).plain_peak - peak) <= 256
+
+
+def enlarged(w: Tensor, x: Tensor) -> Tensor:
+    maps = w.reshape(1, 16, 16, 512).permute(0, 3, 1, 2)
+    return F.interpolate(maps, scale_factor=0.5, mode="bilinear").flatten(2)[0] + x.sum()
+
+
+LAID_OUT_OTHERWISE = {
+    "batched experts": ((8, 128, 128), (8, 32, 128), lambda w, x: torch.bmm(x, w.mT)),
+    "added": ((8, 128, 128), (8, 32, 128), lambda w, x: torch.baddbmm(x[..., :1], x, w.mT)),
+    "einsum": ((8, 128, 128), (8, 32, 128), lambda w, x: torch.einsum("ebi,eoi->beo", x, w)),
+    "positions": ((256, 512), (4,), enlarged),
+    "columns": ((64, 2048), (64,), lambda w, x: F.embedding((x * 9).abs().long(), w.t())),
+    "sum": ((512, 256), (4,), lambda w, x: w.sum() * x),
+}
+
+
+@pytest.mark.parametrize("share", [1.02, 0.9, 0.7, 0.5])
+@pytest.mark.parametrize("name", LAID_OUT_OTHERWISE)
+def test_a_gradient_that_is_laid_out_otherwise_than_its_leaf_is_copied(
+    name: str, share: float
+) -> None:
+    """The copy is there beside the gradient: twice the parameter, which was not counted."""
+    torch.manual_seed(0)
+    parameter, read, function = LAID_OUT_OTHERWISE[name]
+    w, x = torch.randn(parameter, requires_grad=True), torch.randn(read)
+
+    def step(context: contextlib.AbstractContextManager[object]) -> int:
+        def run() -> None:
+            with context:
+                loss = function(w, x).tanh().mul(2).tanh().mean()
+            loss.backward()
+
+        w.grad = None
+        return lowtide.measure(run, device="cpu").peak_bytes
+
+    step(contextlib.nullcontext())  # the first one makes more
+    plain = step(contextlib.nullcontext())
+    budget, refused = lowtide.budget(int(share * plain)), None
+    try:
+        assert step(budget) <= budget.limit
+    except lowtide.BudgetError as error:
+        refused = error
+    # What the plain step takes is not refused.
+    assert refused is None or (share < 1 and refused.minimum <= 1.03 * plain)
+
+
+def test_a_gradient_that_is_laid_out_as_it_is_read_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A product with a transposed weight gives its gradient transposed, too; channels-last kernels
+    give channels-last ones; and one is added in place to a gradient that is there already."""
+    torch.manual_seed(0)
+    linear, conv = nn.Linear(512, 256), nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last)
+    w, x = torch.randn(8, 128, 128, requires_grad=True), torch.randn(8, 512)
+    image = torch.randn(2, 32, 8, 8).contiguous(memory_format=torch.channels_last)
+    w.grad = torch.zeros_like(w)
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            first = linear(x).tanh().mean() + conv(image).tanh().mean()
+            loss = first + torch.bmm(x[:, None, :128], w.mT).tanh().mean()
+        loss.backward()
+
+    copied: list[int] = []
+    module = sys.modules["lowtide.backward.modelled"]
+    original = module.accumulation
+
+    def counting(*args: object, **kwargs: object) -> object:
+        found = original(*args, **kwargs)
+        copied.extend(found.copied)
+        return found
+
+    monkeypatch.setattr(module, "accumulation", counting)
+    step(lowtide.budget(1.0))
+    assert copied
+    assert not any(copied)

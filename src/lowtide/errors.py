@@ -39,9 +39,13 @@ class BudgetError(LowtideError, RuntimeError):
         limit: the limit that was given, in bytes.
         minimum: the smallest limit known to suffice, in bytes. If the step was refused before all
             of it was known, a limit that leaves room for the rest.
+
+    Both are 0 if a library made another error of this class of the text alone.
     """
 
-    def __init__(self, message: str, *, limit: int, minimum: int) -> None:
+    def __init__(self, message: str, *, limit: int = 0, minimum: int = 0) -> None:
+        # Who raises an error again with another text (pyro), or gets it from another process, makes
+        # it of the text alone.
         super().__init__(message)
         self.limit = limit
         self.minimum = minimum

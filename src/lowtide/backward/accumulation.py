@@ -4,7 +4,8 @@ Problem: a leaf that is read several times gets a gradient from each read, and t
 parts of it are read, gradients of its full size are made of small ones when backward reaches the
 views that made the parts, which may be long after the reads. Invariant: a waiting gradient is
 counted from the backward of its reader to that of its view, the sum from the first gradient on, and
-what is added to it while it is added; torch adds in place if nothing else refers to the sum.
+what is added to it while it is added; torch adds in place if nothing else refers to the sum, and
+copies a sum that is laid out in memory in another way than the leaf.
 Imports nothing that runs. Rejected: a new sum for each read, which refuses limits that can be met
 for every shared table.
 """
@@ -30,11 +31,14 @@ class Accumulation(NamedTuple):
         made: what stays to the end of the step once the backward of the operation is over.
         change: their running sum at `k` is what waits when the backward of operation `k` begins.
         extra: what is allocated around the backward of an operation, besides its own memory.
+        copied: of gradients that are copied right after the backward of an operation because they
+            are laid out in memory in another way than the leaf, those of the largest.
     """
 
     made: list[int]
     change: list[int]
     extra: list[int]
+    copied: list[int]
 
 
 class _Gift(NamedTuple):
@@ -47,6 +51,7 @@ class _Gift(NamedTuple):
     lent: bool  # something else refers to its memory, so nothing is added to it in place
     by: int | None = None  # the node that passes it on: those from one node are added up first
     again: bool = False  # through views of a view, as a double backward reads: never added in place
+    astray: int = 0  # bytes of it, if it is not laid out as the leaf and therefore copied
 
 
 def accumulation(
@@ -61,7 +66,7 @@ def accumulation(
         watched: all operations were watched; else a leaf may have reads that are not known.
     """
     count = len(ops)
-    found = Accumulation(*([0] * (count + 2) for _ in range(3)))
+    found = Accumulation(*([0] * (count + 2) for _ in range(4)))
     passing = [0] * (count + 2)
     for key, reader, nbytes, there in leaves.collecting():
         reads = leaves.reads.get(key, ())
@@ -88,7 +93,8 @@ def _gifts(
     for read in reads:
         if read.way is None:
             made = nbytes if read.nbytes < nbytes else 0
-            gifts[read.op] = _Gift(read.op, _OF_ITS_OWN, made, 0, ops[read.op].lent)
+            astray = 0 if made else ops[read.op].astray.get(read.argument, 0)
+            gifts[read.op] = _Gift(read.op, _OF_ITS_OWN, made, 0, ops[read.op].lent, astray=astray)
         else:
             ways.setdefault(read.way.node, []).append(read)
     several = list(gifts.values())
@@ -103,7 +109,9 @@ def _gifts(
         if way.joins:
             made += max(0, nbytes - max(between, sum({r.way: r.nbytes for r in group}.values())))
         again = len({read.way and read.way.part for read in group}) > 1 and not way.makes
-        several.append(_Gift(place, node, made, parts, way.by is not None, way.by, again))
+        newest = max(group, key=lambda read: read.op)  # the others are added to its gradient
+        astray = 0 if made else ops[newest.op].astray.get(newest.argument, 0)
+        several.append(_Gift(place, node, made, parts, way.by is not None, way.by, again, astray))
     return sorted(several, key=lambda gift: (-gift.place, -gift.order))
 
 
@@ -137,11 +145,14 @@ def _add_up(
     found.extra[first.place] += min(first.made, nbytes)
     lent, gone = first.lent, first.parts
     takes = {first.place: max(0, first.made - nbytes)}
+    summed = False
     for gift in gifts[1:]:
         sums = 0
         if gift.again or (lent and (gift.by is None or gift.by != first.by)):
-            sums, lent = nbytes, False
+            sums, lent, summed = nbytes, False, True
         besides = max(0, gift.made - gone if gift.place == first.place else gift.made) + sums
         takes[gift.place] = max(takes.get(gift.place, 0), besides)
+    if not (there or summed):
+        found.copied[last] = max(found.copied[last], first.astray)
     for place, besides in takes.items():
         passing[place] = max(passing[place], besides)

@@ -49,6 +49,7 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
         reads.add_through(log, not own)
         if len(cost.saved) == len(log.outputs):
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
+        log.astray = dict(cost.astray)
         if len(cost.given) == len(log.receivers):
             pairs = list(zip(log.receivers, cost.given, strict=True))
             log.lent = any(
@@ -110,6 +111,9 @@ def modelled_events(
     adds = [
         begins[k] + _leaves(log, gradients.sums[k] + leaves.extra[k]) for k, log in enumerate(ops)
     ]
+    for k, nbytes in enumerate(leaves.copied):
+        if nbytes:  # what the operation was given is gone by now
+            adds[k] = max(adds[k], (begins[k - 1] if k else fixed + done[0]) + nbytes)
     takes = list(map(max, runs, adds))
     events = []
     for index, (number, low, high) in enumerate(order):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.grouped import any_type, on_shapes
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.tape.operators import Facts, facts_of
 from lowtide.tape.values import tensors_in
@@ -70,6 +71,8 @@ class Cost:
         fresh: for the same: whether nothing else refers to the gradient's memory, so that another
             may be added to it in place.
         contiguous: for the same: whether the gradient is contiguous.
+        astray: for those of them, counted from 0, whose gradient may be laid out in memory in
+            another way than the argument: the bytes of the memory that it is in.
         saved: for each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
@@ -80,6 +83,7 @@ class Cost:
     fresh: tuple[bool, ...]
     contiguous: tuple[bool, ...]
     saved: tuple[bool, ...]
+    astray: tuple[tuple[int, int], ...] = ()
 
 
 def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
@@ -145,7 +149,7 @@ def _run(call: Call) -> Cost:
         kwargs["device"] = torch.device("meta")
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same):
+    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same), any_type(call.func):
         result = tensors_in((call.func(*args, **kwargs),), {})
     packed = storage_keys(saved)
     own = [key for key in storage_keys(result) if key not in there]
@@ -159,8 +163,10 @@ def _run(call: Call) -> Cost:
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
+    straight = [g.contiguous() for g in gradients]  # as the mean of a result gives it
+    turned = any(one is not g for one, g in zip(straight, gradients, strict=True))
     with _AsReal(call.device) as counting:
-        found = torch.autograd.grad(made, wanted, gradients, allow_unused=True)
+        found = torch.autograd.grad(made, wanted, gradients, turned, allow_unused=True)
     outer = storage_keys(gradients)
     given = [None if g is None else not outer.keys().isdisjoint(storage_keys([g])) for g in found]
     # A view refers to its base, even if nothing else does.
@@ -169,7 +175,29 @@ def _run(call: Call) -> Cost:
         for gradient, lent in zip(found, given, strict=True)
     ]
     contiguous = tuple([g is not None and g.is_contiguous() for g in found])
-    return Cost(counting.peak, counting.level, tuple(given), tuple(fresh), contiguous, results)
+    astray = _astray(found, wanted)
+    if turned:
+        astray |= _astray(torch.autograd.grad(made, wanted, straight, allow_unused=True), wanted)
+    return Cost(
+        counting.peak,
+        counting.level,
+        tuple(given),
+        tuple(fresh),
+        contiguous,
+        results,
+        tuple(astray.items()),
+    )
+
+
+def _astray(gradients: Iterable[torch.Tensor | None], wanted: list[torch.Tensor]) -> dict[int, int]:
+    """Where a gradient is not laid out as its argument, the bytes of the memory that it is in."""
+    found = {}
+    for place, (gradient, argument) in enumerate(zip(gradients, wanted, strict=True)):
+        if gradient is not None:
+            pairs = zip(gradient.shape, gradient.stride(), argument.stride(), strict=True)
+            if any(size != 1 and one != other for size, one, other in pairs):
+                found[place] = gradient.untyped_storage().nbytes()
+    return found
 
 
 class _AsReal(Counting):
@@ -179,6 +207,9 @@ class _AsReal(Counting):
     """
 
     _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return on_shapes(super().call, func, args, kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

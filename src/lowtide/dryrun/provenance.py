@@ -2,9 +2,10 @@
 
 Problem: much code looks at its labels or masks before it computes (a check, an early return), and
 a fake tensor has no content. Invariant: an answer is computed only from tensors that really exist
-(arguments, buffers), and only if no parameter, random number or write contributes to it; any other
-question stays unanswered, and the caller falls back to a real step. Imports tape. Rejected:
-guessing a branch, which plans a step that will not run.
+(arguments, buffers, constants made of Python's numbers), and only if no parameter and no random
+number contributes to it; what is written in place is written to copies. Any other question stays
+unanswered, and the caller falls back to a real step. Imports tape. Rejected: guessing a branch,
+which plans a step that will not run.
 """
 
 from __future__ import annotations
@@ -36,9 +37,18 @@ def evaluate(value: Value, real: dict[Value, torch.Tensor]) -> torch.Tensor:
     known: dict[Value, torch.Tensor] = {}
     with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
         for op in _makers(value, real):
-            args = [_real_argument(a, known, real) for a in op.args]
-            kwargs = {k: _real_argument(a, known, real) for k, a in op.kwargs.items()}
+            written = [ref.value for ref, _ in op.writes]
+            copies = {
+                v: copied(known[v] if v in known else real[v]) for v in written if v is not None
+            }
+            about = {**known, **copies} if copies else known
+            args = [_real_argument(a, about, real) for a in op.args]
+            kwargs = {k: _real_argument(a, about, real) for k, a in op.kwargs.items()}
             result = op.facts.func(*args, **kwargs)
+            for old, (_, weak) in zip(written, op.writes, strict=True):
+                made = weak()
+                if made is not None and old is not None:
+                    known[made] = copies[old]
             flat = list(result) if isinstance(result, list | tuple) else [result]
             for place, weak in op.outputs:
                 made = weak()
@@ -58,7 +68,7 @@ def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
                 raise UnansweredError("it depends on a parameter")
             continue
         op = value.op
-        if op is None or op.draws or op.writes or op.facts.random or op.facts.writes:
+        if op is None or op.draws or op.facts.random or _moves_more(op):
             raise UnansweredError("it depends on what only a real step can make")
         if op in found:
             continue
@@ -68,6 +78,22 @@ def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
             raise UnansweredError("it takes much memory to find out")
         stack.extend(op.values())
     return sorted(found, key=lambda op: op.sequence)
+
+
+def _moves_more(op: Operation) -> bool:
+    """Whether it writes to what the record does not show: statistics, or memory nobody recorded."""
+    if op.facts.statistics is not None:
+        return True
+    return bool(op.facts.writes) and (
+        not op.writes or any(ref.value is None for ref, _ in op.writes)
+    )
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor over a copy of its whole storage, other views of which are written too."""
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return copy.set_(tensor.detach().untyped_storage().clone(), *place)
 
 
 def _real_argument(

@@ -21,10 +21,11 @@ from torch.nn import functional
 from lowtide import _compat, engine
 from lowtide._compat import fakes
 from lowtide.dryrun.onehot import one_hot, only_checks
-from lowtide.dryrun.provenance import UnansweredError, evaluate
+from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
 from lowtide.dryrun.standins import StandIns
 from lowtide.step import Recording
 from lowtide.tape.known import Entry
+from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Value
@@ -32,6 +33,9 @@ from lowtide.tape.values import Handle, Value
 # What these keep for their backward has no size on fake tensors.
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
 
+
+# Makes a tensor of Python's numbers part of the program.
+_LIFTS = torch.ops.aten.lift_fresh.default
 
 # These add something at their end (a mask to scores, a bias to a non-contiguous result) in place,
 # but out of place under a dispatch mode and on fake tensors.
@@ -127,7 +131,34 @@ class FakeRecorder(Recorder):
             self.adding.in_place or self.adding.adds_bias(*args[:2])
         ):
             func = torch.ops.aten.add_.Tensor
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        moved = self._moved(func, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if moved is not None:
+            entry = self.entry_of(args[0])
+            if entry is not None:
+                self._real[self.value_in(entry)] = moved
+        if func is _LIFTS and fakes.is_fake(result) and not fakes.is_fake(args[0]):
+            self.stand.stands_for(result, args[0])
+        return result
+
+    def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | None:
+        """What was made outside (a counter) and is about to be written, as it is afterwards: a copy
+        of its whole storage. None: nothing is, or its new content is not known."""
+        facts = facts_of(func)
+        if facts.writes != (0,) or facts.random or kwargs:
+            return None
+        ref = self._reference(args[0])
+        if ref is None or ref.value is None or ref.value.op is not None:
+            return None
+        try:
+            before = evaluate(ref.value, self._real)
+            others = [self._real_argument(a) for a in args[1:]]
+        except UnansweredError:
+            return None
+        with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
+            copy = copied(before)
+            func(ref.of(copy), *others)
+        return copy
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator that needs the content of fake tensors on the real ones behind them."""
@@ -173,10 +204,6 @@ class FakeRecorder(Recorder):
         return tensor  # nothing reads the counters of fake tensors
 
     def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
-        if value.op is None:
-            real = self.stand.real(tensor)
-            if real is not None:
-                self._real[value] = real
         with _compat.under_modes():
             value.held = tensor.detach()
         value.version = _compat.version_of(value.held)

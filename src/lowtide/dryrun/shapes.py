@@ -17,6 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.kernels.grouped import on_shapes
 from lowtide.kernels.mixed import dtypes_of_results
 from lowtide.kernels.pointwise import kept_storage
 from lowtide.tape.operators import FACTS, facts_of
@@ -52,7 +53,7 @@ class Shapes:
         self._kind = fakes.fake_type()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self._called(func, args, kwargs)
+        result = on_shapes(self._called, func, args, kwargs)
         name = _compat.schema_of(func).name
         dtypes = dtypes_of_results(name, args)
         if dtypes:

@@ -140,6 +140,7 @@ class StandIns:
         self.mode = mode
         self._made: dict[int, torch.Tensor] = {}
         self._real: dict[int, torch.Tensor] = {}
+        self._read: list[torch.Tensor] = []
         self.originals: dict[int, torch.Tensor] = {}  # by the id of what stands for them
         self._saved = _Saved(found)
         self._scripted: list[tuple[Any, str, torch.Tensor]] = []
@@ -154,6 +155,8 @@ class StandIns:
                     for name, tensor in list(tensors.items()):
                         if tensor is not None:
                             tensors[name] = self.fake(tensor)
+            for tensor in self.found.tensors:  # torch fakes those of closures where they are read
+                self._know(tensor)
             for module in self.found.modules():
                 for name, part in vars(module).items():
                     # Lists of a module's own parameters, as in recurrent layers.
@@ -171,6 +174,7 @@ class StandIns:
         for tensors, name, tensor in self._scripted:
             tensors[name] = tensor
         self._scripted.clear()
+        self._read.clear()
         self._saved.restore()
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -203,20 +207,35 @@ class StandIns:
             return {key: self.fake(part) for key, part in item.items()}
         return item
 
+    def _know(self, tensor: torch.Tensor) -> None:
+        """What is in a tensor that the function reaches without being given it can be asked for,
+        of itself and of what the mode makes of it wherever an operator reads it."""
+        if tensor.requires_grad or fakes.is_fake(tensor) or tensor.device.type == "meta":
+            return
+        self._read.append(fakes.faked(self.mode, tensor, self.device))  # else torch makes another
+        for one in (tensor, self._read[-1]):
+            storage = _compat.storage_of(one)
+            if storage is not None:
+                self._real.setdefault(_compat.storage_id(storage), tensor)
+
     def made(self, result: Any) -> Any:
         """What an operator returned, with fake tensors in place of real ones. They are in memory
         as long as the program has them, and no longer."""
         if isinstance(result, torch.Tensor):
             fake = fakes.faked(self.mode, result, self.device)
-            storage = _compat.storage_of(fake)
-            if storage is not None:
-                key = _compat.storage_id(storage)
-                self._real[key] = result
-                weakref.finalize(storage, self._real.pop, key, None)
+            self.stands_for(fake, result)
             return fake
         if isinstance(result, tuple | list):
             return type(result)(map(self.made, result))
         return result
+
+    def stands_for(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """As long as its storage is there, a fake tensor has the content of a real one."""
+        storage = _compat.storage_of(fake)
+        if storage is not None:
+            key = _compat.storage_id(storage)
+            self._real[key] = real
+            weakref.finalize(storage, self._real.pop, key, None)
 
 
 class _Saved:

@@ -16,6 +16,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
+from lowtide.kernels.grouped import any_type
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
@@ -54,7 +55,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         named = {name: _meta(a) for name, a in kwargs.items()}
         if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
             named["device"] = torch.device("meta")
-        result = func(*[_meta(a) for a in args], **named)
+        with any_type(func):
+            result = func(*[_meta(a) for a in args], **named)
     return sum(map(bytes_of, tensors_in((result,), {})))
 
 

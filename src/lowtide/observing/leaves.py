@@ -31,6 +31,8 @@ class Read(NamedTuple):
     """Bytes of the largest gradient that is made on the way to the leaf's own."""
     way: _compat.Way | None = None
     """If it reads a view, how the leaf gets its gradient; None for the leaf itself, or unknown."""
+    argument: int = -1
+    """Which it is of the operation's arguments that require grad."""
 
 
 class Leaves:
@@ -65,13 +67,15 @@ class Leaves:
     def ran(self, tensors: list[torch.Tensor]) -> None:
         """The next operation reads these tensors."""
         self.nodes.append(_compat.newest_node())
+        wanted = 0
         for tensor in tensors:
-            self._read(tensor, len(self.nodes) - 1)
+            if tensor.requires_grad:
+                self._read(tensor, len(self.nodes) - 1, wanted)
+                wanted += 1
+            else:
+                self._no_leaf(tensor)
 
-    def _read(self, tensor: torch.Tensor, op: int) -> None:
-        if not tensor.requires_grad:
-            self._no_leaf(tensor)
-            return
+    def _read(self, tensor: torch.Tensor, op: int, argument: int) -> None:
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
             _, leaf = _compat.first_view(tensor)
@@ -81,7 +85,7 @@ class Leaves:
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
         between = 0 if way is None else way.between * leaf.element_size()
         self.known[id(leaf)] = (op, _weak(leaf))
-        self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way))
+        self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way, argument))
         if leaf.grad is None:
             self.gradients[id(leaf)] = (op, nbytes)
 

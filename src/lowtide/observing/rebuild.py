@@ -87,6 +87,9 @@ class OpLog:
     """Values whose memory it writes in place."""
     lent: bool = field(default=False, compare=False)
     """Whether something else may refer to a gradient that it gives to a leaf; not written."""
+    astray: dict[int, int] = field(default_factory=dict, compare=False)
+    """Its arguments, counting those that require grad, whose gradient may be laid out in memory in
+    another way than they are read, with the bytes that it takes; not written."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
     inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)

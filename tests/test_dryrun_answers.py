@@ -1,0 +1,162 @@
+"""A dry run's answers to questions about data, behind constants and in-place writes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+
+pytestmark = pytest.mark.usefixtures("short_search")
+
+IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 3, 0]])
+
+
+def padded(ids: Tensor) -> bool:
+    return 0 in ids[:, [-1, 0]]  # as transformers looks for padding without a mask
+
+
+def of_a_number(ids: Tensor) -> bool:
+    return bool((ids == torch.tensor(3)).sum() == 2)
+
+
+def of_an_array(ids: Tensor) -> bool:
+    return bool(ids.index_select(1, torch.from_numpy(np.array([1, 3]))).max() == 8)
+
+
+def cleared(ids: Tensor) -> bool:
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    return not mask.all() and int(mask.sum()) == 6
+
+
+def overwritten(ids: Tensor) -> bool:
+    copy = ids.clone()
+    copy.view(-1)[5:] = 1
+    return copy.max().item() == 7 and ids.max().item() == 8
+
+
+def masked(ids: Tensor) -> bool:
+    mask = torch.zeros(ids.shape)
+    before = mask.sum()
+    mask.masked_fill_(ids == 3, 1.0).mul_(2)
+    return before.item() == 0 and mask.sum().item() == 4
+
+
+def scattered(ids: Tensor) -> bool:
+    counts = torch.zeros(9).index_add_(0, ids.flatten(), torch.ones(8))
+    return counts.tolist() == [1, 0, 0, 2, 1, 1, 1, 1, 1]
+
+
+def chosen(ids: Tensor) -> bool:
+    keep = torch.tensor([True, False, True, False]).repeat(2, 1)
+    keep[0, 1] = True
+    return len(ids[keep]) == 5
+
+
+QUESTIONS = (padded, of_a_number, of_an_array, cleared, overwritten, masked, scattered, chosen)
+
+
+class Asks(nn.Module):
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 16), nn.Linear(16, 16)
+        self.norm, self.question = nn.BatchNorm1d(4), question
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return (self.out(x) if self.question(ids) else x).square().mean()
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_follows_from_data_and_constants_needs_no_real_step(
+    question: Callable[[Tensor], bool],
+) -> None:
+    assert question(IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(Asks(question), IDS)
+    assert plan.source == "fake"
+    assert any(operation.name == "aten::addmm" for operation in plan.operations)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_same_of_what_a_closure_has(question: Callable[[Tensor], bool]) -> None:
+    model, batch = Asks(question), {"ids": IDS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(lambda: model(batch["ids"]))
+    assert plan.source == "fake"
+    assert any(operation.name == "aten::addmm" for operation in plan.operations)
+
+
+class Counts(Asks):
+    """Counts its calls before it looks, as quantizers do that begin with their first batch."""
+
+    steps: Tensor
+
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__(question)
+        self.register_buffer("steps", torch.tensor([2, 0, 0]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.steps[0] += 1
+        self.steps[1:].fill_(4).sub_(ids[0, 1:3])
+        return super().forward(ids)
+
+
+def test_a_counter_that_moves_first_is_asked_and_stays_as_it_was() -> None:
+    model = Counts(lambda ids: model.steps.tolist() == [3, 0, -1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(model, IDS)
+    assert plan.source == "fake"
+    assert any(operation.name == "aten::addmm" for operation in plan.operations)
+    assert model.steps.tolist() == [2, 0, 0]
+
+
+def test_what_a_step_writes_from_parameters_into_a_buffer_is_not_taken_for_what_was_there() -> None:
+    def question(ids: Tensor) -> bool:
+        with torch.no_grad():
+            model.steps.copy_(model.out.bias[:3])
+        return bool(model.steps.sum() > -99)
+
+    model = Counts(question)
+    with pytest.warns(lowtide.DryRunWarning):
+        assert lowtide.plan(model, IDS).source == "recorded"
+
+
+def of_a_parameter(model: Asks, ids: Tensor) -> Tensor:
+    made = torch.zeros(16)
+    with torch.no_grad():
+        made[2:] = model.out.bias[2:]
+    return made
+
+
+def of_chance(model: Asks, ids: Tensor) -> Tensor:
+    return F.dropout(torch.ones(16)).add_(1)
+
+
+def of_noise(model: Asks, ids: Tensor) -> Tensor:
+    return torch.zeros(16).normal_()
+
+
+def of_statistics(model: Asks, ids: Tensor) -> Tensor:
+    model.norm(ids.float())
+    assert model.norm.running_mean is not None
+    return model.norm.running_mean
+
+
+@pytest.mark.parametrize("made", [of_a_parameter, of_chance, of_noise, of_statistics])
+def test_what_a_real_step_alone_knows_is_not_guessed(
+    made: Callable[[Asks, Tensor], Tensor],
+) -> None:
+    model = Asks(lambda ids: bool(made(model, ids).sum() > -99))
+    with pytest.warns(lowtide.DryRunWarning):
+        assert lowtide.plan(model, IDS).source == "recorded"
