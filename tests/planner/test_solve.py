@@ -102,7 +102,7 @@ def test_close_to_every_plan_on_average() -> None:
     assert tried >= 40
     assert fitted >= tried * 0.97
     assert optimal >= tried * 0.85
-    assert lowest_met >= tried * 0.95
+    assert lowest_met >= tried * 0.98
 
 
 @pytest.mark.parametrize("seed", [103, 301, 332])
@@ -113,6 +113,17 @@ def test_the_lowest_peak_may_take_two_moves_at_once(
     least = brute_force(graph, 0)[1]
     assert minimum(graph).peak == least
     monkeypatch.setattr("lowtide.planner.lowest.PAIRS", 0)
+    assert minimum(graph).peak > least
+
+
+@pytest.mark.parametrize(("seed", "ops"), [(3, 8), (7, 8), (10, 4), (42, 8), (100, 6)])
+def test_all_pairs_are_tried_where_there_is_work_left(
+    seed: int, ops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = random_graph(seed, ops)
+    least = brute_force(graph, 0)[1]
+    assert minimum(graph).peak == least
+    monkeypatch.setattr("lowtide.planner.descent._second", lambda _, first, *__: first)
     assert minimum(graph).peak > least
 
 

@@ -61,26 +61,58 @@ def descend(problem: Problem, candidate: Candidate, limit: int, evaluations: int
 
 
 def pairs(problem: Problem, candidate: Candidate, limit: int, evaluations: int) -> Candidate:
-    """One step of a descent that no single move can go on with: the first move after which a few
-    more lower the excess, although it does not by itself."""
+    """One step of a descent that no single move can go on with: two moves or a few more that lower
+    the excess, although the first does not by itself. First what a short descent from each move
+    finds; if there is work left, all pairs."""
     sim = problem.sim
     stop = sim.evaluations + evaluations
     score = excess(candidate.result, limit)
-    for value, choice in _moves(problem, candidate):
+    for move in _moves(problem, candidate):
+        if sim.evaluations >= stop:
+            return candidate
+        first = _moved(problem, candidate, move)
+        if first.result.complete:
+            found = descend(problem, first, limit, FOLLOWING)
+            if excess(found.result, limit) < score:
+                return found
+    moves = _moves(problem, candidate, thorough=True)
+    share = max((stop - sim.evaluations) // (len(moves) + 1), FOLLOWING)
+    for move in moves:
         if sim.evaluations >= stop:
             break
-        retain = candidate.retain.copy()
-        retain[value] = choice
-        result = problem.run(retain)
-        if result.complete:
-            found = descend(problem, Candidate(retain, result), limit, FOLLOWING)
+        first = _moved(problem, candidate, move)
+        if first.result.complete:
+            found = _second(problem, first, limit, share)
             if excess(found.result, limit) < score:
                 return found
     return candidate
 
 
-def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
-    """Moves at the peak: drop held values, retain others later, hold what replays recompute."""
+def _second(problem: Problem, first: Candidate, limit: int, evaluations: int) -> Candidate:
+    """The second move that lowers the excess most, and a descent from there."""
+    best, lowest = first, excess(first.result, limit)
+    for move in _moves(problem, first, thorough=True)[: evaluations // 2]:
+        found = _moved(problem, first, move)
+        over = excess(found.result, limit)
+        if over < lowest:
+            best, lowest = found, over
+    return best if best is first else descend(problem, best, limit, evaluations // 2)
+
+
+def _moved(problem: Problem, candidate: Candidate, move: tuple[int, int]) -> Candidate:
+    retain = candidate.retain.copy()
+    retain[move[0]] = move[1]
+    return Candidate(retain, problem.run(retain))
+
+
+def _moves(
+    problem: Problem, candidate: Candidate, *, thorough: bool = False
+) -> list[tuple[int, int]]:
+    """Moves at the peak: drop held values, retain others later, hold what replays recompute.
+
+    `thorough`: hold it also if the peak is in the forward, where something may be held only because
+    it is replayed from it.
+    """
     sim, trace = problem.sim, trace_of(candidate.result)
     phase, index = candidate.result.peak_at
     event = -1 if phase == "forward" else index
@@ -94,7 +126,7 @@ def _moves(problem: Problem, candidate: Candidate) -> list[tuple[int, int]]:
         if trace.start[value] == -1 and problem.sim.graph.first_event[value] > event >= 0:
             moves.append((value, event + 1))  # drop it, and retain it only after the peak
     moves.sort(key=lambda move: (-sim.nbytes[move[0]], move))
-    if event >= 0:
+    if event >= 0 or thorough:
         anchors = [
             value
             for op, times in enumerate(trace.replays)
