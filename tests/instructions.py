@@ -18,6 +18,10 @@ exact_workspaces = pytest.mark.skipif(
     not onednn_instructions(),
     reason="oneDNN uses neither AVX-512 nor AVX2 here: its workspaces are not known, only bounded",
 )
+avx512_workspaces = pytest.mark.skipif(
+    onednn_instructions() != "AVX512",
+    reason="measures kernels of AVX-512, and oneDNN uses others here",
+)
 avx2_workspaces = pytest.mark.skipif(
     onednn_instructions() != "AVX2",
     reason="measures kernels of AVX2, and oneDNN uses others here",

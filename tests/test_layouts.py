@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from instructions import exact_workspaces
+from instructions import avx512_workspaces, exact_workspaces
 from lowtide._compat import fakes
 from lowtide.dryrun.shapes import Shapes
 from lowtide.kernels.workspace import kernel_workspace
@@ -45,6 +45,21 @@ TURNED: dict[str, Callable[[Tensor], Tensor]] = {
     "a convolution of GELU": lambda x: _convolved(F.gelu(x)),
     "a convolution of a normalization": lambda x: _convolved(F.layer_norm(x, (200,))),
 }
+
+
+@avx512_workspaces
+@pytest.mark.parametrize("size", [8, 16, 30])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_where_patches_are_few_their_parameter_is_the_largest(channels: int, size: int) -> None:
+    """Its gradient is made in the kernel's own layout, and both are there when it is reordered."""
+    layer, x = nn.Conv2d(channels, 64, 8, 8), torch.randn(2, channels, size, size)
+
+    def step() -> Tensor:
+        return layer(x).square().mean()
+
+    modelled = lowtide.plan(step, limit=1.0).plain_peak
+    measured = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    assert modelled == pytest.approx(measured, rel=0.01)
 
 
 @exact_workspaces

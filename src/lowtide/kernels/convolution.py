@@ -209,7 +209,8 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
             columns //= max(1, given.shape[2])
         return _threads(read) * (_REDUCED * parameter + columns)
     if not whole and not halves:
-        return padded(_bytes(given), others) + _blocked(weight, _CHANNEL_BLOCK, 1) - parameter
+        blocked = _blocked(weight, _CHANNEL_BLOCK, 1)
+        return max(padded(_bytes(given), others) + blocked - parameter, blocked)
     block = _CHANNEL_BLOCK if whole else _HALF_BLOCK
     taken = padded(_bytes(given), others, block) + padded(_bytes(read), channels, block)
     blocked = _blocked(weight, block, block)
