@@ -324,8 +324,8 @@ class Reader:
         return once, rest
 
     def _still_there(self, found: list[Item], rest: int, instant: int) -> tuple[list[Item], int]:
-        """Remove items that were freed by `instant`. The simulator counts what backward frees after
-        a request until the next one, but at the instant with the most bytes it may be gone."""
+        """Remove items that were freed by `instant`: what the releases of an event free is not
+        there after them, where the most bytes may be."""
         there = []
         for item in found:
             block = self.names.get(item.value)
