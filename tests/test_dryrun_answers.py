@@ -160,3 +160,32 @@ def test_what_a_real_step_alone_knows_is_not_guessed(
     model = Asks(lambda ids: bool(made(model, ids).sum() > -99))
     with pytest.warns(lowtide.DryRunWarning):
         assert lowtide.plan(model, IDS).source == "recorded"
+
+
+class Averages(Asks):
+    """Keeps a running mean by hand, much larger than a counter."""
+
+    mean: Tensor
+
+    def __init__(self, question: Callable[[Tensor], bool]) -> None:
+        super().__init__(question)
+        self.register_buffer("mean", torch.zeros(1 << 16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(1)
+        return super().forward(ids)
+
+
+def test_a_large_buffer_is_not_read_where_it_is_written() -> None:
+    """Rule 4: a step copies what it has read and the program then writes."""
+    model = Averages(lambda ids: True)
+    plan = lowtide.plan(model, IDS)
+    plain = lowtide.measure(lambda: model(IDS).backward(), device="cpu").peak_bytes
+    assert plan.source == "fake"
+    assert abs(plan.plain_peak - plain) < 4096 < model.mean.nbytes
+
+
+def test_what_is_in_a_large_buffer_that_was_written_is_not_guessed() -> None:
+    model = Averages(lambda ids: bool(model.mean[0] > 0))
+    with pytest.warns(lowtide.DryRunWarning):
+        assert lowtide.plan(model, IDS).source == "recorded"

@@ -37,6 +37,9 @@ _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::mio
 # Makes a tensor of Python's numbers part of the program.
 _LIFTS = torch.ops.aten.lift_fresh.default
 
+_COUNTER = 4096
+"""Bytes of what is followed when the program writes it, to tell what is in it then."""
+
 # These add something at their end (a mask to scores, a bias to a non-contiguous result) in place,
 # but out of place under a dispatch mode and on fake tensors.
 _ADDING = ("scaled_dot_product_attention", "linear")
@@ -143,18 +146,25 @@ class FakeRecorder(Recorder):
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | None:
         """What was made outside (a counter) and is about to be written, as it is afterwards: a copy
-        of its whole storage. None: nothing is, or its new content is not known."""
+        of its whole storage. None: nothing is, or its new content is not known. Larger ones are not
+        followed, as it counts as a read, for which a step would copy what is then written."""
         facts = facts_of(func)
         if facts.writes != (0,) or facts.random or kwargs:
             return None
-        ref = self._reference(args[0])
-        if ref is None or ref.value is None or ref.value.op is not None:
+        entry = self.entry_of(args[0])
+        if entry is None or entry.pieces is not None or entry.nbytes > _COUNTER:
+            return None
+        value = self.value_in(entry)
+        if value.op is not None or value not in self._real or self._real[value].requires_grad:
             return None
         try:
-            before = evaluate(ref.value, self._real)
             others = [self._real_argument(a) for a in args[1:]]
         except UnansweredError:
             return None
+        ref = self._reference(args[0])
+        if ref is None or ref.value is not value:
+            return None
+        before = self._real[value]
         with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             copy = copied(before)
             func(ref.of(copy), *others)
