@@ -7,7 +7,10 @@ for is not, and nothing shows that before backward begins. Held: the limit, and 
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,9 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.learning.depth import Depth
+from lowtide.planner import Graph
+from lowtide.planner.repair import Candidate
+from lowtide.planner.resume import with_margin
 from lowtide.running.prepared import Prepared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,6 +108,33 @@ def test_a_backward_that_goes_on_where_its_plan_ends(share: float) -> None:
     found = peaks(net, limit, IN_TURN)
     assert max(found[:first] + found[first + 1 :]) <= limit.limit
     assert limit.report().planned
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_what_one_backward_keeps_for_good_the_next_cannot_drop(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 13: whatever the times that were measured, and so the plans of the two backwards."""
+    rng, net = random.Random(seed), Net(late=True)
+
+    def planned(graph: Graph, *args: Any, **kwargs: Any) -> Candidate:
+        ops = tuple([replace(op, seconds=rng.uniform(1e-5, 1e-3)) for op in graph.ops])
+        return with_margin(replace(graph, ops=ops), *args, **kwargs)
+
+    def run(limit: lowtide.Budget | None) -> int:
+        net.zero_grad()
+
+        def body() -> None:
+            with limit or contextlib.nullcontext():
+                losses = [net.aside(), net.aside().square()]
+            while losses:
+                losses.pop(0).backward()
+
+        return lowtide.measure(body, device="cpu").peak_bytes
+
+    limit = lowtide.budget(int(0.4 * run(None)))
+    monkeypatch.setattr("lowtide.loop.with_margin", planned)
+    assert run(limit) <= limit.limit
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7])

@@ -25,7 +25,7 @@ from lowtide.memory import leftover, margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, plain_peak
-from lowtide.planner.resume import forward_over, with_margin
+from lowtide.planner.resume import forward_over, settled_in, with_margin
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
 from lowtide.running.earlier import Earlier
@@ -216,7 +216,7 @@ class Loop(Planning):
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
                 decisions.starts_over()
-                self._settle(decisions, decisions.observer)
+                self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
         prepared = decisions.prepared
@@ -267,13 +267,16 @@ class Loop(Planning):
             observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
 
-    def _settle(self, decisions: StepDecisions, observer: Observer) -> None:
-        """The step differs from its plan: plan its backward from what is still held."""
+    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
+        """The step differs from its plan: plan its backward from what is still held. `again`: it
+        had another one, which has decided for good what it held."""
         prepared = decisions.prepared
         graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
         held = observer.held_from_forward()
         if not graph.events:
             return
+        if again:
+            graph = settled_in(graph, observer.settled())
         measured = prepared is not None and prepared.measured
         margin = margins.MEASURED if measured else margins.MODELLED
         plain, before = plain_peak(graph), self.allowance.before
@@ -287,7 +290,7 @@ class Loop(Planning):
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
-            self._settle(decisions, observer)
+            self._settle(decisions, observer, again=again)
             return
         if found.result.peak > self.allowance.of(plain, before) and strict:
             self._refuse_backward(decisions, observer, whole, held, found.retain)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from graphs import random_graph
+from graphs import chain, random_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.planner import HOLD, Graph, simulate
-from lowtide.planner.resume import forward_over, from_held, with_margin
+from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
 
 
 def stopped(seed: int) -> tuple[Graph, set[int], random.Random]:
@@ -40,3 +40,16 @@ def test_a_margin_that_is_not_found_refuses_no_limit_that_is_kept(seed: int) -> 
     limit = int(from_held(graph, held, 0).result.peak * rng.uniform(1, 1.1))
     assert from_held(graph, held, int(limit * 0.9)).result.peak > limit
     assert with_margin(graph, held, limit, 0.1, search=True).result.peak <= limit
+
+
+def test_what_is_settled_is_held() -> None:
+    """An earlier backward has cut the link from a value to what it was made from."""
+    graph = chain(8)
+    held = {value for value, release in enumerate(graph.release) if release >= 0}
+    middle = sorted(held)[len(held) // 2]
+    least = from_held(graph, held, 0)
+    assert least.retain[middle] != HOLD
+    settled = settled_in(graph, {middle})
+    assert middle in settled.must_hold
+    assert from_held(settled, held, 0).retain[middle] == HOLD
+    assert settled_in(graph, set()) is graph

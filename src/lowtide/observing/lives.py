@@ -210,6 +210,10 @@ class Lives:
     def held_from_forward(self) -> set[int]:
         return {number for number, (start, _) in self.held.items() if start == -1}
 
+    def settled(self) -> set[int]:
+        """Values in memory that can be dropped no more: nothing would make them again."""
+        return {v.number for v in self.alive() if v.held is not None and v.op is None}
+
     def dropped_before_backward(self, number: int) -> None:
         self.held.pop(number, None)
         self.evicted[number] = len(self.ops)

@@ -12,7 +12,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from lowtide.planner.descent import descend
-from lowtide.planner.graph import Graph
+from lowtide.planner.graph import Graph, OpNode
 from lowtide.planner.repair import Candidate, Problem, grow, shrink
 from lowtide.planner.search import WORK
 from lowtide.planner.simulate import Simulator
@@ -32,6 +32,19 @@ def forward_over(graph: Graph, held: Container[int]) -> Graph:
         for value, node in enumerate(graph.values)
     )
     return Graph(values, ops, graph.events)  # without `turn`, which is over too
+
+
+def settled_in(graph: Graph, settled: Container[int]) -> Graph:
+    """The same step when nothing makes these values again: an earlier backward of it has cut their
+    links to what they were made from. An operation whose other results may be made again is left
+    as it is."""
+
+    def over(op: OpNode) -> bool:
+        wanted = [v for v in op.outputs if graph.release[v] >= 0 or graph.consumers[v]]
+        return bool(wanted) and all(value in settled for value in wanted)
+
+    ops = tuple([replace(op, replayable=False) if over(op) else op for op in graph.ops])
+    return graph if ops == graph.ops else replace(graph, ops=ops)
 
 
 def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) -> Candidate:
