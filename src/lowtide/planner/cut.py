@@ -105,11 +105,9 @@ def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:
             for size, free, last in zip(sim.nbytes, sim.free, sim.stays, strict=True)
         ]
     alive = sim.lifetimes([0] * len(sim.nbytes))
-    used, first = sim.event_value[index], index
-    if _after_releases(sim, index):
-        used, first = -1, index + 1
+    used = sim.event_value[index]
     return [
-        0 if free or last < first or value == used else size
+        0 if free or last < index or value == used else size
         for value, (size, free, last) in enumerate(zip(sim.nbytes, sim.free, alive, strict=True))
     ]
 
@@ -129,23 +127,14 @@ def number_of(sim: Simulator, at: tuple[str, int]) -> int:
 
 
 def room_at(sim: Simulator, at: tuple[str, int], limit: int) -> int:
-    """Bytes that a plan may hold at a moment if the peak may be `limit`."""
+    """Bytes that a plan may hold at a moment if the peak may be `limit`. The moment of an event is
+    before its releases."""
     phase, index = at
     if phase == "forward":
         return limit - sim.forward_peak[index]
-    if _after_releases(sim, index):
-        return limit - sim.event_after[index]
-    return limit - sim.event_peak[index] - _own(sim, index)
-
-
-def _after_releases(sim: Simulator, event: int) -> bool:
-    """Whether the moment of an event is after its releases, where more may be in memory."""
-    return sim.event_after[event] > sim.event_peak[event] + _own(sim, event)
-
-
-def _own(sim: Simulator, event: int) -> int:
-    used = sim.event_value[event]
-    return 0 if sim.free[used] else sim.nbytes[used]
+    used = sim.event_value[index]
+    own = 0 if sim.free[used] else sim.nbytes[used]
+    return limit - sim.event_peak[index] - own
 
 
 def free_holds(sim: Simulator, weight: list[int]) -> frozenset[int]:
