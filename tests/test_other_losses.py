@@ -110,6 +110,19 @@ def test_a_backward_that_goes_on_where_its_plan_ends(share: float) -> None:
     assert limit.report().planned
 
 
+def older_first(net: Net, limit: lowtide.Budget | None) -> int:
+    """The peak of a step with two losses, of which the older one goes backward first."""
+    net.zero_grad()
+
+    def body() -> None:
+        with limit or contextlib.nullcontext():
+            losses = [net.aside(), net.aside().square()]
+        while losses:
+            losses.pop(0).backward()
+
+    return lowtide.measure(body, device="cpu").peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_what_one_backward_keeps_for_good_the_next_cannot_drop(
     seed: int, monkeypatch: pytest.MonkeyPatch
@@ -121,44 +134,21 @@ def test_what_one_backward_keeps_for_good_the_next_cannot_drop(
         ops = tuple([replace(op, seconds=rng.uniform(1e-5, 1e-3)) for op in graph.ops])
         return with_margin(replace(graph, ops=ops), *args, **kwargs)
 
-    def run(limit: lowtide.Budget | None) -> int:
-        net.zero_grad()
-
-        def body() -> None:
-            with limit or contextlib.nullcontext():
-                losses = [net.aside(), net.aside().square()]
-            while losses:
-                losses.pop(0).backward()
-
-        return lowtide.measure(body, device="cpu").peak_bytes
-
-    limit = lowtide.budget(int(0.4 * run(None)))
+    limit = lowtide.budget(int(0.4 * older_first(net, None)))
     monkeypatch.setattr("lowtide.loop.with_margin", planned)
-    assert run(limit) <= limit.limit
+    assert older_first(net, limit) <= limit.limit
 
 
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_the_older_of_two_losses_goes_backward_first(share: float) -> None:
     """What the newer one saved is dropped meanwhile; its own backward is then planned by itself."""
     net = Net(late=True)
-
-    def run(limit: lowtide.Budget | None) -> int:
-        net.zero_grad()
-
-        def body() -> None:
-            with limit or contextlib.nullcontext():
-                losses = [net.aside(), net.aside().square()]
-            while losses:
-                losses.pop(0).backward()
-
-        return lowtide.measure(body, device="cpu").peak_bytes
-
-    plain = run(None)
+    plain = older_first(net, None)
     limit = lowtide.budget(int(share * plain))
-    assert run(limit) <= limit.limit
+    assert older_first(net, limit) <= limit.limit
     report = limit.report()
     assert report.replayed_operations <= 2 * report.recorded_operations
-    assert max(run(limit) for _ in range(3)) <= limit.limit
+    assert max(older_first(net, limit) for _ in range(3)) <= limit.limit
 
 
 def test_a_step_with_nothing_to_recompute_is_planned() -> None:

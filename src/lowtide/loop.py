@@ -275,8 +275,6 @@ class Loop(Planning):
         held = observer.held_from_forward()
         if not graph.events:
             return
-        if again:
-            graph = settled_in(graph, observer.settled())
         measured = prepared is not None and prepared.measured
         margin = margins.MEASURED if measured else margins.MODELLED
         plain, before = plain_peak(graph), self.allowance.before
@@ -287,6 +285,8 @@ class Loop(Planning):
         of_bytes = isinstance(self.allowance.limit, int)
         strict = measured or (of_bytes and not decisions.keeps_wrappers)
         whole, graph = graph, forward_over(graph, held)
+        if again:
+            graph = settled_in(graph, observer.settled())
         found = with_margin(graph, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less

@@ -217,16 +217,17 @@ class Reader:
     def _backward(self) -> list[Moment]:
         graph, trace, count = self.graph, self.trace, len(self.graph.events)
         held, retained = [0] * (count + 1), [0] * (count + 1)
-        ends = [[0, 0] for _ in range(count)]  # bytes of the two that end at each event
+        held_ends, retained_ends = [0] * count, [0] * count
         for v, (node, start, end) in enumerate(
             zip(graph.values, trace.start, trace.alive, strict=True)
         ):
             if self.sim.free[v] or start == ABSENT or end < 0:
                 continue
-            into = held if self.retain[v] == HOLD else retained
+            holds = self.retain[v] == HOLD
+            into, ends = (held, held_ends) if holds else (retained, retained_ends)
             into[max(start, 0)] += node.nbytes
             into[end + 1] -= node.nbytes
-            ends[end][into is retained] += node.nbytes
+            ends[end] += node.nbytes
         moments = []
         for index, (event, kept, redone) in enumerate(
             zip(graph.events, accumulate(held), accumulate(retained), strict=False)
@@ -236,9 +237,10 @@ class Reader:
                 moments.append(self._replay(index, kept, gradient, pinned))
             given = 0 if self.there(event.value, index) else graph.values[event.value].nbytes
             other = event.peak_other
-            if event.after > other + given + sum(ends[index]):  # the most is after its releases
+            freed = held_ends[index] + retained_ends[index]
+            if event.after > other + given + freed:  # the most is after its releases
                 other, given = event.after, 0
-                kept, redone = kept - ends[index][0], redone - ends[index][1]
+                kept, redone = kept - held_ends[index], redone - retained_ends[index]
             gradient = min(other, gradient)
             pinned = min(other - gradient, pinned)
             moments.append(

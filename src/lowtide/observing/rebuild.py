@@ -326,11 +326,11 @@ def _measured_events(
         start, end = seen.held.get(number, (0, -1))
         given = 0 if start <= index <= end or number in seen.pinned else sizes[number]
         following = seen.requests[index + 1][2] if index + 1 < count else len(rises)
-        over = max((seen.freed.get(number, -1) for number in releases[index]), default=-1)
+        over = max((seen.freed.get(released, -1) for released in releases[index]), default=-1)
         if not answer < over < following:  # nothing is released before the next request
             over = following
         rose = [rises[mark] + _gone(ends[index], mark) for mark in range(answer, over)]
-        peak = max(levels[answer], *rose, 0)
+        peak = max([levels[answer], *rose])
         after = max(rises[over:following], default=0) + _gone(ends[index])
         events.append(
             Event(
