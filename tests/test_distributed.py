@@ -203,10 +203,12 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
         for how in ("checkpoint", "budget"):
             yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
     yield "fsdp2 region over groups", fsdp_region_over_groups
+    yield "fsdp2 region over groups of one rank", lambda: fsdp_region_over_groups(of_one=True)
 
 
-def fsdp_region_over_groups() -> Outcome:
-    """One region around all groups: each is resharded long before its backward."""
+def fsdp_region_over_groups(*, of_one: bool = False) -> Outcome:
+    """One region around all groups: each is resharded long before its backward. In a group of one
+    rank FSDP2 gathers nothing, but frees and fills its parameters all the same."""
 
     class Whole(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -218,6 +220,8 @@ def fsdp_region_over_groups() -> Outcome:
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh("cpu", (WORLD,))
+        if of_one:
+            mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("apart", "alone"))["alone"]
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         return fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -542,6 +546,10 @@ def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: st
 
 def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
     check_same(outcomes, "fsdp2 region over groups")
+
+
+def test_fsdp2_region_over_groups_of_one_rank(outcomes: list[dict[str, Outcome]]) -> None:
+    check_same(outcomes, "fsdp2 region over groups of one rank")
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -294,7 +294,7 @@ class Recorder(Encoding, _compat.Mode):
             written += self._written_inside(args, kwargs)
         if facts.statistics is not None:
             self._statistics_move(facts, args)
-        if self._read is None and facts.name.startswith("fsdp::"):
+        if self._read is None and _of_fsdp(facts.name, args):
             self._read = {}
         behind = self._behind(facts, written, args, kwargs, ()) if written else {}
         for entry, _ in written:
@@ -365,3 +365,11 @@ class Recorder(Encoding, _compat.Mode):
         self.writes_were_seen()
         self._wholes = []
         self.table.clear()
+
+
+def _of_fsdp(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operation shows that FSDP2 is at work: its own gather; or, as it copies instead of
+    gathering where there is a single rank, the label that it gives to its hooks for profilers."""
+    if name.startswith("profiler::"):
+        return bool(args) and isinstance(args[0], str) and args[0].startswith("FSDP::")
+    return name.startswith("fsdp::")
