@@ -38,6 +38,8 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     if device == "cpu" and left.element_size() == 2 and _compat.onednn_takes(left.dtype):
         return _of_halves(left, right)
     pairs, dimensions = (max(1, left.shape[0]), 3) if batched else (1, 2)
+    if device == "cuda":  # one kernel multiplies all of them
+        pairs = 1
     return sum(_bytes(t) // pairs for t in (left, right) if not _readable(t, dimensions))
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from lowtide.kernels import cuda
 from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.cuda import cuda_workspace
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
@@ -110,17 +112,20 @@ def workspace_of(
     device to assume if the tensors have no memory.
     """
     name = out_of_place(name)
+    device = device or (tensors[0].device.type if tensors else "")
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
             return _convolution(
-                tensors[1], tensors[2], options_of(args, True), bytes_of(tensors[0])
+                tensors[1], tensors[2], options_of(args, True), bytes_of(tensors[0]), device, True
             )
-        return _convolution(tensors[0], tensors[1], options_of(args, False), made)
+        return _convolution(tensors[0], tensors[1], options_of(args, False), made, device, False)
+    known = cuda_workspace(name, tensors, args, made) if device == "cuda" else None
+    if known is not None:
+        return known
     if name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
         return sum(map(bytes_of, tensors[:1]))
     if name in _COPIED:
         return sum(bytes_of(t) for t in tensors[: _COPIED[name]] if not t.is_contiguous())
-    device = device or (tensors[0].device.type if tensors else "")
     product = product_workspace(name, tensors, device)
     if product is not None:
         return product
@@ -221,8 +226,18 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     return _SCRATCHPAD + parameters * 21 // 20 + gates + bytes_of(source) + more
 
 
-def _convolution(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> int:
-    """As measured on the CPU: the unfolded input (im2col), or oneDNN's reordered copies."""
+def _convolution(
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    options: Options,
+    made: int,
+    device: str,
+    backward: bool,
+) -> int:
+    """On CUDA, what cuDNN takes. Else as on the CPU: the unfolded input (im2col), or oneDNN's
+    reordered copies."""
+    if device == "cuda":
+        return cuda.convolution(source, weight, options, made, backward=backward)
     if unfolded(source, weight, source.device.type, options):
         copied = 0 if source.is_contiguous() else bytes_of(source) + bytes_of(weight)
         return copied + unfolded_workspace(source, weight, made, options, False)
@@ -280,7 +295,7 @@ def kernel_workspace(
     options = options_of(args, backward)
     given = bytes_of(tensors[0]) if backward else made
     if not cpu:
-        return _convolution(source, weight, options, given)
+        return _convolution(source, weight, options, given, device, backward)
     passes = backward and len(args) > 10 and bool(args[10][0])
     return convolution_workspace(
         source,
