@@ -69,18 +69,24 @@ def plain(model: nn.Module, compute: Compute) -> Compute:
 
 
 def run_steps(
-    case: Case, apply: Method = plain, steps: int = 3, *, penalty_inside: bool = False
+    case: Case,
+    apply: Method = plain,
+    steps: int = 3,
+    *,
+    penalty_inside: bool = False,
+    device: str = "cpu",
 ) -> Trace:
     """Train `case` for a few steps with `apply` and return what was observed.
 
     With `penalty_inside`, a case's gradient penalty is part of what `apply` wraps; otherwise it is
-    computed from the loss that the wrapped computation returned.
+    computed from the loss that the wrapped computation returned. With another `device` than the
+    CPU, that is torch's default device while the case is built and run.
     """
-    with _fixed_surroundings():
+    with _fixed_surroundings(), nullcontext() if device == "cpu" else torch.device(device):
         model = case.build()
         batches = [case.batch() for _ in range(steps)]
-        recorder = _Recorder(model)
-        compute: Compute = _with_autocast(case, lambda batch: case.loss(model, batch))
+        recorder = _Recorder(model, device)
+        compute: Compute = _with_autocast(case, lambda batch: case.loss(model, batch), device)
         if case.gradient_penalty and penalty_inside:
             compute = apply(model, _with_penalty(compute))
         elif case.gradient_penalty:
@@ -132,8 +138,9 @@ def _train_step(
 class _Recorder:
     """Collects entries, and watches the model's own forward calls."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: str) -> None:
         self.model = model
+        self._device = device
         self.entries: list[Entry] = []
         self._where = ""
         self._calls = 0
@@ -163,6 +170,9 @@ class _Recorder:
 
     def surroundings(self) -> None:
         self._add("default generator", _copy(torch.default_generator.get_state()))
+        if self._device != "cpu":
+            for drawn in torch.get_device_module(self._device).default_generators:
+                self._add("generator of a device", _copy(drawn.get_state()))
         self._add("Python's generator", random.getstate())
         self._add("numpy's generator", repr(np.random.get_state(legacy=False)))
         for path, module in self.model.named_modules():
@@ -181,9 +191,9 @@ class _Recorder:
         self._outputs.append(output)
 
 
-def _with_autocast(case: Case, compute: Compute) -> Compute:
+def _with_autocast(case: Case, compute: Compute, device: str) -> Compute:
     def run(batch: Batch) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+        with torch.autocast(device, torch.bfloat16) if case.autocast else nullcontext():
             return compute(batch)
 
     return run

@@ -2,7 +2,8 @@
 
 Problem: torch's test-only packages permanently freeze its backends' flags and patch scripted
 functions, so a process that imports them cannot run other tests. Invariant: run as a program, it
-prints the results of each sweep as JSON, and judges nothing. The inputs of an operator have to be
+prints the results of each sweep as JSON, and judges nothing; with a device as its argument, and
+names of sweeps after it, it does so there. The inputs of an operator have to be
 recomputed, and so have its results, if they are saved. Left out is what raises, has no gradient, or
 varies from run to run without lowtide. Shapes and arguments come from torch's samples. Imports
 `against_plain`.
@@ -29,6 +30,7 @@ import lowtide
 from against_plain import bits, counted, plainly, tape_records
 
 SAMPLES = 2  # samples per operator: the first and a later one
+DEVICE = "cpu" if __name__ != "__main__" or len(sys.argv) < 2 else sys.argv[1]
 WITHIN = 12  # the number of samples they are chosen from
 # Not determined by their arguments, though two plain runs may happen to agree.
 UNDETERMINED = {
@@ -168,7 +170,7 @@ def spread(samples: Iterator[Any]) -> list[Any]:
 def operators(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     """The operators with gradients of this dtype and deterministic results."""
     for operator in database("op_db"):
-        has_gradient = operator.supports_autograd and operator.supported_backward_dtypes("cpu")
+        has_gradient = operator.supports_autograd and operator.supported_backward_dtypes(DEVICE)
         if has_gradient and dtype in has_gradient and operator.name not in UNDETERMINED:
             yield f"{operator.name} {operator.variant_test_name}".strip(), operator
 
@@ -182,7 +184,7 @@ def sweep_operators(dtype: torch.dtype, *, in_place: bool = False) -> Swept:
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about sparse tensors, while samples are made
-            samples = spread(operator.sample_inputs("cpu", dtype, requires_grad=True))
+            samples = spread(operator.sample_inputs(DEVICE, dtype, requires_grad=True))
         for place, sample in enumerate(samples):
             arguments = ((sample.input, *sample.args), sample.kwargs)
             swept.run(name, Program(call, arguments, gaps=place > 0))
@@ -195,7 +197,7 @@ def sweep_modules() -> Swept:
         if torch.float32 not in info.dtypes or "Lazy" in info.name:  # the same once they have run
             continue
         torch.manual_seed(0)
-        options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True}
+        options = {"device": DEVICE, "dtype": torch.float32, "requires_grad": True}
         inputs = info.module_inputs_func(info, **options, training=True)
         for place, given in enumerate(spread(iter(inputs))):
             if given.forward_input is None:
@@ -203,7 +205,7 @@ def sweep_modules() -> Swept:
             made = given.constructor_input
 
             def build(made: Any = made, kind: Any = info.module_cls) -> nn.Module:
-                return kind(*made.args, **made.kwargs).to(torch.float32).train()
+                return kind(*made.args, **made.kwargs).to(DEVICE, torch.float32).train()
 
             arguments = (given.forward_input.args, given.forward_input.kwargs)
             swept.run(info.name, Program(plainly, arguments, place > 0, build))
@@ -234,7 +236,8 @@ def main() -> None:
         database(name)
     gc.collect()
     gc.freeze()
-    sys.stdout.write(json.dumps({name: sweep().told() for name, sweep in SWEEPS.items()}) + "\n")
+    wanted = sys.argv[2:] or SWEEPS
+    sys.stdout.write(json.dumps({name: SWEEPS[name]().told() for name in wanted}) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # as where the script runs
     on_one_recorder,  # it runs both by itself, and most of it is no recorder's
 ]
-FOR_CUDA = {"memory snapshot of a planned step", "capture of a CUDA graph"}
+FOR_CUDA = {"memory snapshot of a planned step", "capture of a CUDA graph"} | {
+    name for name in checks.all_checks() if name.startswith(("bits: LSTM", "bits: attention, "))
+}
 
 
 def here() -> Place:

@@ -45,6 +45,7 @@ LEARN = 6  # after so many steps a budget measures only now and then
 TOO_LOW, TOO_HIGH = 0.005, 0.05
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.7, 0.73)  # of the plain peak, for which the device has room
 SHARE = 0.75  # of the plain peak, in the checks that are not about limits
+REFUSALS = 5
 Check = Callable[[Place], str]
 At = tuple[str, int] | None  # a device and its stream; None: a factory
 
@@ -92,13 +93,27 @@ def bits(place: Place, kind: str, how: str, precision: str) -> str:
         if how == "checkpoint":
             other = train(place, kind, precision, lowtide.checkpoint)
         else:
-            other = train(place, kind, precision, limit=lowtide.budget(SHARE))
+            other = within(lambda limit: train(place, kind, precision, limit=limit))
     wrong = differing(plain, other)
     if wrong:
         raise AssertionError(f"{wrong} of {len(plain)} tensors differ")
     if not operations:
         raise AssertionError("nothing was recomputed")
     return f"{len(plain)} tensors equal, {len(operations)} operations replayed"
+
+
+def within(run: Callable[[lowtide.Budget], list[Tensor]]) -> list[Tensor]:
+    """What a run leaves under `SHARE` of the plain peak, or under the smallest limit that is not
+    refused: memory that a second stream has read is freed late, and how late depends on timing."""
+    asked: float | int = SHARE
+    for _ in range(REFUSALS):
+        try:
+            return run(lowtide.budget(asked))
+        except lowtide.BudgetError as error:
+            if error.minimum <= asked:
+                raise
+            asked = error.minimum
+    raise AssertionError(f"refused {REFUSALS} times, at last at {asked} bytes, which was named")
 
 
 # ------------------------------------------------------------------------------ limits

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from device.place import Place, Skipped
 from lowtide import _compat
@@ -118,6 +119,52 @@ class Attention(Transformer):
         return [CausalAttention(self.size(256, 16), self.size(4, 2)) for _ in range(4)]
 
 
+class Kernel(Attention):
+    """The same attention by one of torch's kernels, on a device that has it."""
+
+    backend: SDPBackend
+
+    def __init__(self, place: Place) -> None:
+        place.need("cuda", "the choice of an attention kernel")
+        super().__init__(place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        if half is torch.float32 and self.backend in HALVES:
+            raise Skipped(f"{self.backend.name} takes no {half}")
+        with sdpa_kernel(self.backend):
+            return super().forward(x)
+
+
+HALVES = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
+
+def by_kernel(backend: SDPBackend) -> type[Net]:
+    return type(f"{backend.name}", (Kernel,), {"backend": backend})
+
+
+class Recurrent(Net):
+    """Layers of cuDNN, whose parameters are pieces of one memory."""
+
+    def __init__(self, place: Place) -> None:
+        place.need("cuda", "cuDNN")
+        super().__init__(place)
+
+    def make(self) -> list[nn.Module]:
+        width = self.size(128, 16)
+        self.mix = nn.LSTM(width, width, 2, dropout=0.1)
+        return [nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = super().forward(x)
+        out: Tensor = x + self.mix(x)[0]
+        return out
+
+    def example(self) -> Tensor:
+        return self.random(self.size(64, 8), self.size(64, 16), self.size(128, 16))
+
+
 class TwoStreams(Net):
     """Two branches, one of them on a stream of its own. Only that one has a `Tanh`."""
 
@@ -206,6 +253,12 @@ NETS: dict[str, type[Net]] = {
     "conv net, channels last": ChannelsLast,
     "transformer": Transformer,
     "attention": Attention,
+    **{
+        f"attention, {kind.name}": by_kernel(kind)
+        for kind in SDPBackend.__members__.values()
+        if kind.name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
+    },
+    "LSTM": Recurrent,
     "two streams": TwoStreams,
     "generator of its own": Noise,
     "two devices": TwoDevices,
