@@ -12,6 +12,8 @@ from torch import Tensor
 
 import lowtide
 from by_hand import counted_replays
+from lowtide import engine
+from lowtide.tape.recorder import Recorder
 
 ZERO, ONE = "emulated:0", "emulated:1"
 Program = Callable[..., Tensor]
@@ -66,6 +68,33 @@ def test_noise_like_a_tensor_elsewhere() -> None:
 
     assert_same(on_the_device, leaf())
     assert_same(on_the_cpu, leaf())
+
+
+@pytest.mark.skipif(engine.name() != "compiled", reason="the Python recorder runs in Python")
+def test_draws_on_a_device_are_recorded_and_made_again_without_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third of a transformer's operations draw: each took longer than all others together."""
+    in_python: list[str] = []
+
+    def note(recorder: Recorder, facts: Any, *call: Any) -> Any:
+        in_python.append(facts.name)
+        return recorded(recorder, facts, *call)
+
+    recorded = Recorder._run_recorded
+    monkeypatch.setattr(Recorder, "_run_recorded", note)
+
+    def program(x: Tensor) -> Tensor:
+        y = torch.nn.functional.dropout(x.sin(), 0.3) * torch.empty_like(x).bernoulli_(0.5)
+        return (y + torch.randn_like(y)).exp().sin()
+
+    assert_same(program, leaf())
+    assert in_python == []
+    own = torch.Generator(ZERO)
+    assert_same(
+        lambda x: (x * x.detach().clone().normal_(generator=own.manual_seed(1))).exp(), leaf()
+    )
+    assert in_python  # a generator of one's own is looked at there
 
 
 def test_two_threads_replay_draws_from_one_generator() -> None:

@@ -16,6 +16,10 @@
 
 namespace lowtide {
 
+// torch registers no kernel for this key, and no tensor has it; it is below autograd and Python modes and
+// above the kernels. It is included while a thread records.
+constexpr auto KEY = c10::DispatchKey::Fake;
+
 // What C++ has to know of an operator's `Facts`.
 struct Fact {
   PyObject* facts;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "casting.h"
+#include "draws.h"
 #include "facts.h"
 #include "record_types.h"
 
@@ -60,7 +61,7 @@ struct Rare {
   std::vector<TensorList> lists;
   std::vector<Write> writes;
   std::vector<int32_t> numbers;  // arguments that were Python numbers in place of a tensor
-  at::Generator drawn;  // if the operation draws: a copy of the CPU generator as it was before
+  Drawn drawn;  // if the operation draws
 };
 
 struct Operation : Record {
@@ -225,10 +226,7 @@ inline PyObject* operation_draws(PyObject* self, void*) {
   auto* op = as<Operation>(self);
   return leave_error([&] {
     py::list draws;
-    if (op->rare().drawn.defined()) {
-      py::object generator = py::module_::import("torch").attr("default_generator");
-      draws.append(py::make_tuple(generator, py::cast(op->rare().drawn)));
-    }
+    if (op->rare().drawn.defined()) draws.append(draw_of(op->rare().drawn));
     return draws.release().ptr();
   });
 }

@@ -11,49 +11,10 @@
 #include "streams.h"
 #include "writes.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
 
 namespace lowtide {
-
-// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
-// draw do not (attention without dropout), and a copy is larger than all other records.
-inline at::Generator generator_now() {
-  static thread_local at::Generator last;
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  auto* now = generator.get<at::CPUGeneratorImpl>();
-  if (last.defined()) {
-    auto* then = last.get<at::CPUGeneratorImpl>();
-    auto drawn = now->engine().data(), before = then->engine().data();
-    if (drawn.seed_ == before.seed_ && drawn.left_ == before.left_ && drawn.next_ == before.next_ &&
-        drawn.seeded_ == before.seeded_ && drawn.state_ == before.state_ &&
-        now->next_float_normal_sample() == then->next_float_normal_sample() &&
-        now->next_double_normal_sample() == then->next_double_normal_sample()) {
-      return last;
-    }
-  }
-  return last = generator.clone();
-}
-
-// Copy the present CPU generator; false if the call may draw from another one.
-inline bool snapshot(const Stack& stack, size_t count, at::Generator& into) {
-  auto elsewhere = [](const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().defined() && !value.toTensor().device().is_cpu();
-  };
-  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
-    if (elsewhere(stack[i])) return false;
-    if (!stack[i].isTensorList() && !stack[i].isOptionalTensorList()) continue;
-    for (const c10::IValue& item : stack[i].toListRef()) {
-      if (elsewhere(item)) return false;
-    }
-  }
-  if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory, on any device
-  into = generator_now();
-  return true;
-}
 
 // As `read_unrecorded` of `lowtide/tape/streams.py`.
 inline void read_unrecorded(State* state, const Stack& stack, size_t count) {
@@ -148,7 +109,8 @@ inline bool run_recorded(
   c10::SmallVector<c10::IValue, 8> before;
   if (state->asks && again) before.append(stack->end() - static_cast<long>(count), stack->end());
   // A failed call leaves no trace except what it has written or drawn: see `lowtide/tape/retry.py`.
-  bool retried = state->asks && again && written.empty() && !fact.random && made->stream != nullptr;
+  bool undone = !fact.random || (again && made->rare().drawn.elsewhere);
+  bool retried = state->asks && again && written.empty() && undone && made->stream != nullptr;
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
     try {
@@ -163,6 +125,7 @@ inline bool run_recorded(
       throw;
     }
     if (retried && make_room(state, fact, op, before.data(), attempt)) {
+      if (fact.random) put_back(made->own_rare().drawn);
       stack->resize(below);
       stack->insert(stack->end(), before.begin(), before.end());
       continue;

@@ -5,17 +5,14 @@
 // object for all of it, which would read state that most operations do not depend on.
 #pragma once
 
-#include "state.h"
+#include "draws.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
-
-#include <optional>
 
 namespace lowtide {
 
@@ -60,57 +57,6 @@ class RestoredThreads {
  private:
   int before_;
   bool changed_;
-};
-
-// Holds a Python lock; waiting for it releases the GIL.
-struct Locked {
-  PyObject* lock;
-  explicit Locked(PyObject* l) : lock(l) {
-    static PyObject* name = interned("acquire");
-    Owned done(checked(PyObject_CallMethodNoArgs(lock, name)));
-  }
-  ~Locked() {
-    static PyObject* name = interned("release");
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    Owned done(PyObject_CallMethodNoArgs(lock, name));
-    PyErr_Restore(type, error, trace);
-  }
-};
-
-inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
-
-// Put one CPU generator, whose lock is held, into the state of another, without the tensor that torch's own
-// way goes through.
-inline void copy_generator(const at::Generator& from, const at::Generator& to) {
-  auto* source = from.get<at::CPUGeneratorImpl>();
-  auto* target = to.get<at::CPUGeneratorImpl>();
-  target->set_engine(source->engine());
-  target->set_next_float_normal_sample(source->next_float_normal_sample());
-  target->set_next_double_normal_sample(source->next_double_normal_sample());
-}
-
-// The CPU generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.
-class RestoredGenerator {
- public:
-  explicit RestoredGenerator(const at::Generator& drawn) {
-    if (!drawn.defined()) return;
-    locked_.emplace(draws_lock);
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    before_ = generator.clone();
-    copy_generator(drawn, generator);
-  }
-  ~RestoredGenerator() {
-    if (!before_.defined()) return;
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    copy_generator(before_, generator);
-  }
-
- private:
-  std::optional<Locked> locked_;  // released last
-  at::Generator before_;
 };
 
 }  // namespace lowtide

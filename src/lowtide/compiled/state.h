@@ -19,10 +19,6 @@
 
 namespace lowtide {
 
-// torch registers no kernel for this key, and no tensor has it; it is below autograd and Python modes and
-// above the kernels. It is included while a thread records.
-constexpr auto KEY = c10::DispatchKey::Fake;
-
 // Base class of the compiled recorder's Python class: the fields that both sides use.
 struct State {
   PyObject_HEAD

@@ -1,0 +1,191 @@
+// Random state: what an operation drew from, and putting it back for a replay: `lowtide/tape/generators.py`,
+// which has the rule (3), without Python.
+//
+// Problem: a transformer with dropout draws in a third of its operations, and handing each to Python cost
+// more than all others together. Invariant: the CPU's generator is copied, as its state is large and rarely
+// moves; that of a device is read as bytes by the generator's own `get_state`, which synchronises nothing
+// (CUDA's are a seed and an offset, on the host). Explicit generators, factories and devices whose generator
+// torch does not know are left to the Python recorder. Rejected: `clone` for every device: a clone may share
+// its state with the original, as CUDA's can.
+#pragma once
+
+#include "facts.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <cstring>
+#include <optional>
+
+namespace lowtide {
+
+// What an operation drew from: the CPU's generator, and a copy of it as it was before; or another device's
+// own, and the bytes of its state.
+struct Drawn {
+  at::Generator generator;  // of the CPU: the copy
+  c10::SmallVector<uint8_t, 16> state;
+  bool elsewhere = false;  // not on the CPU
+
+  bool defined() const { return generator.defined(); }
+};
+
+// Reading a state may make a tensor, which no mode of the program's is to see.
+inline c10::DispatchKeySet python_keys() {
+  return c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, KEY});
+}
+
+inline at::Tensor tensor_of(const c10::SmallVector<uint8_t, 16>& state) {
+  auto options = at::TensorOptions().dtype(at::kByte);
+  at::Tensor tensor = at::detail::empty_cpu({static_cast<int64_t>(state.size())}, options);
+  std::memcpy(tensor.data_ptr(), state.data(), state.size());
+  return tensor;
+}
+
+// The state of a generator, whose lock is held.
+inline void read_state(const at::Generator& generator, c10::SmallVector<uint8_t, 16>& into) {
+  c10::impl::ExcludeDispatchKeyGuard guard(python_keys());
+  at::Tensor state = generator.get_state();
+  const auto* bytes = static_cast<const uint8_t*>(state.const_data_ptr());
+  into.assign(bytes, bytes + state.nbytes());
+}
+
+inline void write_state(at::Generator& generator, const c10::SmallVector<uint8_t, 16>& state) {
+  c10::impl::ExcludeDispatchKeyGuard guard(python_keys());
+  generator.set_state(tensor_of(state));
+}
+
+// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
+// draw do not (attention without dropout), and a copy is larger than all other records.
+inline at::Generator generator_now() {
+  static thread_local at::Generator last;
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  auto* now = generator.get<at::CPUGeneratorImpl>();
+  if (last.defined()) {
+    auto* then = last.get<at::CPUGeneratorImpl>();
+    auto drawn = now->engine().data(), before = then->engine().data();
+    if (drawn.seed_ == before.seed_ && drawn.left_ == before.left_ && drawn.next_ == before.next_ &&
+        drawn.seeded_ == before.seeded_ && drawn.state_ == before.state_ &&
+        now->next_float_normal_sample() == then->next_float_normal_sample() &&
+        now->next_double_normal_sample() == then->next_double_normal_sample()) {
+      return last;
+    }
+  }
+  return last = generator.clone();
+}
+
+// The default generator of a device; none if torch does not know it.
+inline at::Generator generator_of(c10::Device device) {
+  try {
+    return at::globalContext().defaultGenerator(device);
+  } catch (const c10::Error&) {
+    return {};
+  }
+}
+
+// The state that a call is about to draw from; false if Python has to find it out.
+inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) {
+  std::optional<c10::Device> device;  // of the first tensor that is not on the CPU
+  auto look = [&](const c10::IValue& value) {
+    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().device().is_cpu()) return;
+    if (!device) device = value.toTensor().device();
+  };
+  bool named = false;  // `rand_like(x, device="cpu")` does not draw where `x` is
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
+    named = named || stack[i].isDevice();
+    look(stack[i]);
+    if (!stack[i].isTensorList() && !stack[i].isOptionalTensorList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) look(item);
+  }
+  if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory, on any device
+  if (!device) {
+    into.generator = generator_now();
+    return true;
+  }
+  if (named || device->is_meta()) return false;
+  into.generator = generator_of(*device);
+  if (!into.generator.defined()) return false;
+  into.elsewhere = true;
+  std::lock_guard<std::mutex> lock(into.generator.mutex());
+  read_state(into.generator, into.state);
+  return true;
+}
+
+// A call that drew from a device did not succeed: as if it had not drawn.
+inline void put_back(Drawn& drawn) {
+  if (!drawn.elsewhere) return;
+  std::lock_guard<std::mutex> lock(drawn.generator.mutex());
+  write_state(drawn.generator, drawn.state);
+}
+
+// (generator, its state before), as the Python recorder has it.
+inline py::tuple draw_of(const Drawn& drawn) {
+  if (drawn.elsewhere) return py::make_tuple(drawn.generator, tensor_of(drawn.state));
+  return py::make_tuple(py::module_::import("torch").attr("default_generator"), drawn.generator);
+}
+
+// Holds a Python lock; waiting for it releases the GIL.
+struct Locked {
+  PyObject* lock;
+  explicit Locked(PyObject* l) : lock(l) {
+    static PyObject* name = interned("acquire");
+    Owned done(checked(PyObject_CallMethodNoArgs(lock, name)));
+  }
+  ~Locked() {
+    static PyObject* name = interned("release");
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    Owned done(PyObject_CallMethodNoArgs(lock, name));
+    PyErr_Restore(type, error, trace);
+  }
+};
+
+inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
+
+// Put one CPU generator, whose lock is held, into the state of another, without the tensor that torch's own
+// way goes through.
+inline void copy_generator(const at::Generator& from, const at::Generator& to) {
+  auto* source = from.get<at::CPUGeneratorImpl>();
+  auto* target = to.get<at::CPUGeneratorImpl>();
+  target->set_engine(source->engine());
+  target->set_next_float_normal_sample(source->next_float_normal_sample());
+  target->set_next_double_normal_sample(source->next_double_normal_sample());
+}
+
+// A generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.
+class RestoredGenerator {
+ public:
+  explicit RestoredGenerator(const Drawn& drawn) {
+    if (!drawn.defined()) return;
+    locked_.emplace(draws_lock);
+    generator_ = drawn.elsewhere ? drawn.generator : at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    if (drawn.elsewhere) {
+      before_.elsewhere = true;
+      read_state(generator_, before_.state);
+      write_state(generator_, drawn.state);
+    } else {
+      before_.generator = generator_.clone();
+      copy_generator(drawn.generator, generator_);
+    }
+  }
+  ~RestoredGenerator() {
+    if (!generator_.defined()) return;
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    if (before_.elsewhere) {
+      write_state(generator_, before_.state);
+    } else {
+      copy_generator(before_.generator, generator_);
+    }
+  }
+
+ private:
+  std::optional<Locked> locked_;  // released last
+  at::Generator generator_;
+  Drawn before_;
+};
+
+}  // namespace lowtide
