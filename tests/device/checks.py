@@ -43,6 +43,7 @@ LEARN = 6  # after so many steps a budget measures only now and then
 # counters do not tell whether memory was freed before or after an allocation, so a plan errs to the
 # high side.
 TOO_LOW, TOO_HIGH = 0.005, 0.05
+ROUNDED = 0.02  # the same, too low, for tiny nets: blocks are rounded up to 512 bytes
 SHARES = (0.1, 0.25, 0.4, 0.6, 0.7, 0.73)  # of the plain peak, for which the device has room
 SHARE = 0.75  # of the plain peak, in the checks that are not about limits
 REFUSALS = 5
@@ -143,7 +144,7 @@ def limits(place: Place, kind: str, share: float) -> str:
     if report.planned_peak is None or not report.planned:
         raise AssertionError(f"after {LEARN + 1} steps there is no plan")
     off = (report.planned_peak - took) / plain
-    if not -TOO_LOW <= off <= TOO_HIGH:
+    if not -(ROUNDED if place.quick else TOO_LOW) <= off <= TOO_HIGH:
         raise AssertionError(
             f"planned {report.planned_peak / MIB:.2f}, measured {took / MIB:.2f} MiB of a plain "
             f"peak of {plain / MIB:.2f}"
