@@ -51,6 +51,7 @@ KERNELS: list[tuple[str, list[Tensor], tuple[Any, ...], float, float]] = [
     ("mean", [of(100000, 64, dtype=FULL)], ([0],), 0, 12.22),
     ("mean", [of(64, 64, 56, 56, dtype=FULL)], ([0, 2, 3],), 0, 0),
     ("var", [of(8, 1024, 4096, dtype=FULL)], ([1],), 0, 576),
+    ("var", [of(16384, 2304, dtype=FULL)], (False,), 0, 0),
     ("amax", [of(8, 1024, 4096)], ([1],), 0, 72),
     ("linalg_vector_norm", [of(8, 1024, 4096)], (2, [1]), 0, 144),
     ("logsumexp", [of(8, 1024, 4096, dtype=FULL)], ([1],), 0, 272.13),

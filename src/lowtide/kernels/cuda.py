@@ -66,7 +66,8 @@ def _keeps_innermost(source: torch.Tensor, dims: Any) -> bool:
 
 def _dims_of(name: str, args: Any) -> Any:
     at = 2 if name in ("aten::norm", "aten::linalg_vector_norm") else 1
-    return args[at] if len(args) > at else None
+    dims = args[at] if len(args) > at else None
+    return None if isinstance(dims, bool) else dims  # `var(x, unbiased)`
 
 
 def _reduced(name: str, kind: str, tensors: list[torch.Tensor], args: Any, made: int) -> int:
@@ -146,7 +147,7 @@ _WIDE_HEAD = 128  # wider rows are accumulated in float32
 def cuda_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: int) -> int | None:
     """Bytes that an operator other than a convolution allocates and frees on CUDA; None if nothing
     is known that differs from other devices."""
-    if not tensors:
+    if not tensors or any(t.is_nested or t.layout is not torch.strided for t in tensors):
         return None
     first = tensors[0]
     reduction = _REDUCTION.fullmatch(name)
