@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
 from once import search_less
+from ways import budgeted, whole_step_checkpoint, within
 from zoo import CASES
 from zoo.case import Batch, Case
 
@@ -89,15 +90,6 @@ own_cases = chosen(lambda case: not case.name.startswith(LIBRARIES))
 by_module = pytest.mark.parametrize("name", BY_MODULE)
 
 
-def whole_step_checkpoint(model: nn.Module, compute: Compute) -> Compute:
-    import lowtide
-
-    def run(batch: Batch) -> Tensor:
-        return lowtide.checkpoint(compute, batch)
-
-    return run
-
-
 def nested_checkpoints(model: nn.Module, compute: Compute) -> Compute:
     """Nested regions: the model, its children, and every layer of a list of layers."""
     import lowtide
@@ -119,42 +111,6 @@ def fitted(limit: float | int) -> Method:
         return compute
 
     return method
-
-
-def budgeted(limit: float | int) -> Method:
-    """One budget for all steps, open around forward and loss."""
-
-    def method(model: nn.Module, compute: Compute) -> Compute:
-        import lowtide
-
-        allowance = lowtide.budget(limit)
-
-        def run(batch: Batch) -> Tensor:
-            with allowance:
-                return compute(batch)
-
-        return run
-
-    return method
-
-
-def within(case: Case, method: Callable[[float | int], Method], limit: float) -> Trace:
-    """The trace under a limit, or, if that is refused, under the smallest that is not.
-
-    Until a step has been recorded to its end, a refusal can only name a limit that gets past the
-    operation that did not fit, so several refusals may follow; each must name more.
-    """
-    import lowtide
-
-    asked: float | int = limit
-    for _ in range(60):
-        try:
-            return run_steps(case, method(asked), penalty_inside=True)
-        except lowtide.BudgetError as error:
-            if isinstance(asked, int) and error.minimum <= asked:
-                raise AssertionError(f"refused at {asked}, which an error had named") from error
-            asked = error.minimum
-    raise AssertionError(f"refused at {limit}, and at each smallest limit named after, to {asked}")
 
 
 @functools.cache

@@ -6,7 +6,7 @@ Problem: the catalogue was written for the CPU, and on a device other kernels ru
 not deterministic. Invariant: a case is compared only if two plain runs of it on the device agree
 and, where lowtide's run differs, two more do and torch has not warned that a kernel is not
 deterministic; it is listed if it cannot run there at all; what was not reached is counted. Imports
-harness, zoo, place. Rejected: pytest, for which no device is lent long enough.
+harness, ways, zoo, place. Rejected: pytest, for which no device is lent long enough.
 """
 
 from __future__ import annotations
@@ -25,49 +25,17 @@ if __name__ == "__main__":
                     str(Path(__file__).resolve().parents[1])]  # fmt: skip
 
 import torch
-from torch import Tensor, nn
 
-import lowtide
 from device import place
 from device.report import say
-from harness import Compute, Method, Trace, assert_same, run_steps
+from harness import Trace, assert_same, run_steps
+from ways import budgeted, whole_step_checkpoint, within
 from zoo import CASES
-from zoo.case import Batch, Case
+from zoo.case import Case
 
-REFUSALS = 40
 NO_ORDER = "does not have a deterministic implementation"
 AGAIN = 2  # further plain runs where a difference was found
 Run = Callable[[], Trace]
-
-
-def region(model: nn.Module, compute: Compute) -> Compute:
-    return lambda batch: lowtide.checkpoint(compute, batch)
-
-
-def budgeted(limit: float) -> Method:
-    def method(model: nn.Module, compute: Compute) -> Compute:
-        allowance = lowtide.budget(limit)
-
-        def run(batch: Batch) -> Tensor:
-            with allowance:
-                return compute(batch)
-
-        return run
-
-    return method
-
-
-def within(case: Case, device: str, limit: float) -> Trace:
-    """Under a limit or, if that is refused, under the smallest that is not."""
-    asked = limit
-    for _ in range(REFUSALS):
-        try:
-            return run_steps(case, budgeted(asked), penalty_inside=True, device=device)
-        except lowtide.BudgetError as error:
-            if error.minimum <= asked:
-                raise
-            asked = error.minimum
-    raise AssertionError(f"refused {REFUSALS} times, at last at {asked}, which was named")
 
 
 def verdict(case: Case, device: str) -> tuple[str, str]:
@@ -84,9 +52,9 @@ def verdict(case: Case, device: str) -> tuple[str, str]:
     except Exception as error:
         return "cannot run", f"{type(error).__name__}: {error}"
     ways: dict[str, tuple[Run, Run]] = {
-        "region": (lambda: plain(region), plain),
+        "region": (lambda: plain(whole_step_checkpoint), plain),
         "budget, all kept": (lambda: inside(budgeted(1 << 40)), inside),
-        "budget, half": (lambda: within(case, device, 0.5), inside),
+        "budget, half": (lambda: within(case, budgeted, 0.5, device), inside),
     }
     for way, (run, without) in ways.items():
         try:

@@ -26,9 +26,9 @@ namespace lowtide {
 struct Drawn {
   at::Generator generator;  // of the CPU: the copy
   c10::SmallVector<uint8_t, 16> state;
-  bool elsewhere = false;  // not on the CPU
 
   bool defined() const { return generator.defined(); }
+  bool elsewhere() const { return defined() && !generator.device().is_cpu(); }
 };
 
 // Reading a state may make a tensor, which no mode of the program's is to see.
@@ -108,7 +108,6 @@ inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) 
   if (named || device->is_meta()) return false;
   into.generator = generator_of(*device);
   if (!into.generator.defined()) return false;
-  into.elsewhere = true;
   std::lock_guard<std::mutex> lock(into.generator.mutex());
   read_state(into.generator, into.state);
   return true;
@@ -116,14 +115,14 @@ inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) 
 
 // A call that drew from a device did not succeed: as if it had not drawn.
 inline void put_back(Drawn& drawn) {
-  if (!drawn.elsewhere) return;
+  if (!drawn.elsewhere()) return;
   std::lock_guard<std::mutex> lock(drawn.generator.mutex());
   write_state(drawn.generator, drawn.state);
 }
 
 // (generator, its state before), as the Python recorder has it.
 inline py::tuple draw_of(const Drawn& drawn) {
-  if (drawn.elsewhere) return py::make_tuple(drawn.generator, tensor_of(drawn.state));
+  if (drawn.elsewhere()) return py::make_tuple(drawn.generator, tensor_of(drawn.state));
   return py::make_tuple(py::module_::import("torch").attr("default_generator"), drawn.generator);
 }
 
@@ -161,31 +160,30 @@ class RestoredGenerator {
   explicit RestoredGenerator(const Drawn& drawn) {
     if (!drawn.defined()) return;
     locked_.emplace(draws_lock);
-    generator_ = drawn.elsewhere ? drawn.generator : at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(generator_.mutex());
-    if (drawn.elsewhere) {
-      before_.elsewhere = true;
-      read_state(generator_, before_.state);
-      write_state(generator_, drawn.state);
+    before_.generator = drawn.elsewhere() ? drawn.generator : at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(before_.generator.mutex());
+    if (drawn.elsewhere()) {
+      read_state(before_.generator, before_.state);
+      write_state(before_.generator, drawn.state);
     } else {
-      before_.generator = generator_.clone();
-      copy_generator(drawn.generator, generator_);
+      copy_ = before_.generator.clone();
+      copy_generator(drawn.generator, before_.generator);
     }
   }
   ~RestoredGenerator() {
-    if (!generator_.defined()) return;
-    std::lock_guard<std::mutex> lock(generator_.mutex());
-    if (before_.elsewhere) {
-      write_state(generator_, before_.state);
+    if (!before_.defined()) return;
+    std::lock_guard<std::mutex> lock(before_.generator.mutex());
+    if (before_.elsewhere()) {
+      write_state(before_.generator, before_.state);
     } else {
-      copy_generator(before_.generator, generator_);
+      copy_generator(copy_, before_.generator);
     }
   }
 
  private:
   std::optional<Locked> locked_;  // released last
-  at::Generator generator_;
-  Drawn before_;
+  Drawn before_;  // the generator itself, on any device
+  at::Generator copy_;  // the CPU's as it was
 };
 
 }  // namespace lowtide

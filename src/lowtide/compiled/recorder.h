@@ -109,7 +109,7 @@ inline bool run_recorded(
   c10::SmallVector<c10::IValue, 8> before;
   if (state->asks && again) before.append(stack->end() - static_cast<long>(count), stack->end());
   // A failed call leaves no trace except what it has written or drawn: see `lowtide/tape/retry.py`.
-  bool undone = !fact.random || (again && made->rare().drawn.elsewhere);
+  bool undone = !fact.random || (again && made->rare().drawn.elsewhere());
   bool retried = state->asks && again && written.empty() && undone && made->stream != nullptr;
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
