@@ -727,8 +727,9 @@ def test_the_document_is_json_and_says_what_the_objects_say() -> None:
 def test_results_show_themselves_in_a_notebook() -> None:
     model = wide(2)
     batch = torch.randn(64, 32)
-    for shown in (lowtide.plan(model, batch), lowtide.curve(model, batch)):
-        assert shown._repr_html_() == f"<pre>{shown}</pre>"
+    plan, curve = lowtide.plan(model, batch), lowtide.curve(model, batch)
+    assert plan._repr_html_() == f"<pre>{plan}</pre>"
+    assert f"<pre>{curve}</pre>" in curve._repr_html_()
 
 
 def test_a_trace_has_the_moments_of_the_timelines() -> None:

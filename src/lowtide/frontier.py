@@ -2,7 +2,7 @@
 
 Problem: which limit is worth its price shows when prices are side by side. Invariant: each point is
 a plan that can be run; a smaller limit never costs less than a larger one. Imports plans, plantext,
-dryrun, planner. Rejected: a plot, which needs a dependency; the points are there to be drawn.
+dryrun, planner. Rejected: a plot by a library, which would be a dependency; a notebook draws it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Curve(Sequence[Plan]):
         return self.plans[index]
 
     def _repr_html_(self) -> str:
-        from lowtide.page.notebook import text_html
+        from lowtide.page.notebook import curve_html
 
-        return text_html(str(self))
+        return curve_html(self)
 
     def __str__(self) -> str:
         cells = [plan_cells(plan, self.plain_peak) for plan in self.plans]

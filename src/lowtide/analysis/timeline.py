@@ -92,6 +92,11 @@ class Timeline:
         size = format_bytes(self.peak)
         return f"<Timeline: {count_of(len(self.moments), 'moment')}, peak {size}>"
 
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import timeline_html
+
+        return timeline_html(self)
+
     def by_kind(self) -> dict[str, int]:
         """Bytes at the peak by kind."""
         if not self.moments:

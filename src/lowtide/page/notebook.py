@@ -1,7 +1,8 @@
 """How results look in a notebook: small pieces of HTML without scripts.
 
 Problem: a notebook displays results by their own HTML. Invariant: the same figures as the text, in
-a table that takes the notebook's colours. Imports limits. Rejected: the whole page in a cell.
+tables and charts that take the notebook's colours. Imports charts, limits. Rejected: the whole page
+in a cell.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.limits import format_bytes
+from lowtide.page.charts import curve_chart, timeline_chart
 
 if TYPE_CHECKING:
+    from lowtide.analysis.timeline import Timeline
     from lowtide.explain import Explanation
+    from lowtide.frontier import Curve
 
 _CELL = '<td style="white-space:nowrap">'
 _ROW = "display:flex;gap:.6em;align-items:center"
@@ -32,8 +36,18 @@ def text_html(text: str) -> str:
     return f"<pre>{html.escape(text)}</pre>"
 
 
+def curve_html(curve: Curve) -> str:
+    """A chart of the curve above its table."""
+    return f"<div>{curve_chart(curve.plans)}{text_html(str(curve))}</div>"
+
+
+def timeline_html(line: Timeline) -> str:
+    """Live bytes over the step, by kind."""
+    return f"<div>{timeline_chart(line)}</div>" if line.moments else f"<div>{line!r}</div>"
+
+
 def explanation_html(told: Explanation) -> str:
-    """The sentences, and a bar for each kind of bytes at the peak."""
+    """The step over time, a bar for each kind of bytes at the peak, and the sentences."""
     line = told.planned or told.plain
     which = "peak" if told.planned is None else "planned peak"
     bars = "".join(
@@ -43,7 +57,13 @@ def explanation_html(told: Explanation) -> str:
         for kind, nbytes in line.by_kind().items()
     )
     head = f"<div>In memory at the {which}, {format_bytes(line.peak)}:</div>"
-    return f"<div>{head}{bars}{_said(told.sentences)}</div>"
+    return f"<div>{_chart(told)}{head}{bars}{_said(told.sentences)}</div>"
+
+
+def _chart(told: Explanation) -> str:
+    if told.planned is None or told.plan is None:
+        return timeline_html(told.plain)
+    return timeline_chart(told.planned, told.plain, told.plan.limit)
 
 
 def _said(sentences: Sequence[str]) -> str:
