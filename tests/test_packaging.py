@@ -241,7 +241,8 @@ FLOORS = {
     # Planning a budget's steps is independent of recording them.
     "learning": "_compat engine errors memory observing planner report running",
     # Figures for pictures are made above planning.
-    "analysis": "dryrun errors frontier levels limits planner plans policies saved tape texttable",
+    "analysis": "dryrun errors frontier levels limits page planner plans policies saved tape "
+    "texttable",
     "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved "
     "step",
 }
