@@ -80,7 +80,12 @@ def unpack(packed: Any) -> Any:
         if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
             return base
         # A custom backward may write what it is given: a view shows that to the value it is of.
-        with _compat.below_autograd(), _compat.no_overrides(), _compat.counting_writes():
+        with (
+            _compat.without_inference_mode(),
+            _compat.below_autograd(),
+            _compat.no_overrides(),
+            _compat.counting_writes(),
+        ):
             return ref.of(_as_dtype(base, ref))
 
 
@@ -180,7 +185,12 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
                 readers[ref.value] = readers.get(ref.value, 0) + 1
     live: dict[Value, Tensor] = {}
     now = switches.ambient()
-    with _compat.below_autograd(), _compat.no_overrides(), torch.set_grad_enabled(True):
+    with (
+        _compat.without_inference_mode(),
+        _compat.below_autograd(),
+        _compat.no_overrides(),
+        torch.set_grad_enabled(True),
+    ):
         for op in operations:
             if op.grad_mode is not torch.is_grad_enabled():
                 _compat.set_grad_mode(op.grad_mode)

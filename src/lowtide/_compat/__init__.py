@@ -83,6 +83,7 @@ from lowtide._compat.dispatch import (
     take_off_mode,
     under_modes,
     use_recorder_key,
+    without_inference_mode,
 )
 from lowtide._compat.dynamo import (
     constant_while_compiling,
@@ -247,6 +248,7 @@ __all__ = [
     "wanted_bytes",
     "way_to_leaf",
     "with_counter_of",
+    "without_inference_mode",
     "written_through",
 ]
 

@@ -10,7 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -90,6 +90,17 @@ def below_autograd() -> AbstractContextManager[None]:
 
 
 no_overrides = torch._C.DisableTorchFunction
+
+
+def without_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, in which a backward may ask for what is replayed: tensors made in that
+    mode have no version. Enter it before `below_autograd`, whose keys it sets."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(mode=False)
+    return _no_change
+
+
+_no_change = nullcontext()
 
 
 def skips_autograd() -> bool:
