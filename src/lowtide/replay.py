@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -312,7 +312,7 @@ def _tensors(
 
 
 def _under_recorded_state(
-    op: Operation, args: list[Any], kwargs: dict[str, Any], now: tuple[object, ...]
+    op: Operation, args: Sequence[Any], kwargs: dict[str, Any], now: tuple[object, ...]
 ) -> Any:
     """Call the operator under the state that it was recorded under (rules 3 and 5)."""
     with contextlib.ExitStack() as stack:
@@ -335,6 +335,10 @@ def _under_recorded_state(
             stack.callback(torch.set_flush_denormal, flushes)
         if op.casting is not None:
             stack.enter_context(_compat.cast_as(op.casting))
+        own = generators.copy_to_draw_from(op) if op.draws else None
+        if own is not None:
+            args, kwargs = generators.given(op, own, args, kwargs)
+            return op.facts.with_generator(*args, **kwargs)
         if op.draws:
             stack.enter_context(generators.drawing(op.draws))
         return op.facts.func(*args, **kwargs)

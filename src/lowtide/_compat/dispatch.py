@@ -32,6 +32,13 @@ def is_operator(thing: object) -> bool:
     return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
+def overloads_beside(func: Any) -> list[Any]:
+    """The other overloads of an overload's operator. Unnecessary when torch has this in public."""
+    packet = func.overloadpacket
+    found = [getattr(packet, name) for name in packet.overloads()]
+    return [overload for overload in found if overload is not func]
+
+
 def names_aten_operator(name: str, overload: str | None = None) -> bool:
     """Whether torch has an operator `aten::name`, with this overload if one is given."""
     packet = getattr(torch.ops.aten, name, None)
