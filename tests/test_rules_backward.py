@@ -336,3 +336,30 @@ def test_a_graph_spanning_two_regions_backwards_from_the_middle() -> None:
         return [middle, *gradients(c.sum() + stem.sum(), x)]
 
     check(scenario)
+
+
+@every_way
+def test_a_backward_in_inference_mode(way: Way) -> None:
+    """What is replayed there has versions all the same, also where it is saved as another view,
+    drawn, written in place, or run under the switches of its forward."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(6, 4), leaf(4, 4)
+
+        def region(x: Tensor) -> Tensor:
+            a = nn.functional.dropout(x.tanh() @ w, 0.5)
+            b = torch.view_as_complex(a.exp().reshape(-1, 2).contiguous()).abs().sin()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                c = (a.sin() @ w).relu_().float()
+            return b.exp().sum() + c.sin().square().sum()
+
+        out = way(region, x).sin()
+        with torch.inference_mode():
+            read = out.grad_fn._saved_self.clone()
+            (first,) = torch.autograd.grad(out, x, retain_graph=True)
+            out.backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        return [read.clone(), first.clone(), x.grad, w.grad]
+
+    assert check(scenario, way).operations

@@ -6,6 +6,7 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,49 @@ def test_spectral_norm_vectors_move_once() -> None:
 
 
 # Rule 3: random state.
+
+
+def test_another_thread_draws_at_the_same_moment() -> None:
+    """Between the reading of a state and the draw, and while a replay has put a state back."""
+    shared = torch.Generator().manual_seed(0)
+    ones = torch.ones(64)
+    draws = (
+        lambda: F.dropout(ones, 0.5),
+        lambda: torch.empty(64).exponential_(),
+        lambda: torch.randn_like(ones),
+        lambda: torch.randn(64),
+        lambda: torch.poisson(ones),
+        lambda: torch.randn(64, generator=shared),
+    )
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            torch.rand(8)
+            torch.rand(8, generator=shared)
+
+    others = [threading.Thread(target=draw) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        with counted() as replayed:
+            for made in draws * 60:
+                noise: list[Tensor] = []
+
+                def region(x: Tensor, made: Any = made, noise: list[Tensor] = noise) -> Tensor:
+                    drawn = made()
+                    noise.append(drawn.clone())
+                    return x * drawn
+
+                x = torch.ones(64, requires_grad=True)
+                lowtide.checkpoint(region, x).sum().backward()
+                assert x.grad is not None
+                assert torch.equal(x.grad, noise[0])
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+    assert replayed["bernoulli_"] == replayed["randn_like"] == 60
 
 
 @every_way

@@ -209,7 +209,7 @@ def _look_for_it() -> None:
             "torch (about a minute); until then steps are recorded in Python, with the same "
             "results. LOWTIDE_ENGINE=python does without."
         )
-        _choice.building = threading.Thread(target=_build_beside, daemon=True)
+        _choice.building = threading.Thread(target=_build_beside, name="lowtide-core", daemon=True)
         _choice.building.start()
 
 

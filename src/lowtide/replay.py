@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +80,12 @@ def unpack(packed: Any) -> Any:
         if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
             return base
         # A custom backward may write what it is given: a view shows that to the value it is of.
-        with _compat.below_autograd(), _compat.no_overrides(), _compat.counting_writes():
+        with (
+            _compat.without_inference_mode(),
+            _compat.below_autograd(),
+            _compat.no_overrides(),
+            _compat.counting_writes(),
+        ):
             return ref.of(_as_dtype(base, ref))
 
 
@@ -180,7 +185,12 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
                 readers[ref.value] = readers.get(ref.value, 0) + 1
     live: dict[Value, Tensor] = {}
     now = switches.ambient()
-    with _compat.below_autograd(), _compat.no_overrides(), torch.set_grad_enabled(True):
+    with (
+        _compat.without_inference_mode(),
+        _compat.below_autograd(),
+        _compat.no_overrides(),
+        torch.set_grad_enabled(True),
+    ):
         for op in operations:
             if op.grad_mode is not torch.is_grad_enabled():
                 _compat.set_grad_mode(op.grad_mode)
@@ -302,7 +312,7 @@ def _tensors(
 
 
 def _under_recorded_state(
-    op: Operation, args: list[Any], kwargs: dict[str, Any], now: tuple[object, ...]
+    op: Operation, args: Sequence[Any], kwargs: dict[str, Any], now: tuple[object, ...]
 ) -> Any:
     """Call the operator under the state that it was recorded under (rules 3 and 5)."""
     with contextlib.ExitStack() as stack:
@@ -325,6 +335,10 @@ def _under_recorded_state(
             stack.callback(torch.set_flush_denormal, flushes)
         if op.casting is not None:
             stack.enter_context(_compat.cast_as(op.casting))
+        own = generators.copy_to_draw_from(op) if op.draws else None
+        if own is not None:
+            args, kwargs = generators.given(op, own, args, kwargs)
+            return op.facts.with_generator(*args, **kwargs)
         if op.draws:
             stack.enter_context(generators.drawing(op.draws))
         return op.facts.func(*args, **kwargs)

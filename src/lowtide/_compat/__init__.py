@@ -76,6 +76,7 @@ from lowtide._compat.dispatch import (
     modes_of_users,
     names_aten_operator,
     no_overrides,
+    overloads_beside,
     runs_as_others,
     schema_if_any,
     schema_of,
@@ -83,6 +84,7 @@ from lowtide._compat.dispatch import (
     take_off_mode,
     under_modes,
     use_recorder_key,
+    without_inference_mode,
 )
 from lowtide._compat.dynamo import (
     constant_while_compiling,
@@ -211,6 +213,7 @@ __all__ = [
     "onednn_takes",
     "onednn_tiles",
     "only_the_engine_has",
+    "overloads_beside",
     "parameters_and_buffers",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -247,6 +250,7 @@ __all__ = [
     "wanted_bytes",
     "way_to_leaf",
     "with_counter_of",
+    "without_inference_mode",
     "written_through",
 ]
 

@@ -10,7 +10,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,13 @@ def is_operator(thing: object) -> bool:
     """Whether it is an operator (``torch.ops.aten.mm``) or an overload of one. Unnecessary when
     torch names their classes in public."""
     return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def overloads_beside(func: Any) -> list[Any]:
+    """The other overloads of an overload's operator. Unnecessary when torch has this in public."""
+    packet = func.overloadpacket
+    found = [getattr(packet, name) for name in packet.overloads()]
+    return [overload for overload in found if overload is not func]
 
 
 def names_aten_operator(name: str, overload: str | None = None) -> bool:
@@ -90,6 +97,17 @@ def below_autograd() -> AbstractContextManager[None]:
 
 
 no_overrides = torch._C.DisableTorchFunction
+
+
+def without_inference_mode() -> AbstractContextManager[object]:
+    """Leave inference mode, in which a backward may ask for what is replayed: tensors made in that
+    mode have no version. Enter it before `below_autograd`, whose keys it sets."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(mode=False)
+    return _no_change
+
+
+_no_change = nullcontext()
 
 
 def skips_autograd() -> bool:

@@ -56,12 +56,10 @@ inline void write_state(at::Generator& generator, const c10::SmallVector<uint8_t
   generator.set_state(tensor_of(state));
 }
 
-// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
-// draw do not (attention without dropout), and a copy is larger than all other records.
-inline at::Generator generator_now() {
+// A copy of the CPU's generator, whose lock is held; the last copy if nothing was drawn since. Most
+// operators that may draw do not (attention without dropout), and a copy is larger than all other records.
+inline at::Generator state_of(at::Generator& generator) {
   static thread_local at::Generator last;
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
   auto* now = generator.get<at::CPUGeneratorImpl>();
   if (last.defined()) {
     auto* then = last.get<at::CPUGeneratorImpl>();
@@ -74,6 +72,12 @@ inline at::Generator generator_now() {
     }
   }
   return last = generator.clone();
+}
+
+inline at::Generator generator_now() {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return state_of(generator);
 }
 
 // The default generator of a device; none if torch does not know it.
@@ -153,6 +157,49 @@ inline void copy_generator(const at::Generator& from, const at::Generator& to) {
   target->set_next_float_normal_sample(source->next_float_normal_sample());
   target->set_next_double_normal_sample(source->next_double_normal_sample());
 }
+
+// Whether an operation that drew this can be given a generator to draw from.
+inline bool takes_a_copy(const Fact* fact, const Drawn& drawn) {
+  return fact->generator >= 0 && drawn.defined() && !drawn.elsewhere();
+}
+
+// A CPU generator of this thread's own, in a recorded state.
+inline at::Generator& copy_to_draw_from(const Drawn& drawn) {
+  static thread_local at::Generator own = drawn.generator.clone();
+  copy_generator(drawn.generator, own);
+  return own;
+}
+
+// The operator to call with this generator among its arguments, which begin at `below`.
+inline const c10::OperatorHandle& given(
+    const Fact& fact, const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t below,
+    const at::Generator& own) {
+  auto place = stack.begin() + static_cast<long>(below) + fact.generator;
+  if (!fact.taker) {
+    *place = own;
+    return op;
+  }
+  stack.insert(place, own);
+  return *fact.taker;
+}
+
+// The call that runs in this scope draws from the CPU's generator, and no other thread draws between the
+// reading of the state and the call's own draw: a replay would draw something else. The call is given a
+// copy, as a kernel locks what it draws from.
+class DrawsAlone {
+ public:
+  explicit DrawsAlone(Drawn& drawn)
+      : generator_(at::detail::getDefaultCPUGenerator()), lock_(generator_.mutex()) {
+    drawn.generator = state_of(generator_);
+    own_ = copy_to_draw_from(drawn);
+  }
+  ~DrawsAlone() { copy_generator(own_, generator_); }
+  const at::Generator& own() const { return own_; }
+
+ private:
+  at::Generator generator_, own_;
+  std::lock_guard<std::mutex> lock_;  // last: it is released first
+};
 
 // A generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.
 class RestoredGenerator {

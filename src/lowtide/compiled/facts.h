@@ -12,6 +12,7 @@
 #include <torch/csrc/PyInterpreter.h>
 
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 namespace lowtide {
@@ -27,6 +28,8 @@ struct Fact {
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, makes, fills_saved;
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
+  int generator = -1;                           // where it takes a generator, or `taker` does
+  std::optional<c10::OperatorHandle> taker;     // the overload that takes one, if it takes none
   int non_blocking = -1, target = -1;           // for a copy: positions of that flag and of the target
   std::vector<int> writes, fills;               // positions of arguments
 };
@@ -72,6 +75,15 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
     auto found = op.schema().argumentIndexWithName(where.cast<std::string>());
     return found ? static_cast<int>(*found) : -1;
   };
+  if (!facts.attr("generator").is_none()) {
+    fact.generator = place(facts.attr("generator"));
+    if (fact.generator < 0) {
+      auto overload = facts.attr("with_generator").attr("_schema").attr("overload_name");
+      fact.taker = c10::Dispatcher::singleton().findSchema({name, overload.cast<std::string>()});
+      auto found = fact.taker ? fact.taker->schema().argumentIndexWithName("generator") : std::nullopt;
+      if (found) fact.generator = static_cast<int>(*found);
+    }
+  }
   for (py::handle where : facts.attr("writes")) fact.writes.push_back(place(where));
   for (py::handle where : facts.attr("fills")) fact.fills.push_back(place(where));
   if (name == "aten::copy_" || name == "aten::_to_copy") {

@@ -115,7 +115,13 @@ inline bool run_recorded(
     std::exception_ptr failed;
     try {
       WithoutGil released;
-      run_below(op, keys, stack);
+      std::optional<DrawsAlone> alone;
+      if (fact.random && again && takes_a_copy(&fact, made->rare().drawn)) {
+        alone.emplace(made->own_rare().drawn);
+        run_below(given(fact, op, *stack, below, alone->own()), keys, stack);
+      } else {
+        run_below(op, keys, stack);
+      }
       break;
     } catch (const c10::OutOfMemoryError&) {
       failed = std::current_exception();

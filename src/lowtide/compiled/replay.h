@@ -152,12 +152,16 @@ class Replay {
     Stack stack = arguments_of(op, written);
     c10::GradMode::set_enabled(op->grad_mode);
     {
-      RestoredGenerator generator(op->rare().drawn);
+      static const Drawn nothing;
+      const Drawn& drawn = op->rare().drawn;
+      bool copied = takes_a_copy(op->fact, drawn);
+      const auto& called = copied ? given(*op->fact, op->op, stack, 0, copy_to_draw_from(drawn)) : op->op;
+      RestoredGenerator generator(copied ? nothing : drawn);
       RestoredThreads threads(op->threads);
       RestoredFlushing flushing(op->flushes);
       RestoredCasting casting(op->casting);
       WithoutGil released;
-      op->op.callBoxed(&stack);
+      called.callBoxed(&stack);
     }
     Results made;
     for (const Output& output : op->outputs) {

@@ -13,11 +13,23 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
 
 namespace lowtide {
 
-// As `_compat.below_autograd`.
+// As `_compat.without_inference_mode`.
+struct WithoutInferenceMode {
+  std::optional<c10::InferenceMode> off;
+  WithoutInferenceMode() {
+    if (c10::InferenceMode::is_enabled()) off.emplace(false);
+  }
+};
+
+// As `_compat.below_autograd`, in no inference mode.
 struct BelowAutograd {
+  WithoutInferenceMode versions;  // first: it sets the keys that the others exclude
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard above;
   at::impl::TorchFunctionDisabledState before;

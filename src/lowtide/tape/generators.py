@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import _compat
+
+if TYPE_CHECKING:
+    from lowtide.tape.values import Operation
 
 State = torch.Generator | torch.Tensor
 """A copy of the CPU's generator, 2.5 KiB that no allocator of torch's counts; on other devices, the
@@ -73,6 +76,38 @@ def put(generator: torch.Generator, state: State) -> None:
     else:
         with _compat.disable_dispatch():
             generator.set_state(state.get_state())
+
+
+def copy_to_draw_from(op: Operation) -> torch.Generator | None:
+    """A CPU generator in the recorded state, for an operation that can be given one; None if it
+    cannot, or drew from another device's.
+
+    Whoever draws from the program's generator in the meantime, on another thread, neither moves
+    this one nor sees a state that was put back.
+    """
+    if op.facts.generator is None or len(op.draws) != 1:
+        return None
+    state = op.draws[0][1]
+    return state.clone_state() if isinstance(state, torch.Generator) else None
+
+
+def given(
+    op: Operation, generator: torch.Generator, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """An operation's arguments, with this generator for `Facts.with_generator`."""
+    place = op.facts.generator
+    if isinstance(place, int) and place < len(args):
+        return [*args[:place], generator, *args[place + 1 :]], kwargs
+    return args, {**kwargs, "generator": generator}
+
+
+def alone() -> bool:
+    """Whether nobody can draw between the reading of a state and the draw. With other threads, and
+    without the compiled core, to be safe from that costs a tensor of 5 KiB for a moment."""
+    if _copy is not None:
+        return False
+    others = [each for each in threading.enumerate() if not each.name.startswith("lowtide-")]
+    return len(others) <= 1
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:

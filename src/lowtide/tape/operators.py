@@ -9,6 +9,7 @@ Rejected: a hand-written table of all operators, which is wrong for the next rel
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -157,6 +158,8 @@ class Facts:
         has_bodies: a higher-order operator, which calls functions of the program.
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
+        generator: where it takes one, a position or a keyword, or None.
+        with_generator: what to call with one; another overload if this one takes none.
         blank, constant: a factory of uninitialised or of constant memory.
         chunks: returns parts of its first argument, with version counters of their own.
         simple: neither writes nor draws, and needs no other special treatment.
@@ -181,6 +184,7 @@ class Facts:
         "fills",
         "fills_saved",
         "func",
+        "generator",
         "has_bodies",
         "lazy_bits",
         "makes",
@@ -193,16 +197,18 @@ class Facts:
         "statistics",
         "unversioned",
         "view",
+        "with_generator",
         "writes",
     )
 
     def __init__(self, func: Any) -> None:
-        self.func = func
+        self.func = self.with_generator = func
         schema = _compat.schema_if_any(func)
         if schema is None:  # a higher-order operator: its body is Python, run as it is
             self.name = str(func)
             self.lazy_bits = False
             self.view = self.random = self.blank = self.constant = False
+            self.generator: int | str | None = None
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
             self.unversioned = False
             self.makes = True
@@ -224,6 +230,9 @@ class Facts:
         if schema.name == _TELLS_THE_ALLOCATOR:
             self.view, self.writes = True, ()
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.generator = None
+        if self.random:
+            self.with_generator, self.generator = _with_generator(func, schema)
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")
         self.blank = base in _BLANK
@@ -260,6 +269,23 @@ def _written_arguments(schema: Any) -> tuple[int | str, ...]:
         if alias is not None and alias.is_write:
             found.append(argument.name if argument.kwarg_only else position)
     return tuple(found)
+
+
+def _with_generator(func: Any, schema: Any) -> tuple[Any, int | str | None]:
+    """The overload that takes a generator and what `func` takes, and where it takes it."""
+    for overload in (func, *_compat.overloads_beside(func)):
+        arguments = _compat.schema_of(overload).arguments
+        for position, argument in enumerate(arguments):
+            if argument.name != "generator":
+                continue
+            others = [*arguments[:position], *arguments[position + 1 :]]
+            if overload is func or _as_declared(others) == _as_declared(schema.arguments):
+                return overload, argument.name if argument.kwarg_only else position
+    return func, None
+
+
+def _as_declared(arguments: Iterable[Any]) -> list[tuple[str, str, bool]]:
+    return [(each.name, str(each.type), each.kwarg_only) for each in arguments]
 
 
 def _returns_only_aliases(schema: Any) -> bool:

@@ -21,7 +21,7 @@ from lowtide._compat import switches
 from lowtide.policies import OperationInfo, Policy
 from lowtide.tape import bodies
 from lowtide.tape.encoding import Encoding
-from lowtide.tape.generators import states_before
+from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.pieces import Pieces
@@ -258,6 +258,17 @@ class Recorder(Encoding, _compat.Mode):
 
     def call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and time it if the tape is timed."""
+        own = None
+        if op is not None and op.draws and not alone():
+            own = copy_to_draw_from(op)
+        if op is None or own is None:
+            return self._call(op, func, args, kwargs)
+        args, kwargs = given(op, own, args, kwargs)
+        result = self._call(op, op.facts.with_generator, args, kwargs)
+        put(op.draws[0][0], own)
+        return result
+
+    def _call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.timed or op is None:
             return _compat.called(func, args, kwargs)
         stream = op.stream
