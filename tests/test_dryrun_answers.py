@@ -96,6 +96,32 @@ def test_the_same_of_what_a_closure_has(question: Callable[[Tensor], bool]) -> N
     assert any(operation.name == "aten::addmm" for operation in plan.operations)
 
 
+@pytest.mark.parametrize("how", ["", ".3f", ">9"])
+def test_a_number_in_a_text_is_read_as_the_real_step_reads_it(how: str) -> None:
+    """transformers checks the number of image tokens with a message that has it, made in any case:
+    a plan without that read would be left by the step that it is for (rule 13)."""
+    texts = []
+
+    def step(ids: Tensor) -> Tensor:
+        hidden = torch.tanh(model(ids))
+        texts.append((format((ids == 3).sum(), how), format(hidden, how)))
+        return hidden
+
+    model = Asks(padded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(step, IDS, limit=0.9)
+    assert plan.source == "fake"
+    assert [op.name for op in plan.operations].count("aten::_local_scalar_dense") == 3
+    assert texts[0][0] == format(2, how)  # the other number depends on parameters
+    budget = lowtide.budget(plan)
+    with budget:
+        loss = step(IDS)
+    loss.backward()
+    assert texts[1] == (format(2, how), format(loss.detach().item(), how))
+    assert budget.report().planned
+
+
 class Counts(Asks):
     """Counts its calls before it looks, as quantizers do that begin with their first batch."""
 

@@ -122,6 +122,7 @@ class FakeRecorder(Recorder):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self._real: dict[Value, torch.Tensor] = {}
+        self._showing: list[bool] = []  # for each number being formatted: whether it is known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -177,9 +178,11 @@ class FakeRecorder(Recorder):
         try:
             real = [self._real_argument(a) for a in args]
         except UnansweredError:
-            if only_checks():
-                return 0
-            raise
+            if self._showing:
+                self._showing[-1] = False
+            elif not only_checks():
+                raise
+            return 0
         with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             result = func(*real)
         return self.stand.made(result)
@@ -192,6 +195,19 @@ class FakeRecorder(Recorder):
         if isinstance(argument, tuple | list):
             return [self._real_argument(item) for item in argument]
         return argument
+
+    def text(self, fake: torch.Tensor, how: str) -> str:
+        """A fake tensor in an f-string (often the message of a check that holds). A real one reads
+        the number in it, which is an operation of the step; of one that is not known, the tensor
+        is shown."""
+        if fake.dim() or isinstance(fake, nn.Parameter):
+            return object.__format__(fake, how)
+        self._showing.append(True)
+        try:
+            number = fake.detach().item()
+        finally:
+            known = self._showing.pop()
+        return format(number, how) if known else repr(fake)
 
     def real(self, fake: torch.Tensor) -> torch.Tensor:
         """The content of a fake tensor as a real one, see `lowtide.dryrun.provenance`."""
