@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.errors import DryRunWarning
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -60,7 +61,23 @@ def chosen(ids: Tensor) -> bool:
     return len(ids[keep]) == 5
 
 
-QUESTIONS = (padded, of_a_number, of_an_array, cleared, overwritten, masked, scattered, chosen)
+def listed(ids: Tensor) -> bool:
+    """As Qwen2-VL makes its positions: of numbers that tensors have, which no operator reads."""
+    tops = torch.tensor([[row.max() + 1, 3] for row in ids]), torch.as_tensor((ids[0, 0], 0.5))
+    return [top.tolist() for top in tops] == [[[7, 3], [9, 3]], [3.0, 0.5]]
+
+
+QUESTIONS = (
+    padded,
+    of_a_number,
+    of_an_array,
+    cleared,
+    overwritten,
+    masked,
+    scattered,
+    chosen,
+    listed,
+)
 
 
 class Asks(nn.Module):
@@ -120,6 +137,18 @@ def test_a_number_in_a_text_is_read_as_the_real_step_reads_it(how: str) -> None:
     loss.backward()
     assert texts[1] == (format(2, how), format(loss.detach().item(), how))
     assert budget.report().planned
+
+
+def test_a_list_with_an_activation_needs_a_real_step_and_torch_stays_as_it_was() -> None:
+    def step(ids: Tensor) -> Tensor:
+        return model(ids) * torch.tensor([model.out.weight[0, 0].detach(), 2.0]).mean()
+
+    usual, model = torch.tensor, Asks(padded)
+    with pytest.warns(DryRunWarning, match="one real forward"):
+        assert lowtide.plan(step, IDS).source == "recorded"
+    assert torch.tensor is usual
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
 
 
 class Counts(Asks):

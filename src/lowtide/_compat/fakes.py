@@ -159,6 +159,17 @@ def _replaced(name: str, ours: Callable[..., Any]) -> Iterator[None]:
         setattr(FakeTensor, name, usual)
 
 
+def constructors_known() -> None:
+    """Have torch look up, once, the functions that a `torch.device` context concerns.
+
+    One that is replaced for a while would be missed if torch looked at that moment, and for good.
+    Unnecessary when torch asks a function for its name.
+    """
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
+
+
 @functools.cache
 def dynamo_aside() -> None:
     """Import Dynamo, which torch itself does inside the first operator that it decomposes on the
