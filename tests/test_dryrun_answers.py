@@ -61,6 +61,12 @@ def chosen(ids: Tensor) -> bool:
     return len(ids[keep]) == 5
 
 
+def masked_after_indices(ids: Tensor) -> bool:
+    """One operator, whose result has a size that depends on data for a mask only."""
+    columns = [ids[:, [column, 0]] for column in range(3)]
+    return len(columns[0][columns[0] > 3]) == 2
+
+
 def listed(ids: Tensor) -> bool:
     """As Qwen2-VL makes its positions: of numbers that tensors have, which no operator reads."""
     tops = torch.tensor([[row.max() + 1, 3] for row in ids]), torch.as_tensor((ids[0, 0], 0.5))
@@ -76,6 +82,7 @@ QUESTIONS = (
     masked,
     scattered,
     chosen,
+    masked_after_indices,
     listed,
 )
 
