@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.errors import DryRunWarning
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -60,7 +61,30 @@ def chosen(ids: Tensor) -> bool:
     return len(ids[keep]) == 5
 
 
-QUESTIONS = (padded, of_a_number, of_an_array, cleared, overwritten, masked, scattered, chosen)
+def masked_after_indices(ids: Tensor) -> bool:
+    """One operator, whose result has a size that depends on data for a mask only."""
+    columns = [ids[:, [column, 0]] for column in range(3)]
+    return len(columns[0][columns[0] > 3]) == 2
+
+
+def listed(ids: Tensor) -> bool:
+    """As Qwen2-VL makes its positions: of numbers that tensors have, which no operator reads."""
+    tops = torch.tensor([[row.max() + 1, 3] for row in ids]), torch.as_tensor((ids[0, 0], 0.5))
+    return [top.tolist() for top in tops] == [[[7, 3], [9, 3]], [3.0, 0.5]]
+
+
+QUESTIONS = (
+    padded,
+    of_a_number,
+    of_an_array,
+    cleared,
+    overwritten,
+    masked,
+    scattered,
+    chosen,
+    masked_after_indices,
+    listed,
+)
 
 
 class Asks(nn.Module):
@@ -94,6 +118,44 @@ def test_the_same_of_what_a_closure_has(question: Callable[[Tensor], bool]) -> N
         plan = lowtide.plan(lambda: model(batch["ids"]))
     assert plan.source == "fake"
     assert any(operation.name == "aten::addmm" for operation in plan.operations)
+
+
+@pytest.mark.parametrize("how", ["", ".3f", ">9"])
+def test_a_number_in_a_text_is_read_as_the_real_step_reads_it(how: str) -> None:
+    """transformers checks the number of image tokens with a message that has it, made in any case:
+    a plan without that read would be left by the step that it is for (rule 13)."""
+    texts = []
+
+    def step(ids: Tensor) -> Tensor:
+        hidden = torch.tanh(model(ids))
+        texts.append((format((ids == 3).sum(), how), format(hidden, how)))
+        return hidden
+
+    model = Asks(padded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = lowtide.plan(step, IDS, limit=0.9)
+    assert plan.source == "fake"
+    assert [op.name for op in plan.operations].count("aten::_local_scalar_dense") == 3
+    assert texts[0][0] == format(2, how)  # the other number depends on parameters
+    budget = lowtide.budget(plan)
+    with budget:
+        loss = step(IDS)
+    loss.backward()
+    assert texts[1] == (format(2, how), format(loss.detach().item(), how))
+    assert budget.report().planned
+
+
+def test_a_list_with_an_activation_needs_a_real_step_and_torch_stays_as_it_was() -> None:
+    def step(ids: Tensor) -> Tensor:
+        return model(ids) * torch.tensor([model.out.weight[0, 0].detach(), 2.0]).mean()
+
+    usual, model = torch.tensor, Asks(padded)
+    with pytest.warns(DryRunWarning, match="one real forward"):
+        assert lowtide.plan(step, IDS).source == "recorded"
+    assert torch.tensor is usual
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).is_meta
 
 
 class Counts(Asks):

@@ -15,6 +15,7 @@ from zoo import (
     monai_networks,
     monai_segmentation,
     torch_layers,
+    transformers_more,
     transformers_text,
     transformers_vision,
     traps_aliasing,
@@ -34,6 +35,7 @@ _FILES = (
     monai_networks,
     transformers_text,
     transformers_vision,
+    transformers_more,
 )
 
 

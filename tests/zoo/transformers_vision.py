@@ -65,7 +65,7 @@ def _picture_and_text() -> Batch:
     )
 
 
-def _picture_and_boxes() -> Batch:
+def picture_and_boxes() -> Batch:
     labels = [
         {"class_labels": integers(2, count), "boxes": torch.rand(count, 4) * 0.3 + 0.3}
         for count in (2, 1)
@@ -184,7 +184,7 @@ CASES = [
         "yolos",
         "YolosForObjectDetection",
         "YolosConfig",
-        _picture_and_boxes,
+        picture_and_boxes,
         **{**PATCHES, "image_size": [32, 32], "patch_size": 8},
         num_detection_tokens=4,
     ).but("hf_yolos", tags=DYNAMIC),
@@ -192,7 +192,7 @@ CASES = [
         "detr",
         "DetrForObjectDetection",
         "DetrConfig",
-        _picture_and_boxes,
+        picture_and_boxes,
         backbone_config={
             "model_type": "resnet",
             "embedding_size": 8,

@@ -14,6 +14,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -126,25 +127,47 @@ def depends_on_data() -> tuple[type[Exception], ...]:
     return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
-@contextlib.contextmanager
-def listing(elements: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+def listing(elements: Callable[[torch.Tensor], Any]) -> AbstractContextManager[None]:
     """While this is open, `tolist()` of a fake tensor on this thread is `elements(tensor)`.
 
     The usual one reads one element after the other, with operators that a real tensor does not run.
     """
+    return _replaced("tolist", elements)
+
+
+def formatting(text: Callable[[torch.Tensor, str], str]) -> AbstractContextManager[None]:
+    """While this is open, a fake tensor in an f-string on this thread is `text(tensor, format)`.
+
+    The usual one reads the number in a tensor only if its type is exactly `torch.Tensor`.
+    """
+    return _replaced("__format__", text)
+
+
+@contextlib.contextmanager
+def _replaced(name: str, ours: Callable[..., Any]) -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    cls: Any = FakeTensor
-    usual, thread = cls.tolist, threading.get_ident()
+    usual, thread = getattr(FakeTensor, name), threading.get_ident()
 
-    def tolist(tensor: Any) -> Any:
-        return elements(tensor) if threading.get_ident() == thread else usual(tensor)
+    def call(tensor: Any, *args: Any) -> Any:
+        return (ours if threading.get_ident() == thread else usual)(tensor, *args)
 
-    cls.tolist = tolist
+    setattr(FakeTensor, name, call)
     try:
         yield
     finally:
-        cls.tolist = usual
+        setattr(FakeTensor, name, usual)
+
+
+def constructors_known() -> None:
+    """Have torch look up, once, the functions that a `torch.device` context concerns.
+
+    One that is replaced for a while would be missed if torch looked at that moment, and for good.
+    Unnecessary when torch asks a function for its name.
+    """
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from lowtide._compat import fakes
 from lowtide.dryrun.onehot import one_hot, only_checks
 from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
 from lowtide.dryrun.standins import StandIns
-from lowtide.step import Recording
+from lowtide.step import Recording, current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
@@ -45,13 +45,16 @@ _COUNTER = 4096
 _ADDING = ("scaled_dot_product_attention", "linear")
 # These call the second of them without its name. They also add other things, out of place.
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
+# These read what is in the tensors of a list, past all modes and without an operator.
+_FROM_LISTS = ("tensor", "as_tensor")
 
 
 class Adding:
     """Context manager: tracks, per thread, whether one of these functions is running.
 
     The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
-    too. `one_hot` is replaced as well (`lowtide.dryrun.onehot`). Not a `TorchFunctionMode`, which
+    too. `one_hot` is replaced as well (`lowtide.dryrun.onehot`), and what makes a tensor of a list
+    (`_of_contents`). Not a `TorchFunctionMode`, which
     misses the calls that multi-head attention makes inside.
     """
 
@@ -74,6 +77,10 @@ class Adding:
                     )
                 usual = functional.one_hot
                 Adding._usual[functional, "one_hot"] = usual, one_hot(usual)
+                fakes.constructors_known()
+                for name in _FROM_LISTS:
+                    usual = getattr(torch, name)
+                    Adding._usual[torch, name] = usual, _of_contents(usual)
                 for (owner, name), (_, ours) in Adding._usual.items():
                     setattr(owner, name, ours)
             Adding._open += 1
@@ -122,6 +129,7 @@ class FakeRecorder(Recorder):
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         self._real: dict[Value, torch.Tensor] = {}
+        self._showing: list[bool] = []  # for each number being formatted: whether it is known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -177,9 +185,11 @@ class FakeRecorder(Recorder):
         try:
             real = [self._real_argument(a) for a in args]
         except UnansweredError:
-            if only_checks():
-                return 0
-            raise
+            if self._showing:
+                self._showing[-1] = False
+            elif not only_checks():
+                raise
+            return 0
         with _compat.below_autograd(), _compat.no_overrides(), torch.no_grad():
             result = func(*real)
         return self.stand.made(result)
@@ -192,6 +202,25 @@ class FakeRecorder(Recorder):
         if isinstance(argument, tuple | list):
             return [self._real_argument(item) for item in argument]
         return argument
+
+    def text(self, fake: torch.Tensor, how: str) -> str:
+        """A fake tensor in an f-string (often the message of a check that holds). A real one reads
+        the number in it, which is an operation of the step; of one that is not known, the tensor
+        is shown."""
+        if fake.dim() or isinstance(fake, nn.Parameter):
+            return object.__format__(fake, how)
+        self._showing.append(True)
+        try:
+            number = fake.detach().item()
+        finally:
+            known = self._showing.pop()
+        return format(number, how) if known else repr(fake)
+
+    def contents(self, data: Any) -> Any:
+        """Nested lists with the contents of the fake tensors in them."""
+        if isinstance(data, list | tuple):
+            return [self.contents(item) for item in data]
+        return self.real(data) if fakes.is_fake(data) else data
 
     def real(self, fake: torch.Tensor) -> torch.Tensor:
         """The content of a fake tensor as a real one, see `lowtide.dryrun.provenance`."""
@@ -221,6 +250,19 @@ class FakeRecorder(Recorder):
             value.settle()
         entry.weak = weakref.ref(value)
         entry.value = None
+
+
+def _of_contents(usual: Any) -> Any:
+    """This function, which makes a tensor of nested lists, for fake tensors in them."""
+
+    @functools.wraps(usual)
+    def call(data: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = current_recorder()
+        if isinstance(data, list | tuple) and isinstance(recorder, FakeRecorder):
+            data = recorder.contents(data)
+        return usual(data, *args, **kwargs)
+
+    return call
 
 
 def _given(packed: Any) -> Any:

@@ -391,6 +391,7 @@ def _fake(
             recorder.stand, recorder.adding = stand, adding
             memory.ask = recorder.answer
             stack.enter_context(fakes.listing(lambda tensor: recorder.real(tensor).tolist()))
+            stack.enter_context(fakes.formatting(recorder.text))
 
         _record(observer, FakeRecording, lambda: function(*fake_args, **fake_kwargs), begin)
         observer.finish(_nothing)
