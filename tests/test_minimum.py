@@ -155,6 +155,22 @@ class Cached(nn.Module):
         return x.square().mean()
 
 
+class Renormalized(nn.Module):
+    """As in diffusion nets of preserved magnitude: each weight is normalized in place before it is
+    read. Its old content, which the norm has read, must not be copied for replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.weight.copy_(F.normalize(layer.weight, dim=-1))
+            x = F.silu(layer(x))
+        return x.square().mean()
+
+
 def spread(x: Tensor) -> Tensor:
     """Takes a lot of memory in the forward, and none in the backward."""
     with torch.no_grad():
@@ -169,6 +185,7 @@ STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "encoder": (Encoder, (8, 128, 64)),
     "recalled": (Recalled, (4, 4, 64, 64)),
     "cached": (Cached, (8, 128, 64)),
+    "renormalized": (Renormalized, (256, 128)),
 }
 
 
