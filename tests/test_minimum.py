@@ -463,6 +463,44 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
 
 
+PERMUTED: dict[str, Shape] = {
+    "oneDNN": ((2, 64, 8, 8), (128, 64, 3, 3), 1, 1, None),
+    "oneDNN, stride": ((2, 64, 16, 16), (128, 64, 3, 3), 2, 1, None),
+    "oneDNN, transposed": ((2, 128, 8, 8), (128, 64, 2, 2), 2, 1, 0),
+    "oneDNN, 1D": ((4, 128, 64), (128, 128, 3), 1, 1, None),
+    "oneDNN, 3D": ((2, 64, 8, 8, 8), (64, 64, 3, 3, 3), 1, 1, None),
+    "torch itself": ((1, 64, 8, 8), (128, 64, 3, 3), 1, 1, None),
+    "torch itself, pointwise": ((2, 128, 8, 8), (256, 128, 1, 1), 1, 1, None),
+    "torch itself, 3D": ((1, 16, 12, 12, 12), (128, 16, 3, 3, 3), 1, 1, None),
+}
+
+
+@on_one_recorder
+@exact_workspaces
+@pytest.mark.parametrize("name", PERMUTED)
+def test_a_parameter_that_is_stored_in_another_order_is_copied(name: str) -> None:
+    """As in other frameworks: height, width, input, output."""
+    shape = PERMUTED[name]
+    into, size, *_ = shape
+    x, rest = torch.randn(into), options(shape)
+    weight = torch.randn(*size[2:], size[1], size[0]).movedim((-1, -2), (0, 1))
+    y = torch.ops.aten.convolution(x, weight, None, *rest)
+    back = (torch.randn_like(y), x, weight, None, *rest, [True, True, False])
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "aten::convolution": (torch.ops.aten.convolution, (x, weight, None, *rest)),
+        "aten::convolution_backward": (torch.ops.aten.convolution_backward, back),
+    }
+    for operator, (function, args) in calls.items():
+        result = function(*args)
+        made = sum(
+            t.nbytes for t in (result if isinstance(result, tuple) else (result,)) if t is not None
+        )
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        modelled = made + kernel_workspace(operator, tensors, args, made)
+        assert modelled == pytest.approx(peak, rel=0.01), operator
+
+
 @on_one_recorder
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
