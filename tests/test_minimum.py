@@ -155,6 +155,21 @@ class Cached(nn.Module):
         return x.square().mean()
 
 
+class Gathered(nn.Module):
+    """As in splines: of many knots, one is read for each point. Its gradient is zeros with one
+    number in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knots = nn.ModuleList(nn.Linear(8, 256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.knots:
+            knots = layer(x).exp()
+            x = x + knots.gather(-1, torch.arange(8).expand_as(x)).sin()
+        return x.square().mean()
+
+
 class Renormalized(nn.Module):
     """As in diffusion nets of preserved magnitude: each weight is normalized in place before it is
     read. Its old content, which the norm has read, must not be copied for replays."""
@@ -185,6 +200,7 @@ STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "encoder": (Encoder, (8, 128, 64)),
     "recalled": (Recalled, (4, 4, 64, 64)),
     "cached": (Cached, (8, 128, 64)),
+    "gathered": (Gathered, (128, 8)),
     "renormalized": (Renormalized, (256, 128)),
 }
 
