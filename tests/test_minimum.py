@@ -170,6 +170,23 @@ class Gathered(nn.Module):
         return x.square().mean()
 
 
+class Forces(nn.Module):
+    """As in interatomic potentials: the loss has a gradient with respect to positions, and the
+    gradients of what was read by index are zeros, filled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(3, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        one, other = torch.arange(400) % 100, torch.arange(400) * 7 % 100
+        near = torch.tanh(self.inward(x[one] - x.index_select(0, other)))
+        energy = self.outward(near.square()).sum()
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy.square() + forces.square().mean()
+
+
 class Renormalized(nn.Module):
     """As in diffusion nets of preserved magnitude: each weight is normalized in place before it is
     read. Its old content, which the norm has read, must not be copied for replays."""
@@ -201,6 +218,7 @@ STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "recalled": (Recalled, (4, 4, 64, 64)),
     "cached": (Cached, (8, 128, 64)),
     "gathered": (Gathered, (128, 8)),
+    "forces": (Forces, (100, 3)),
     "renormalized": (Renormalized, (256, 128)),
 }
 

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.tape.operators import facts_of
 
 _ZEROS = frozenset(("aten::new_zeros", "aten::zeros", "aten::zeros_like"))
 _FILLED = {
     f"aten::{name}": getattr(torch.ops.aten, f"{name}_")
     for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
 }
+
+
+_INDEXED = torch.ops.aten._index_put_impl_.default
+_INDEX_PUT = torch.ops.aten.index_put.default
 
 
 class Filled:
@@ -34,10 +39,20 @@ class Filled:
             return getattr(written, func._overloadname)
         return func
 
+    def as_recorded(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The same with its arguments, as the compiled recorder sees it, which is not a mode: an
+        index has a kernel of its own, which need not check the indices once more."""
+        real = self.as_real(func, args)
+        if real is not func and func is _INDEX_PUT:
+            return _INDEXED, (*args, True)
+        return real, args
+
     def ran(self, func: Any, result: Any) -> None:
         """The call is over."""
-        made = _compat.schema_of(func).name in _ZEROS
-        self._zeros = _storage_of(result) if made else None
+        if _compat.schema_of(func).name in _ZEROS:
+            self._zeros = _storage_of(result)
+        elif not facts_of(func).view or _storage_of(result) == self._zeros:
+            self._zeros = None  # views of other tensors may come in between
 
 
 def _storage_of(tensor: Any) -> int | None:
