@@ -155,6 +155,54 @@ class Cached(nn.Module):
         return x.square().mean()
 
 
+class Gathered(nn.Module):
+    """As in splines: of many knots, one is read for each point. Its gradient is zeros with one
+    number in each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.knots = nn.ModuleList(nn.Linear(8, 256) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.knots:
+            knots = layer(x).exp()
+            x = x + knots.gather(-1, torch.arange(8).expand_as(x)).sin()
+        return x.square().mean()
+
+
+class Forces(nn.Module):
+    """As in interatomic potentials: the loss has a gradient with respect to positions, and the
+    gradients of what was read by index are zeros, filled in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(3, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        one, other = torch.arange(400) % 100, torch.arange(400) * 7 % 100
+        near = torch.tanh(self.inward(x[one] - x.index_select(0, other)))
+        energy = self.outward(near.square()).sum()
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy.square() + forces.square().mean()
+
+
+class Renormalized(nn.Module):
+    """As in diffusion nets of preserved magnitude: each weight is normalized in place before it is
+    read. Its old content, which the norm has read, must not be copied for replays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.weight.copy_(F.normalize(layer.weight, dim=-1))
+            x = F.silu(layer(x))
+        return x.square().mean()
+
+
 def spread(x: Tensor) -> Tensor:
     """Takes a lot of memory in the forward, and none in the backward."""
     with torch.no_grad():
@@ -169,6 +217,9 @@ STEPS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "encoder": (Encoder, (8, 128, 64)),
     "recalled": (Recalled, (4, 4, 64, 64)),
     "cached": (Cached, (8, 128, 64)),
+    "gathered": (Gathered, (128, 8)),
+    "forces": (Forces, (100, 3)),
+    "renormalized": (Renormalized, (256, 128)),
 }
 
 
@@ -444,6 +495,44 @@ def test_what_a_convolution_takes(name: str, turned: bool) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
         modelled = made + kernel_workspace(operator, tensors, args, made)
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
+
+
+PERMUTED: dict[str, Shape] = {
+    "oneDNN": ((2, 64, 8, 8), (128, 64, 3, 3), 1, 1, None),
+    "oneDNN, stride": ((2, 64, 16, 16), (128, 64, 3, 3), 2, 1, None),
+    "oneDNN, transposed": ((2, 128, 8, 8), (128, 64, 2, 2), 2, 1, 0),
+    "oneDNN, 1D": ((4, 128, 64), (128, 128, 3), 1, 1, None),
+    "oneDNN, 3D": ((2, 64, 8, 8, 8), (64, 64, 3, 3, 3), 1, 1, None),
+    "torch itself": ((1, 64, 8, 8), (128, 64, 3, 3), 1, 1, None),
+    "torch itself, pointwise": ((2, 128, 8, 8), (256, 128, 1, 1), 1, 1, None),
+    "torch itself, 3D": ((1, 16, 12, 12, 12), (128, 16, 3, 3, 3), 1, 1, None),
+}
+
+
+@on_one_recorder
+@exact_workspaces
+@pytest.mark.parametrize("name", PERMUTED)
+def test_a_parameter_that_is_stored_in_another_order_is_copied(name: str) -> None:
+    """As in other frameworks: height, width, input, output."""
+    shape = PERMUTED[name]
+    into, size, *_ = shape
+    x, rest = torch.randn(into), options(shape)
+    weight = torch.randn(*size[2:], size[1], size[0]).movedim((-1, -2), (0, 1))
+    y = torch.ops.aten.convolution(x, weight, None, *rest)
+    back = (torch.randn_like(y), x, weight, None, *rest, [True, True, False])
+    calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "aten::convolution": (torch.ops.aten.convolution, (x, weight, None, *rest)),
+        "aten::convolution_backward": (torch.ops.aten.convolution_backward, back),
+    }
+    for operator, (function, args) in calls.items():
+        result = function(*args)
+        made = sum(
+            t.nbytes for t in (result if isinstance(result, tuple) else (result,)) if t is not None
+        )
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        modelled = made + kernel_workspace(operator, tensors, args, made)
+        assert modelled == pytest.approx(peak, rel=0.01), operator
 
 
 @on_one_recorder

@@ -4,9 +4,9 @@ Problem: a first step must stay inside its limit before any of its backward has 
 estimates from sizes are too high: a `cat` gives its inputs views of its gradient, a ReLU's backward
 makes one tensor and a pooling's three. Invariant: an operation is described by numbers, run once
 forward and backward on the meta device, and its cost is remembered for all calls of the same
-shapes; if that fails, the caller estimates from sizes. Imports counting. Rejected: factors by
-operator name, which have to be guessed for every operator; running it during the recording, which
-is below autograd and has no backward.
+shapes; if that fails, the caller estimates from sizes. Imports counting, filled. Rejected: factors
+by operator name, which have to be guessed for every operator; running it during the recording,
+which is below autograd and has no backward.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ import torch
 from lowtide import _compat
 from lowtide.kernels.grouped import any_type, on_shapes
 from lowtide.memory.counting import Counting, storage_keys
+from lowtide.memory.filled import Filled
 from lowtide.tape.operators import Facts, facts_of
 from lowtide.tape.values import tensors_in
 
 _REMEMBERED = 1 << 14  # calls
-_ZEROS = frozenset(("aten::new_zeros", "aten::zeros", "aten::zeros_like"))
-_FILLED = {
-    f"aten::{name}": getattr(torch.ops.aten, f"{name}_")
-    for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +197,11 @@ def _astray(gradients: Iterable[torch.Tensor | None], wanted: list[torch.Tensor]
 
 
 class _AsReal(Counting):
-    """Writes in place where the backward of real tensors does.
+    """Writes in place where the backward of real tensors does."""
 
-    torch's formulas that fill zeros do so out of place under a mode, and on tensors without memory.
-    """
-
-    _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self._filled = Filled()
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return on_shapes(super().call, func, args, kwargs)
@@ -214,13 +209,9 @@ class _AsReal(Counting):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = _compat.schema_of(func).name
-        written = _FILLED.get(name)
-        if written and self._zeros is not None and self._zeros in storage_keys([args[0]]):
-            func = getattr(written, func._overloadname)
+        func = self._filled.as_real(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        made = isinstance(result, torch.Tensor) and name in _ZEROS
-        self._zeros = next(iter(storage_keys([result])), None) if made else None
+        self._filled.ran(func, result)
         return result
 
 

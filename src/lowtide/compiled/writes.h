@@ -144,8 +144,12 @@ inline void make_blank(Input& input, int64_t nbytes, c10::Device device) {
 inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
   if (fact.blank || (fact.constant && !c10::GradMode::is_enabled())) return false;
   for (const Written& each : written) {
-    if (contains(fact.fills, each.place)) continue;
     const Value* value = value_in(each.entry());
+    if (contains(fact.fills, each.place)) {  // as `Writes._fills_anew`
+      bool outside = value != nullptr && value->op == nullptr && each.entry()->counted == 0;
+      if (outside && value->read && each.tensor.requires_grad()) return false;
+      continue;
+    }
     if (value == nullptr || value->op == nullptr) return false;
   }
   return true;

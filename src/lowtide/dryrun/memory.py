@@ -2,8 +2,8 @@
 
 Problem: a dry run allocates nothing, but its peak has to be known to the byte. Invariant: every
 storage is counted as by `Counting`, in forward and backward alike; levels and peaks are reported as
-by a real measurement (`Marks`). Imports costs, counting, marks. Rejected: predicting backward's
-memory from the forward, which misses the order in which gradients are freed.
+by a real measurement (`Marks`). Imports costs, counting, filled, marks. Rejected: predicting
+backward's memory from the forward, which misses the order in which gradients are freed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.counting import Counting
 from lowtide.memory.events import Timeline
+from lowtide.memory.filled import Filled
 from lowtide.memory.marks import Arrived
 
 
@@ -29,6 +30,7 @@ class FakeMemory(Counting):
     def __init__(self, costs: CostModel, mode: Any) -> None:
         super().__init__()
         self._shapes = Shapes(mode)
+        self._filled = Filled()
         self.undone = Undone()
         self.costs = costs
         self.seconds = 0.0  # of all operators so far
@@ -49,6 +51,14 @@ class FakeMemory(Counting):
         self.undone.calls(func, args, kwargs)
         if func is torch.ops.aten.add.Tensor and self._accumulates(args, kwargs):
             func = torch.ops.aten.add_.Tensor
+        if _compat.node_in_backward() is None or torch.is_grad_enabled():
+            return self._called(func, args, kwargs)
+        func = self._filled.as_real(func, args)
+        result = self._called(func, args, kwargs)
+        self._filled.ran(func, result)
+        return result
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._shapes(func, args, kwargs)
         except fakes.depends_on_data():

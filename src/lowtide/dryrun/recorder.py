@@ -23,6 +23,7 @@ from lowtide._compat import fakes
 from lowtide.dryrun.onehot import one_hot, only_checks
 from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
 from lowtide.dryrun.standins import StandIns
+from lowtide.memory.filled import Filled
 from lowtide.step import Recording, current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import facts_of
@@ -54,8 +55,8 @@ class Adding:
 
     The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
     too. `one_hot` is replaced as well (`lowtide.dryrun.onehot`), and what makes a tensor of a list
-    (`_of_contents`). Not a `TorchFunctionMode`, which
-    misses the calls that multi-head attention makes inside.
+    (`_of_contents`). Not a `TorchFunctionMode`, which misses the calls that multi-head attention
+    makes inside.
     """
 
     _lock = threading.Lock()
@@ -130,6 +131,7 @@ class FakeRecorder(Recorder):
         super().__init__(tape)
         self._real: dict[Value, torch.Tensor] = {}
         self._showing: list[bool] = []  # for each number being formatted: whether it is known
+        self._gradients = Filled()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -142,8 +144,14 @@ class FakeRecorder(Recorder):
             self.adding.in_place or self.adding.adds_bias(*args[:2])
         ):
             func = torch.ops.aten.add_.Tensor
+        # A gradient step inside the forward: the compiled recorder is not a mode.
+        filling = _compat.node_in_backward() is not None and engine.name() == "compiled"
+        if filling:
+            func, args = self._gradients.as_recorded(func, args)
         moved = self._moved(func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if filling:
+            self._gradients.ran(func, result)
         if moved is not None:
             entry = self.entry_of(args[0])
             if entry is not None:

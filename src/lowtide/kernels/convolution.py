@@ -64,12 +64,14 @@ def convolution_workspace(
     by_channel = options.groups > 1 and _depthwise(source, weight)
     if _compat.onednn_tiles(source.dtype) and not itself and not by_channel:
         copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+        copies += _ordered(weight, last)
         return copies + tiles_workspace(source, weight, out, options, given, passes, last)
     oneself = half or itself
     if instructions == "AVX512" or oneself:
         return _wide_workspace(source, weight, out, options, given, passes, biased)
     call = (source, weight, out, options, given, passes, biased)
     copies = _copied(source, last) + (0 if given is None else _copied(given, last))
+    copies += _ordered(weight, last)
     narrow = copies + narrow_workspace(*call, last)
     if instructions == "AVX2":
         return narrow
@@ -121,13 +123,22 @@ def _wide_workspace(
         taken = _backward(source, weight, given, options, passes)
     else:
         taken = _forward(source, weight, out, stride)
-    return taken + _copied(source, last) + (0 if given is None else _copied(given, last))
+    taken += _copied(source, last) + (0 if given is None else _copied(given, last))
+    # In torch's own backward in 3D, it is gone when the parameter's gradient, of its size, is made.
+    gone = itself and passes and not flat and math.prod(weight.shape[2:]) > 1
+    return taken + (0 if gone else _ordered(weight, last))
 
 
 def _copied(tensor: torch.Tensor, last: bool) -> int:
     """The copy of a tensor whose layout the kernel does not read; it stays until the end."""
     as_read = _channels_last(tensor) if last else tensor.is_contiguous()
     return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
+
+
+def _ordered(weight: torch.Tensor, last: bool) -> int:
+    """The copy of a parameter that is stored in another order, such as that of other frameworks
+    (height, width, input, output); what is `last` is copied by the kernels' own formulas."""
+    return 0 if last or weight.is_contiguous() else _bytes(weight)
 
 
 def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:

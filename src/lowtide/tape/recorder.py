@@ -180,7 +180,7 @@ class Recorder(Encoding, _compat.Mode):
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
         template, named = list(args), kwargs
-        known = self._can_be_made(facts, written, bool(statistics))
+        known = self._can_be_made(facts, written, args, bool(statistics))
         if statistics and reads_moved(args, statistics):
             known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:

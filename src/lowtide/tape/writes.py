@@ -131,15 +131,31 @@ class Writes(Known):
         return tensor.data
 
     def _can_be_made(
-        self, facts: Facts, written: list[tuple[Entry, int | str]], statistics: bool
+        self,
+        facts: Facts,
+        written: list[tuple[Entry, int | str]],
+        args: tuple[Any, ...],
+        statistics: bool,
     ) -> bool:
         """False if what the call writes cannot be replayed, whatever its inputs are. They are then
         not recorded: a counter that moves once a step need not be copied for a replay."""
         if facts.blank or (facts.constant and not torch.is_grad_enabled()):
             return False
         return statistics or all(
-            place in facts.fills or self.value_in(entry).op is not None for entry, place in written
+            self._fills_anew(entry, place, args)
+            if place in facts.fills
+            else self.value_in(entry).op is not None
+            for entry, place in written
         )
+
+    def _fills_anew(self, entry: Entry, place: int | str, args: tuple[Any, ...]) -> bool:
+        """False for a parameter whose old content may be part of the new one, as if a weight is
+        normalized in place. The new one is in memory anyway, and a record of it would keep a copy
+        of the old one as long. Of a buffer it is kept: that may move again before backward."""
+        value = self.value_in(entry)
+        if entry.counted or value.op is not None or not value.read or isinstance(place, str):
+            return True
+        return not (isinstance(args[place], Tensor) and args[place].requires_grad)
 
     def _write_refs(
         self,
