@@ -89,6 +89,11 @@ def test_a_plan_needs_no_example() -> None:
         lowtide.fit(model, plan, example=torch.ones(2, 4))
 
 
+def test_no_limit_is_not_one_with_an_example_either() -> None:
+    with pytest.raises(lowtide.UsageError, match="got None of type NoneType"):
+        lowtide.fit(Net(), None, example=batch())  # type: ignore[arg-type]
+
+
 def test_an_example_may_be_what_a_collator_returns() -> None:
     model = nn.Linear(4, 4)
     lowtide.fit(model, "1 GiB", example=UserDict(input=torch.ones(2, 4))).remove()

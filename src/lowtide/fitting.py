@@ -29,6 +29,7 @@ from lowtide.errors import (
     users_frame,
 )
 from lowtide.learning.ranks import Ranks
+from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
 from lowtide.models.removable import Removable
@@ -264,6 +265,7 @@ def fit(
                 "lowtide.fit: a plan already is for the step that it was made from, and needs no "
                 "example. Leave example= out, or give a limit instead of the plan."
             )
+        parse_limit(limit)  # `lowtide.plan` may go without a limit, a budget may not
         limit = _planned_alike(model, limit, example, None if group is None else Ranks(group))
     budget = FittedBudget(limit, device, group)
     budget.attach(model)

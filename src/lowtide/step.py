@@ -208,9 +208,9 @@ def _torchs_refusal(error: RuntimeError) -> UnsupportedError | None:
     text = str(error)
     if "torch.func" in text and "saved tensor hooks" in text:
         return UnsupportedError(
-            "a torch.func transform (grad, vmap, jvp, vjp, jacrev, ...) ran inside a lowtide "
-            "budget or region: torch does not offer saved-tensor hooks there. Call the "
-            "transform outside of it, or use torch.autograd.grad in its place."
+            "a torch.func transform that differentiates backwards (grad, vjp, jacrev, ...) ran "
+            "inside a lowtide budget or region: torch does not offer saved-tensor hooks there. "
+            "Call the transform outside of it, or use torch.autograd.grad in its place."
         )
     if _compat.refuses_hooks(error):
         return UnsupportedError(
