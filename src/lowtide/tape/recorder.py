@@ -264,9 +264,10 @@ class Recorder(Encoding, _compat.Mode):
         if op is None or own is None:
             return self._call(op, func, args, kwargs)
         args, kwargs = given(op, own, args, kwargs)
-        result = self._call(op, op.facts.with_generator, args, kwargs)
-        put(op.draws[0][0], own)
-        return result
+        try:
+            return self._call(op, op.facts.with_generator, args, kwargs)
+        finally:  # a call that raises may have drawn before
+            put(op.draws[0][0], own)
 
     def _call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         if not self.timed or op is None:
