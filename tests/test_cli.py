@@ -663,3 +663,11 @@ def test_points_stand_where_they_belong() -> None:
     lines = plot([Mark(100, 0.0, "o"), Mark(50, 0.4, "A")], width=21, height=5)
     assert lines[0] == "      |          A"
     assert lines[4] == "   0% |                    o"
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.01, 0.05, 0.19, 0.21, 0.9, 4.0])
+def test_the_labels_beside_points_differ(overhead: float) -> None:
+    """Whole percents would repeat where little time is added."""
+    labels = [line[:6].strip() for line in plot([Mark(9, 0.0, "o"), Mark(5, overhead, "A")])]
+    shown = [label for label in labels if label.endswith("%")]
+    assert len(shown) == len(set(shown)) == 5

@@ -27,7 +27,8 @@ class Mark:
 def plot(marks: Sequence[Mark], width: int = _WIDTH, height: int = _HEIGHT) -> list[str]:
     """Lines of a plot whose axes both start at zero."""
     most = max((m.peak for m in marks), default=0) or 1
-    slowest = max((m.overhead for m in marks), default=0.0) or 0.01
+    slowest = max((m.overhead for m in marks), default=0.0) or 0.05
+    digits = 0 if slowest >= 0.2 else 1  # labels that differ
     grid = [[" "] * width for _ in range(height)]
     for mark in marks:
         column = round(mark.peak / most * (width - 1))
@@ -36,7 +37,7 @@ def plot(marks: Sequence[Mark], width: int = _WIDTH, height: int = _HEIGHT) -> l
     lines = []
     for index, cells in enumerate(grid):
         at = slowest * (height - 1 - index) / (height - 1)
-        label = f"{at:>5.0%}" if index % 3 == 1 or index == height - 1 else " " * 5
+        label = f"{at:>5.{digits}%}" if index % 3 == 1 or index == height - 1 else " " * 5
         lines.append(f"{label} |{''.join(cells).rstrip()}")
     lines.append(" " * 6 + "+" + "-" * width)
     half, full = format_bytes(most // 2), format_bytes(most)

@@ -74,7 +74,8 @@ def curve_chart(plans: Sequence[Plan]) -> str:
     bounds = [(plan.peak, plan.lower_bound) for plan in plans if plan.lower_bound is not None]
     most, slowest = max(peak for peak, _ in points), max(0.05, *(cost for _, cost in points))
     across, up = _across(1.04 * most or 1), _up(1.06 * slowest)
-    parts = [_line_across(up, slowest * k / 4, lambda share: f"{share:.0%}") for k in range(5)]
+    digits = 0 if slowest >= 0.2 else 1  # labels that differ
+    parts = [_line_across(up, slowest * k / 4, lambda n: f"{n:.{digits}%}") for k in range(5)]
     for k in range(5):
         parts.append(_text(across(most * k / 4), _HEIGHT - 8, _size(most * k / 4), "middle"))
     parts.append(_text(_LEFT, 14, "added time, by peak above what was in memory before"))
