@@ -154,6 +154,7 @@ def test_an_error_in_the_middle_of_a_replay() -> None:
 
     class Failing:
         name = "aten::rand"
+        generator = None
 
         @staticmethod
         def func(*args: Any, **kwargs: Any) -> Any:

@@ -392,7 +392,7 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     assert told.planned.peak == told.plan.peak <= told.plan.limit
     assert told.kept
     assert "recomputation starts from it" in " ".join(kept.why for kept in told.kept)
-    assert told._repr_html_().count("<p") == len(told.sentences)
+    assert told._repr_html_().count("<p ") == len(told.sentences)
 
 
 def test_a_step_of_nothing_is_explained() -> None:
