@@ -56,10 +56,12 @@ inline void write_state(at::Generator& generator, const c10::SmallVector<uint8_t
   generator.set_state(tensor_of(state));
 }
 
-// A copy of the CPU's generator, whose lock is held; the last copy if nothing was drawn since. Most
-// operators that may draw do not (attention without dropout), and a copy is larger than all other records.
-inline at::Generator state_of(at::Generator& generator) {
+// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
+// draw do not (attention without dropout), and a copy is larger than all other records.
+inline at::Generator generator_now() {
   static thread_local at::Generator last;
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
   auto* now = generator.get<at::CPUGeneratorImpl>();
   if (last.defined()) {
     auto* then = last.get<at::CPUGeneratorImpl>();
@@ -72,12 +74,6 @@ inline at::Generator state_of(at::Generator& generator) {
     }
   }
   return last = generator.clone();
-}
-
-inline at::Generator generator_now() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return state_of(generator);
 }
 
 // The default generator of a device; none if torch does not know it.
@@ -183,22 +179,24 @@ inline const c10::OperatorHandle& given(
   return *fact.taker;
 }
 
-// The call that runs in this scope draws from the CPU's generator, and no other thread draws between the
-// reading of the state and the call's own draw: a replay would draw something else. The call is given a
-// copy, as a kernel locks what it draws from.
-class DrawsAlone {
+// The call that runs in this scope draws from a copy of the CPU's generator, which is then as if it had drawn
+// from the generator itself: no other thread draws between the reading of the state and the call's own draw,
+// and so a replay draws the same. The generator's lock is not held meanwhile: what a call destroys may need
+// Python's, which a thread that waits for the generator's may hold.
+class DrawsFromCopy {
  public:
-  explicit DrawsAlone(Drawn& drawn)
-      : generator_(at::detail::getDefaultCPUGenerator()), lock_(generator_.mutex()) {
-    drawn.generator = state_of(generator_);
+  explicit DrawsFromCopy(Drawn& drawn) : generator_(at::detail::getDefaultCPUGenerator()) {
+    drawn.generator = generator_now();
     own_ = copy_to_draw_from(drawn);
   }
-  ~DrawsAlone() { copy_generator(own_, generator_); }
+  ~DrawsFromCopy() {
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    copy_generator(own_, generator_);
+  }
   const at::Generator& own() const { return own_; }
 
  private:
   at::Generator generator_, own_;
-  std::lock_guard<std::mutex> lock_;  // last: it is released first
 };
 
 // A generator in a recorded state, until the end of the scope (rule 3). No other replay draws meanwhile.

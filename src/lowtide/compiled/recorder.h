@@ -115,10 +115,11 @@ inline bool run_recorded(
     std::exception_ptr failed;
     try {
       WithoutGil released;
-      std::optional<DrawsAlone> alone;
-      if (fact.random && again && takes_a_copy(&fact, made->rare().drawn)) {
-        alone.emplace(made->own_rare().drawn);
-        run_below(given(fact, op, *stack, below, alone->own()), keys, stack);
+      std::optional<DrawsFromCopy> draw;
+      bool python = keys.has(c10::DispatchKey::Python);  // a mode or a wrapper below, which may draw itself
+      if (fact.random && again && !python && takes_a_copy(&fact, made->rare().drawn)) {
+        draw.emplace(made->own_rare().drawn);
+        run_below(given(fact, op, *stack, below, draw->own()), keys, stack);
       } else {
         run_below(op, keys, stack);
       }

@@ -231,7 +231,7 @@ class Facts:
             self.view, self.writes = True, ()
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.generator = None
-        if self.random:
+        if self.random and schema.name.startswith("aten::"):  # others may draw from any besides
             self.with_generator, self.generator = _with_generator(func, schema)
         makes = not any("Tensor" in str(a.type) for a in schema.arguments) or base.endswith("_like")
         makes = makes or base.startswith("new_")
