@@ -32,6 +32,10 @@ def is_operator(thing: object) -> bool:
     return isinstance(thing, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
 
 
+index_put_unchecked = torch.ops.aten._index_put_impl_.default
+"""What `index_put_` is below autograd when no mode is on. Unnecessary when it is so under modes."""
+
+
 def overloads_beside(func: Any) -> list[Any]:
     """The other overloads of an overload's operator. Unnecessary when torch has this in public."""
     packet = func.overloadpacket

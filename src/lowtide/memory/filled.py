@@ -21,9 +21,6 @@ _FILLED = {
     f"aten::{name}": getattr(torch.ops.aten, f"{name}_")
     for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
 }
-
-
-_INDEXED = torch.ops.aten._index_put_impl_.default
 _INDEX_PUT = torch.ops.aten.index_put.default
 
 
@@ -44,7 +41,7 @@ class Filled:
         index has a kernel of its own, which need not check the indices once more."""
         real = self.as_real(func, args)
         if real is not func and func is _INDEX_PUT:
-            return _INDEXED, (*args, True)
+            return _compat.index_put_unchecked, (*args, True)
         return real, args
 
     def ran(self, func: Any, result: Any) -> None:
