@@ -1,4 +1,4 @@
-"""Plain-text tables.
+"""Plain-text tables, and the labels of an axis.
 
 Problem: every report is a table, on terminals with and without colours. Invariant: data in, lines
 out; nothing here knows what a row means. Imports nothing. Rejected: a dependency for it.
@@ -6,7 +6,7 @@ out; nothing here knows what a row means. Imports nothing. Rejected: a dependenc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def table(
@@ -38,3 +38,9 @@ def table(
 def count_of(number: int, what: str) -> str:
     """``"1 row"``, ``"3 rows"``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def percents_up_to(most: float) -> Callable[[float], str]:
+    """How the labels of an axis of shares are written, so that a few of them differ."""
+    digits = 0 if most >= 0.2 else 1
+    return lambda share: f"{share:.{digits}%}"

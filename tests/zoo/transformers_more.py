@@ -15,7 +15,7 @@ import torch
 
 from zoo.case import DYNAMIC, Batch, Case, integers, labelled_loss
 from zoo.transformers_text import DECODER, ENCODER, ROUTED, SMALL, net, tokens, unpadded
-from zoo.transformers_vision import picture_and_boxes
+from zoo.transformers_vision import BACKBONE, DETECTOR, picture_and_boxes
 
 IMAGE, VISION_START, VISION_END = 28, 29, 30
 LOOK_BACK, AHEAD, LAG = 12, 4, 2
@@ -124,23 +124,10 @@ CASES = [
         "DeformableDetrForObjectDetection",
         "DeformableDetrConfig",
         picture_and_boxes,
-        backbone_config={
-            "model_type": "resnet",
-            "embedding_size": 8,
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "out_features": ["stage1", "stage2"],
-        },
+        backbone_config={**BACKBONE, "out_features": ["stage1", "stage2"]},
         d_model=32,
-        num_queries=5,
         num_feature_levels=2,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        auxiliary_loss=True,
+        **DETECTOR,
     ).but("hf_deformable_detr", tags=DYNAMIC),
     _case(
         "informer",

@@ -65,6 +65,24 @@ def _picture_and_text() -> Batch:
     )
 
 
+BACKBONE = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+}
+DETECTOR = {
+    "num_queries": 5,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "auxiliary_loss": True,
+}
+
+
 def picture_and_boxes() -> Batch:
     labels = [
         {"class_labels": integers(2, count), "boxes": torch.rand(count, 4) * 0.3 + 0.3}
@@ -193,22 +211,9 @@ CASES = [
         "DetrForObjectDetection",
         "DetrConfig",
         picture_and_boxes,
-        backbone_config={
-            "model_type": "resnet",
-            "embedding_size": 8,
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "out_features": ["stage2"],
-        },
+        backbone_config={**BACKBONE, "out_features": ["stage2"]},
         d_model=16,
-        num_queries=5,
-        encoder_layers=1,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        auxiliary_loss=True,
+        **DETECTOR,
     ).but("hf_detr", tags=DYNAMIC),
     Case(
         "hf_clip",

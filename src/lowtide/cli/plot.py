@@ -1,8 +1,8 @@
 """Points in a terminal: memory to the right, time upwards.
 
 Problem: a curve is seen at once, a table has to be read. Invariant: plain characters of one width;
-of points in one place the last one is drawn, and the table beside it has all. Imports limits.
-Rejected: braille dots, which many terminals draw in another width.
+of points in one place the last one is drawn, and the table beside it has all. Imports limits,
+texttable. Rejected: braille dots, which many terminals draw in another width.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.limits import format_bytes
+from lowtide.texttable import percents_up_to
 
 _WIDTH, _HEIGHT = 60, 14
 
@@ -28,7 +29,7 @@ def plot(marks: Sequence[Mark], width: int = _WIDTH, height: int = _HEIGHT) -> l
     """Lines of a plot whose axes both start at zero."""
     most = max((m.peak for m in marks), default=0) or 1
     slowest = max((m.overhead for m in marks), default=0.0) or 0.05
-    digits = 0 if slowest >= 0.2 else 1  # labels that differ
+    written = percents_up_to(slowest)
     grid = [[" "] * width for _ in range(height)]
     for mark in marks:
         column = round(mark.peak / most * (width - 1))
@@ -37,7 +38,7 @@ def plot(marks: Sequence[Mark], width: int = _WIDTH, height: int = _HEIGHT) -> l
     lines = []
     for index, cells in enumerate(grid):
         at = slowest * (height - 1 - index) / (height - 1)
-        label = f"{at:>5.{digits}%}" if index % 3 == 1 or index == height - 1 else " " * 5
+        label = f"{written(at):>5}" if index % 3 == 1 or index == height - 1 else " " * 5
         lines.append(f"{label} |{''.join(cells).rstrip()}")
     lines.append(" " * 6 + "+" + "-" * width)
     half, full = format_bytes(most // 2), format_bytes(most)

@@ -2,9 +2,9 @@
 
 Problem: a table does not show where a curve bends, nor one number how steep a peak is. Invariant:
 SVG without scripts or references, in colours that can be read on light and dark ground; what is
-drawn are the figures of the object, and thinning keeps the peak. Imports limits; timeline and plans
-for typing. Rejected: a plotting library, which a notebook may lack, and the page's charts, which
-need its script.
+drawn are the figures of the object, and thinning keeps the peak. Imports limits, texttable;
+timeline and plans for typing. Rejected: a plotting library, which a notebook may lack, and the
+page's charts, which need its script.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from lowtide.limits import format_bytes
+from lowtide.texttable import percents_up_to
 
 if TYPE_CHECKING:
     from lowtide.analysis.timeline import Moment, Timeline
@@ -74,8 +75,8 @@ def curve_chart(plans: Sequence[Plan]) -> str:
     bounds = [(plan.peak, plan.lower_bound) for plan in plans if plan.lower_bound is not None]
     most, slowest = max(peak for peak, _ in points), max(0.05, *(cost for _, cost in points))
     across, up = _across(1.04 * most or 1), _up(1.06 * slowest)
-    digits = 0 if slowest >= 0.2 else 1  # labels that differ
-    parts = [_line_across(up, slowest * k / 4, lambda n: f"{n:.{digits}%}") for k in range(5)]
+    written = percents_up_to(slowest)
+    parts = [_line_across(up, slowest * k / 4, written) for k in range(5)]
     for k in range(5):
         parts.append(_text(across(most * k / 4), _HEIGHT - 8, _size(most * k / 4), "middle"))
     parts.append(_text(_LEFT, 14, "added time, by peak above what was in memory before"))
