@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, stack_module_state, vmap
 
 import lowtide
+from lowtide._compat import fakes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -45,6 +46,28 @@ def test_one_hot(case: str) -> None:
 
     assert follows(step, x, labels)
     assert F.one_hot is usual
+
+
+@pytest.mark.parametrize("how", ["function", "method", "operator", "autocast"])
+def test_product_with_a_batch_of_one(how: str) -> None:
+    # One per item, unless the one needs a gradient, is a fake tensor or meets a dispatch mode.
+    one, before, after = torch.randn(1, 32, 24), nn.Linear(32, 32), nn.Linear(24, 32)
+    x, usual = torch.randn(8, 16, 32), torch.matmul
+
+    def product(x: Tensor) -> Tensor:
+        if how == "function":
+            return torch.matmul(x, one)
+        if how == "method":
+            return x.matmul(one.sin())
+        return x @ one.sin()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return after(product(before(x).tanh()).sigmoid()).exp().float().sum()
+
+    assert follows(step, x)
+    assert torch.matmul is usual
+    assert not {"matmul", "__matmul__"} & vars(fakes.fake_type()).keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

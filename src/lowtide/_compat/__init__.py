@@ -84,6 +84,7 @@ from lowtide._compat.dispatch import (
     skips_autograd,
     take_off_mode,
     under_modes,
+    unsafe_view,
     use_recorder_key,
     without_inference_mode,
 )
@@ -247,6 +248,7 @@ __all__ = [
     "torch_has",
     "torchscripts",
     "under_modes",
+    "unsafe_view",
     "use_recorder_key",
     "version_of",
     "wanted_bytes",

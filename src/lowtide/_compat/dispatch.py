@@ -35,6 +35,10 @@ def is_operator(thing: object) -> bool:
 index_put_unchecked = torch.ops.aten._index_put_impl_.default
 """What `index_put_` is below autograd when no mode is on. Unnecessary when it is so under modes."""
 
+unsafe_view = torch.ops.aten._unsafe_view.default
+"""How `matmul` shapes what it made, which autograd takes for no view. Unnecessary when `matmul` of
+fake tensors runs the operators of real ones."""
+
 
 def overloads_beside(func: Any) -> list[Any]:
     """The other overloads of an overload's operator. Unnecessary when torch has this in public."""

@@ -21,6 +21,7 @@ from torch.nn import functional
 from lowtide import _compat, engine
 from lowtide._compat import fakes
 from lowtide.dryrun.onehot import one_hot, only_checks
+from lowtide.dryrun.products import matmul
 from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
 from lowtide.dryrun.standins import StandIns
 from lowtide.memory.filled import Filled
@@ -48,19 +49,21 @@ _ADDING = ("scaled_dot_product_attention", "linear")
 _RECURRENT = (nn.RNN, nn.GRU, nn.LSTM)
 # These read what is in the tensors of a list, past all modes and without an operator.
 _FROM_LISTS = ("tensor", "as_tensor")
+# Of a fake tensor; what is written `@` is the second.
+_PRODUCTS = ("matmul", "__matmul__")
 
 
 class Adding:
     """Context manager: tracks, per thread, whether one of these functions is running.
 
     The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
-    too. `one_hot` is replaced as well (`lowtide.dryrun.onehot`), and what makes a tensor of a list
-    (`_of_contents`). Not a `TorchFunctionMode`, which misses the calls that multi-head attention
-    makes inside.
+    too. `one_hot` and `matmul` are replaced as well (`lowtide.dryrun.onehot`, `.products`), and
+    what makes a tensor of a list (`_of_contents`). Not a `TorchFunctionMode`, which misses the
+    calls that multi-head attention makes inside.
     """
 
     _lock = threading.Lock()
-    # By owner and name: the usual function, and ours.
+    # By owner and name: the usual function (None: that of a base class), and ours.
     _usual: ClassVar[dict[tuple[Any, str], tuple[Any, Any]]] = {}
     _open = 0
     _inside = threading.local()
@@ -78,6 +81,10 @@ class Adding:
                     )
                 usual = functional.one_hot
                 Adding._usual[functional, "one_hot"] = usual, one_hot(usual)
+                Adding._usual[torch, "matmul"] = torch.matmul, matmul(torch.matmul)
+                fake = fakes.fake_type()
+                for name in _PRODUCTS:
+                    Adding._usual[fake, name] = None, matmul(getattr(fake, name))
                 fakes.constructors_known()
                 for name in _FROM_LISTS:
                     usual = getattr(torch, name)
@@ -92,7 +99,11 @@ class Adding:
             Adding._open -= 1
             if not Adding._open:
                 for (owner, name), (usual, ours) in Adding._usual.items():
-                    if getattr(owner, name) is ours:  # else the step has put its own there
+                    if getattr(owner, name) is not ours:  # the step has put its own there
+                        continue
+                    if usual is None:
+                        delattr(owner, name)
+                    else:
                         setattr(owner, name, usual)
 
     @staticmethod
