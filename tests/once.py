@@ -1,13 +1,19 @@
-"""Tests that start whole programs run on one recorder only: the compiled one, if it can be built.
+"""What runs once: on one of two recorders, or for all processes that run tests.
 
+Tests that start whole programs run on one recorder only: the compiled one, if it can be built.
 Programs take seconds to start, and what differs between the recorders is tested without them. The
-same holds for tests that record nothing: of the planner, of kernels, of compiled code.
+same holds for tests that record nothing (of the planner, of kernels, of compiled code) and for
+DTensors, which the Python recorder alone records.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,3 +28,17 @@ def search_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.planner.search.WORK", 12_500)
     monkeypatch.setattr("lowtide.planner.auto.EXCHANGE_WORK", 20_000)
     monkeypatch.setattr("lowtide.planner.polish.WORK", 8_000_000)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns, as JSON has it; only the first of all processes that run tests calls it.
+    (Work is stolen test by test, so several have tests of one file.)"""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    made = folder / f"{name}.json"
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            made.write_text(json.dumps(make()))
+    return json.loads(made.read_text())

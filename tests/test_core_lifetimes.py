@@ -18,9 +18,11 @@ import lowtide
 from lowtide import engine
 from lowtide.compiled import build
 from lowtide.step import current_recorder
+from once import on_one_recorder
 
 BUILDABLE = build.target().exists() or build.possible() is None
 needs_compiler = pytest.mark.skipif(not BUILDABLE, reason="no compiled recorder here")
+pytestmark = on_one_recorder  # each test chooses its own
 both = pytest.mark.parametrize("way", ["python", pytest.param("compiled", marks=needs_compiler)])
 
 

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import engine
 from lowtide.compiled import build
+from once import on_one_recorder
 
-pytestmark = pytest.mark.skipif(
-    not build.target().exists() and build.possible() is not None,
-    reason="no compiled recorder here",
-)
+pytestmark = [
+    on_one_recorder,  # the compiled one, whichever is asked for
+    pytest.mark.skipif(
+        not build.target().exists() and build.possible() is not None,
+        reason="no compiled recorder here",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

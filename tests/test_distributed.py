@@ -9,13 +9,7 @@ number; docs/status.md lists the combinations.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from gloo import Outcome, Scenario, outcomes_of, run_as_rank
 from lowtide import _compat
 from lowtide.errors import LowtideError, ReplayError
+from once import FIRST_OF_TWO, on_one_recorder
 
 WORLD = 2
 STEPS = 3
-Outcome = dict[str, Any]
-Scenario = Callable[[], Outcome]
 
 
 # ---------------------------------------------------------------------------------- the models
@@ -449,65 +443,9 @@ def compiled_scenarios() -> Iterator[tuple[str, Scenario]]:
 # ------------------------------------------------------------------------- running the ranks
 
 
-def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
-    yield from ddp_scenarios()
-    yield from parallel_scenarios()
-    yield from collective_scenarios()
-    yield from fsdp_scenarios()
-    yield from compiled_scenarios()
-
-
-def rank_main(
-    group: str,
-    rank: int,
-    folder: Path,
-    scenarios: Callable[[str], Iterator[tuple[str, Scenario]]] = scenarios,
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/{group}", rank=rank, world_size=WORLD
-    )
-    outcomes: dict[str, Outcome] = {}
-    for name, scenario in scenarios(group):
-        try:
-            outcomes[name] = scenario()
-        except Exception:
-            outcomes[name] = {"error": "unexpected", "text": traceback.format_exc()}
-        (folder / f"{group}.{rank}.json").write_text(json.dumps(outcomes))
-    sys.stdout.flush()
-    os._exit(0)  # a refused step may leave a collective that nobody will answer
-
-
-def run_ranks(group: str, folder: Path, script: str | Path = __file__) -> list[dict[str, Outcome]]:
-    """What each rank found; the script calls `rank_main` with the arguments that it is given."""
-    here = Path(script).resolve()
-    paths = [str(here.parent), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(here), group, str(rank), str(folder)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    said: list[str] = []
-    try:
-        for process in ranks:
-            said.append(process.communicate(timeout=240)[0])
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    files = [folder / f"{group}.{rank}.json" for rank in range(WORLD)]
-    assert all(p.returncode == 0 for p in ranks), "\n".join(said)[-4000:]
-    return [json.loads(f.read_text()) for f in files]
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    return run_ranks("right", tmp_path_factory.mktemp("ranks"))
+    return outcomes_of(__file__, WORLD, tmp_path_factory)
 
 
 def check_same(outcomes: list[dict[str, Outcome]], name: str) -> list[Outcome]:
@@ -527,12 +465,14 @@ def test_ddp(outcomes: list[dict[str, Outcome]], setting: str, how: str) -> None
     check_same(outcomes, f"ddp {setting} {how}")
 
 
+@on_one_recorder
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])
 @pytest.mark.parametrize("reshard", [False, True])
 def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> None:
     check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
 
 
+@on_one_recorder
 @pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch")
 @pytest.mark.parametrize("how", COMPILED)
 def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: str) -> None:
@@ -544,14 +484,17 @@ def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: st
         assert found["planned"] <= found["limit"]
 
 
+@on_one_recorder
 def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
     check_same(outcomes, "fsdp2 region over groups")
 
 
+@on_one_recorder
 def test_fsdp2_region_over_groups_of_one_rank(outcomes: list[dict[str, Outcome]]) -> None:
     check_same(outcomes, "fsdp2 region over groups of one rank")
 
 
+@on_one_recorder
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_tensor_parallel(outcomes: list[dict[str, Outcome]], kind: str, how: str) -> None:
@@ -560,6 +503,7 @@ def test_tensor_parallel(outcomes: list[dict[str, Outcome]], kind: str, how: str
             assert "aten::gelu" in outcome["names"]  # on the local part of a DTensor
 
 
+@on_one_recorder
 def test_a_region_of_tensor_parallel_blocks_is_run_again(
     outcomes: list[dict[str, Outcome]],
 ) -> None:
@@ -606,4 +550,6 @@ def test_a_collective_runs_once(outcomes: list[dict[str, Outcome]], talk: str, h
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    # From the first DTensor on, the Python recorder alone records.
+    with_dtensors = (parallel_scenarios, fsdp_scenarios, compiled_scenarios)
+    run_as_rank(ddp_scenarios, collective_scenarios, *(() if FIRST_OF_TWO else with_dtensors))

@@ -26,9 +26,11 @@ from lowtide.running.decide import StepDecisions
 from lowtide.step import Recording, current_recorder
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import Operation, Region, Value
+from once import on_one_recorder
 
 BUILDABLE = build.target().exists() or build.possible() is None
 needs_compiler = pytest.mark.skipif(not BUILDABLE, reason="no compiled recorder here")
+pytestmark = on_one_recorder  # each test chooses its own
 
 
 # ------------------------------------------------------------------ the same records

@@ -16,9 +16,11 @@ from lowtide import engine, replay, step
 from lowtide.compiled import build
 from lowtide.tape import watch
 from lowtide.tape.values import Operation
+from once import on_one_recorder
 
 COMPILED = build.target().exists() or build.possible() is None
 NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
+pytestmark = on_one_recorder  # runs on both
 
 
 @pytest.fixture(

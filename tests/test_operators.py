@@ -17,11 +17,18 @@ from typing import Any
 
 import pytest
 
+from once import made_once
+
 TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def sweeps() -> dict[str, Any]:
+def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = made_once(tmp_path_factory, "sweeps", swept)
+    return found
+
+
+def swept() -> Any:
     paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     done = subprocess.run(
         [sys.executable, TESTS / "operator_sweep.py"],
@@ -31,8 +38,7 @@ def sweeps() -> dict[str, Any]:
         env={**os.environ, "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
-import os
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from gloo import Outcome, Scenario, outcomes_of, run_as_rank
 from lowtide.errors import BudgetError, UsageError
 from lowtide.learning.ranks import Known, merged, together
 from lowtide.observing.observer import Observer
 from lowtide.planner import Event, Graph, OpNode, ValueNode
-from test_distributed import Net, Outcome, against, compare, ddp, train
+from once import on_one_recorder
+from test_distributed import Net, against, compare, ddp, train
 
 WORLD = 4
-Scenario = Callable[[], Outcome]
+
+pytestmark = on_one_recorder  # FSDP2 has DTensors; groups agree on plans, whoever records
 
 
 # ------------------------------------------------------------------------------------ FSDP2
@@ -367,46 +364,9 @@ def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
 # ------------------------------------------------------------------------- running the ranks
 
 
-def rank_main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
-    outcomes: dict[str, Outcome] = {}
-    for scenarios in (alike_scenarios, ddp_scenarios, fsdp_scenarios):
-        for name, scenario in scenarios():
-            try:
-                outcomes[name] = scenario()
-            except Exception:
-                outcomes[name] = {"error": "unexpected", "text": traceback.format_exc()}
-            (folder / f"{rank}.json").write_text(json.dumps(outcomes))
-    os._exit(0)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(here), str(rank), str(folder)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(WORLD)
-    ]  # fmt: skip
-    said: list[str] = []
-    try:
-        for process in ranks:
-            said.append(process.communicate(timeout=300)[0])
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    assert all(p.returncode == 0 for p in ranks), "\n".join(said)[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return outcomes_of(__file__, WORLD, tmp_path_factory)
 
 
 def check_same(outcomes: list[dict[str, Outcome]], name: str) -> None:
@@ -560,4 +520,4 @@ def test_a_group_that_is_not_there() -> None:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), Path(sys.argv[2]))
+    run_as_rank(alike_scenarios, ddp_scenarios, fsdp_scenarios)

@@ -7,9 +7,7 @@ lowtide and the same step without, compared bit for bit on each rank.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,20 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from test_distributed import (
-    HOWS,
-    STEPS,
-    WORLD,
-    Block,
-    Net,
-    Outcome,
-    Scenario,
-    against,
-    check_same,
-    rank_main,
-    run_ranks,
-    train,
-)
+from gloo import Outcome, Scenario, outcomes_of, run_as_rank
+from test_distributed import HOWS, STEPS, WORLD, Block, Net, against, check_same, train
 
 # ------------------------------------------------------------------------------------ FSDP1
 
@@ -139,16 +125,9 @@ def pipeline_scenarios() -> Iterator[tuple[str, Scenario]]:
 # ------------------------------------------------------------------------- running the ranks
 
 
-def scenarios(group: str) -> Iterator[tuple[str, Scenario]]:
-    yield from fsdp1_scenarios()
-    yield from pipeline_scenarios()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]]:
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("torch was built without gloo")
-    return run_ranks("stages", tmp_path_factory.mktemp("ranks"), __file__)
+    return outcomes_of(__file__, WORLD, tmp_path_factory)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -170,4 +149,4 @@ def test_pipeline(outcomes: list[dict[str, Outcome]], schedule: str, how: str) -
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), scenarios)
+    run_as_rank(fsdp1_scenarios, pipeline_scenarios)

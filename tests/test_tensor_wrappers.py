@@ -16,11 +16,13 @@ import lowtide
 from against_plain import counted
 from lowtide import ReplayError, engine
 from lowtide.compiled import build
+from once import on_one_recorder
 
 COMPILED = build.target().exists() or build.possible() is None
 NEEDS_COMPILED = pytest.mark.skipif(not COMPILED, reason="no compiled recorder here")
 
 pytestmark = [
+    on_one_recorder,  # runs on both
     pytest.mark.usefixtures("one_thread", "way"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
 ]

@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
+from once import on_one_recorder
+
 from .driver import TOOLS, Namespace, compare, direct, run
 from .programs import load, programs
 from .run import check
@@ -82,6 +84,7 @@ def test_regions_inside_a_budget_do_too(program: Program) -> None:
 TORCH_DEFECTS = {"generator", "buffer", "side effect", "write", "touch", "inner gradient", "hooks"}
 
 
+@on_one_recorder
 @examples(50)
 @given(programs())
 def test_the_harness_agrees_where_torchs_own_checkpoint_is_right(program: Program) -> None:
