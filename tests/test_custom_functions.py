@@ -265,3 +265,16 @@ def test_what_fits_by_no_guess_is_refused() -> None:
         _run(model, x, lowtide.budget(int(0.5 * plain)))
     assert refused.value.minimum is not None
     assert refused.value.minimum > 2 * plain
+
+
+def test_a_refusal_speaks_of_functions_only_where_there_are_some() -> None:
+    """A target net of the same parameters, without grad, is none (double Q-learning)."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    with lowtide.budget("330 KiB"):
+        with torch.no_grad():
+            target = net(x)
+        loss = (net(x) - target).square().mean()
+    with pytest.raises(lowtide.BudgetError, match="from sizes") as refused:
+        loss.backward()
+    assert "Function" not in str(refused.value)

@@ -165,6 +165,29 @@ def _nothing(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
+def test_a_buffer_that_a_real_step_resizes_has_its_size_again() -> None:
+    """An observer of the ranges of channels has no channels before its first step."""
+
+    class Ranges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("highest", torch.tensor([]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = x.detach().abs().amax(0)
+            if not self.highest.numel():
+                self.highest.resize_(found.shape)
+                self.highest.copy_(found)
+            return x / self.highest * float(x.detach().sum() > -1e9)
+
+    model = nn.Sequential(nn.Linear(8, 8), Ranges(), nn.Linear(8, 8))
+    lowtide.plan(model, torch.randn(16, 8))
+    assert model[1].highest.shape == (0,)
+    model(torch.randn(16, 8)).sum().backward()
+    assert model[1].highest.shape == (8,)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.errors.DryRunWarning")
 def test_what_keeps_many_tensors_is_found_in_a_few_walks_over_the_heap(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

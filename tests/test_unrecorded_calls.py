@@ -3,10 +3,12 @@
 What the body of one takes while it runs is measured, also in the first step, whatever follows the
 call: a draw, an operation that something is dropped for, or nothing. Before that it is a guess,
 which makes room but refuses nothing. What it returned is in memory for as long as a replay may read
-it: see `autograd_custom_operators` in `test_other_plans.py`.
+it: see `autograd_custom_operators` in `test_other_plans.py`. Products with a sparse matrix are kept
+as well, and the matrix counts as what it consists of.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,3 +210,46 @@ def test_what_the_program_has_as_well_is_not_the_records_alone(
     budget.report()
     graph = learned[-1].graph
     assert [graph.values[value].nbytes for value in graph.owned] == ([] if kept else [64 * 32 * 4])
+
+
+def _compressed(weights: Tensor) -> Tensor:
+    rows = torch.arange(0, len(weights) + 1, 6)
+    columns = torch.arange(len(weights)) * 7 % _NODES
+    return torch.sparse_csr_tensor(rows, columns, weights.detach(), (_NODES, _NODES))
+
+
+def _listed(weights: Tensor) -> Tensor:
+    places = torch.stack([torch.arange(len(weights)) // 6, torch.arange(len(weights)) * 7 % _NODES])
+    return torch.sparse_coo_tensor(places, weights, (_NODES, _NODES), is_coalesced=True)
+
+
+_NODES = 500  # as a dense matrix, the graph would take a megabyte
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w, x: _compressed(w) @ (x * w[0]),
+        lambda w, x: torch.sparse.mm(_compressed(w), x * w[0]),
+        lambda w, x: torch.addmm(x, _compressed(w), x * w[0]),
+        lambda w, x: _compressed(w) @ (x * w[0])[:, 0],
+        lambda w, x: torch.sparse.sum(_listed(w.exp()), 1).to_dense(),
+        lambda w, x: _listed(w.exp()).coalesce().values().sin(),
+    ],
+    ids=["product", "sparse.mm", "addmm", "vector", "sum", "values"],
+)
+def test_a_sparse_matrix_takes_no_memory_for_the_places_that_are_empty(
+    read: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    weights, x = torch.rand(6 * _NODES, requires_grad=True), torch.randn(_NODES, 16)
+    plain = lowtide.measure(lambda: read(weights, x).sum().backward()).peak_bytes
+    expected, weights.grad = weights.grad, None
+    budget = lowtide.budget(plain + plain // 10)
+    with budget:
+        loss = read(weights, x).sum()
+    loss.backward()
+    assert budget.report().measured_peak == plain
+    assert expected is not None
+    assert weights.grad is not None
+    assert torch.equal(expected, weights.grad)

@@ -329,6 +329,47 @@ def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
     return int(found._sequence_nr()), leaf if isinstance(leaf, torch.Tensor) else None
 
 
+def gradient_through_views(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """How the gradient of a tensor that is read through views of the whole reaches their base, if
+    it is contiguous as it is read: whether a view copies it on the way, because it cannot be
+    divided or joined as it lies in memory, and whether it arrives contiguous.
+
+    The views are known by the names of autograd's nodes and by what these have saved, both of which
+    are private to torch; it has no other record of them. A node that is not known ends the search.
+    """
+    node, copied = _node_of(tensor), False
+    gradient = torch.empty(tensor.shape, device="meta")
+    while node is not None and _PASSING.fullmatch(node.name()):
+        before = gradient
+        gradient = _before_view(node, gradient)
+        if gradient._base is None and gradient is not before:
+            copied = True
+        node = node.next_functions[0][0]
+    return copied, gradient.is_contiguous()
+
+
+def _before_view(node: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of what a view was made of, given its own; a copy has no base."""
+    name = node.name()
+    if name.startswith("Permute"):
+        dims = [_signed(dim) % gradient.dim() for dim in node._saved_dims]
+        return gradient.permute([dims.index(place) for place in range(len(dims))])
+    if name.startswith("Transpose"):
+        return gradient.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1))
+    if name.startswith("TBackward"):
+        return gradient.t()
+    if name.startswith("Unsqueeze"):
+        return gradient.squeeze(_signed(node._saved_dim))
+    if hasattr(node, "_saved_self_sym_sizes"):
+        return gradient.reshape(node._saved_self_sym_sizes)
+    return gradient
+
+
+def _signed(number: int) -> int:
+    """A dimension that a node has saved, which counts from the end as an unsigned number."""
+    return number - (1 << 64) if number >> 63 else number
+
+
 def in_functorch() -> bool:
     """Whether a `torch.func` transform is active on this thread.
 

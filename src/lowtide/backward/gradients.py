@@ -56,13 +56,17 @@ def lifetimes(
             if not reading:
                 continue
             start = reading[-1]
-            view = number in ops[start].viewing
-            if len(reading) == 1 and any(name in log.name for name in _COPYING):
-                part = view and sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
-                turned = number in (ops[start].turned if view else ops[start].athwart)
-                if part or turned:
+            given, only = number in ops[start].viewing, len(reading) == 1
+            remade = only and number in ops[start].remade
+            if remade:  # while what is copied is still there
+                sums[start] += sizes[number]
+            if only and any(name in log.name for name in _COPYING):
+                part = given and sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                turned = number in (ops[start].turned if given else ops[start].athwart)
+                if (part and not remade) or turned:
                     # Of a transposed one, oneDNN's kernel for GELU copies the result too.
                     copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
+            view = given and not remade
             if view:
                 # Its gradient is a view of that of the reader's result, until another is added.
                 if len(reading) == 1:
@@ -148,5 +152,7 @@ def _looked_into(
     for number in log.viewing:
         reading = readers.get(number)
         if reading and reading[-1] == index and number in until:
+            if len(reading) == 1 and number in log.remade:
+                continue
             found.append(until[number] if len(reading) == 1 else reading[-2])
     return found

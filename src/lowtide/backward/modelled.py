@@ -45,8 +45,8 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
             log.lent, log.athwart = True, log.turned
             continue
         log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
-        own = bool(cost.given) and cost.given[0] is False
-        reads.add_through(log, not own)
+        returned = bool(cost.given) and cost.given[0] is False
+        reads.add_through(log, not returned)
         if len(cost.saved) == len(log.outputs):
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
         log.astray = dict(cost.astray)
@@ -58,11 +58,13 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
             )
             log.receivers = tuple(n for n, given in pairs if given is not None)
             log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
-            log.athwart = tuple(
+            own = [
                 n
                 for (n, given), straight in zip(pairs, cost.contiguous, strict=True)
-                if given is False and straight and n in log.turned
-            )
+                if given is False and straight
+            ]
+            log.athwart = tuple(n for n in own if n in log.turned)
+            log.remade = tuple(n for n in log.remade if n in own or n in log.viewing)
 
 
 def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:

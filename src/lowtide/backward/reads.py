@@ -36,6 +36,7 @@ def look_at_reads(
     receivers, whole, besides = [], [], 0
     views: list[tuple[int, int]] = []
     turned: list[int] = []
+    remade: list[int] = []
     pieces: list[tuple[int, int]] = []
     split: list[int] = []
     for ref, tensor in zip(refs, tensors, strict=True):
@@ -53,7 +54,11 @@ def look_at_reads(
                 if view is not None:
                     views.append((number, view))
                     if not tensor.is_contiguous() and _compat.base_is_contiguous(tensor):
-                        turned.append(number)
+                        copied, straight = _through_views(tensor)
+                        if copied:
+                            remade.append(number)
+                        if not straight:
+                            turned.append(number)
                 elif anew(value, tensor):
                     besides += value.nbytes
             elif nbytes < value.nbytes:
@@ -68,11 +73,17 @@ def look_at_reads(
                     besides += value.nbytes
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
-    log.views, log.turned = tuple(views), tuple(turned)
+    log.views, log.turned, log.remade = tuple(views), tuple(turned), tuple(remade)
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.split = tuple(split)
     log.besides += besides
+
+
+def _through_views(tensor: torch.Tensor) -> tuple[bool, bool]:
+    # so that no mode of the program sees or counts it
+    with _compat.below_autograd(), _compat.no_overrides():
+        return _compat.gradient_through_views(tensor)
 
 
 def writes_through(log: OpLog, target: torch.Tensor) -> None:

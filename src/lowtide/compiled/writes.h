@@ -148,6 +148,8 @@ inline bool may_be_made(const Fact& fact, const std::vector<Written>& written) {
     if (contains(fact.fills, each.place)) {  // as `Writes._fills_anew`
       bool outside = value != nullptr && value->op == nullptr && each.entry()->counted == 0;
       if (outside && value->read && each.tensor.requires_grad()) return false;
+      bool unmade = value != nullptr && value->op == nullptr;
+      if (unmade && !covers(Geometry(each.tensor), each.entry()->nbytes)) return false;
       continue;
     }
     if (value == nullptr || value->op == nullptr) return false;

@@ -345,6 +345,10 @@ class RealState:
     def __exit__(self, *exc: object) -> None:
         with torch.no_grad():
             for tensor, before, version in self._contents:
+                if (
+                    tensor.shape != before.shape
+                ):  # resized, as an observer of channels does at first
+                    tensor.resize_(before.shape)
                 # Between a forward and its backward, autograd may have saved what is put back.
                 tensor.data.copy_(before)
                 if version is not None:

@@ -21,6 +21,14 @@ from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
 _MOST = 10_000
+# With a dense argument, these make a dense result of a sparse one, which a dense stand-in has too.
+_DENSE_WITH_DENSE = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "mv", "_sparse_addmm", "add", "sub")
+)
+_TO_DENSE = "aten::_to_dense"
+_SPARSE = frozenset(
+    (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+)
 _PLAIN = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 )
@@ -31,8 +39,12 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     """Bytes of the outputs of a call, from shapes alone.
 
     The operator runs on the meta device; if it has no meta kernel (its output depends on data), the
-    size of its largest input is used.
+    size of its largest input is used. So it is for sparse tensors, unless the result is dense: the
+    matrix of a graph has a million times as many places as elements.
     """
+    tensors = tensors_in(args, kwargs)
+    if any(map(is_sparse, tensors)):
+        return _of_sparse(func, args, kwargs, tensors)
     call = _call(func, args, kwargs)
     made = None if call is None else _known.get(call)
     if made is not None:
@@ -40,12 +52,26 @@ def made_by(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     try:
         made = _run(func, args, kwargs)
     except Exception:  # any operator may refuse meta tensors, each in its own way
-        return max(map(bytes_of, tensors_in(args, kwargs)), default=0)
+        return max(map(bytes_of, tensors), default=0)
     if call is not None:
         if len(_known) >= _MOST:
             _known.clear()
         _known[call] = made
     return made
+
+
+def _of_sparse(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> int:
+    """The same for a call that reads sparse tensors, for which few operators have meta kernels."""
+    name = facts_of(func).name
+    if name == _TO_DENSE:
+        return tensors[0].numel() * tensors[0].element_size()
+    largest = max(map(bytes_of, tensors))
+    if name in _DENSE_WITH_DENSE and any(t.layout is torch.strided and t.dim() for t in tensors):
+        try:
+            return _run(func, args, kwargs)
+        except Exception:  # as in `made_by`
+            return largest
+    return largest
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
@@ -86,6 +112,8 @@ def _described(argument: Any) -> Hashable:
 
 def _meta(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
+        if is_sparse(argument):
+            return torch.empty(argument.shape, dtype=argument.dtype, device="meta")
         return torch.empty_strided(
             argument.shape, argument.stride(), dtype=argument.dtype, device="meta"
         )
@@ -94,6 +122,13 @@ def _meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether most places of a tensor may have no memory."""
+    return tensor.layout in _SPARSE
+
+
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Bytes of a tensor's elements; of a sparse one, those of the tensors that it consists of."""
+    if is_sparse(tensor):
+        return sum(t.numel() * t.element_size() for t in _compat.sparse_members(tensor))
     return tensor.numel() * tensor.element_size()

@@ -23,7 +23,7 @@ from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
-from lowtide.kernels.results import bytes_of, made_by
+from lowtide.kernels.results import bytes_of, is_sparse, made_by
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
@@ -112,6 +112,8 @@ def workspace_of(
     device to assume if the tensors have no memory.
     """
     name = out_of_place(name)
+    if any(map(is_sparse, tensors)):  # not known, and no copy has a byte for each place
+        return 0
     device = device or (tensors[0].device.type if tensors else "")
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
@@ -285,7 +287,7 @@ def kernel_workspace(
     if not backward and name != "aten::convolution":
         # Tensors without memory do not tell their device, so `workspace_of` has not converted them.
         known = workspace_of(name, tensors, args, made, device)
-        if known or not cpu:
+        if known or not cpu or any(map(is_sparse, tensors)):
             return known
         return converted(name, tensors, args) or pointwise_workspace(name, tensors)
     shift = 1 if backward else 0

@@ -26,10 +26,15 @@ def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
 
 
 def sparing_graph(observer: Observer, first: int) -> Graph | None:
-    """The same before a backward that begins at `first`; None: no more than that was guessed."""
+    """The same before a backward that begins at `first`; None: no more than that was guessed.
+
+    What reads parameters without grad need not be a Function: a teacher's forward, or a moving
+    average, has no backward, and so nothing was guessed for it.
+    """
     if not observer.runs_again():
         return None
-    return sparingly(observer, lambda: observer.graph_from(first))
+    sparing = sparingly(observer, lambda: observer.graph_from(first))
+    return None if sparing.events == observer.graph_from(first).events else sparing
 
 
 def least_peak(graph: Graph, held: set[int], limit: int, margin: float) -> int:

@@ -80,6 +80,9 @@ class OpLog:
     turned: tuple[int, ...] = field(default=(), compare=False)
     """Inputs that it reads whole, but through a view that is not contiguous. Not written into
     files."""
+    remade: tuple[int, ...] = field(default=(), compare=False)
+    """Those whose gradients a view copies on the way: it has divided or joined dimensions that were
+    then permuted. Not written into files."""
     athwart: tuple[int, ...] = field(default=(), compare=False)
     """Those whose gradients it makes in the order in which it reads them: these are not contiguous
     where the inputs are. Not written into files."""

@@ -151,11 +151,18 @@ class Writes(Known):
     def _fills_anew(self, entry: Entry, place: int | str, args: tuple[Any, ...]) -> bool:
         """False for a parameter whose old content may be part of the new one, as if a weight is
         normalized in place. The new one is in memory anyway, and a record of it would keep a copy
-        of the old one as long. Of a buffer it is kept: that may move again before backward."""
+        of the old one as long. Of a buffer it is kept: that may move again before backward.
+
+        False, too, for a part of what has no operation (a cache, a queue), see `_write_refs`: if
+        the call were taken to read the rest, all of it would be copied."""
         value = self.value_in(entry)
-        if entry.counted or value.op is not None or not value.read or isinstance(place, str):
+        argument = None if isinstance(place, str) else args[place]
+        if value.op is not None or not isinstance(argument, Tensor):
             return True
-        return not (isinstance(args[place], Tensor) and args[place].requires_grad)
+        if not entry.counted and value.read and argument.requires_grad:
+            return False
+        plain = argument.layout is torch.strided and not argument.is_nested
+        return not plain or entry.pieces is not None or covers(Ref(None, argument), entry.nbytes)
 
     def _write_refs(
         self,
