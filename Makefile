@@ -21,7 +21,8 @@ ENGINES ?= python compiled
 
 BIN := $(VENV)/bin
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Most of the 17,000 modules that come with torch and the others are never imported: not compiled.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # The compiled recorder is kept inside the environment.
 export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
 # One thread a process: WORKERS processes share the cores, and sums keep one order.
@@ -87,19 +88,19 @@ $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$(PINS))
 	@echo "Installing torch into $(VENV) (some minutes)"
-	$(PIP) install --quiet -c $(PINS) --upgrade pip
-	$(PIP) install --quiet -c $(PINS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(INSTALL) -c $(PINS) --upgrade pip
+	$(INSTALL) -c $(PINS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the demo needs"
-	$(PIP) install --quiet -c $(PINS) -e ".[demo]"
+	$(INSTALL) -c $(PINS) -e ".[demo]"
 	@echo "Building the compiled recorder"
 	@$(BIN)/python -m lowtide.compiled >/dev/null || echo "going on without it"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "Installing lowtide and what the tests need"
-	$(PIP) install --quiet -c $(PINS) -e ".[demo]" --group dev
-	$(PIP) install --quiet -c $(PINS) --no-deps --group no-deps
+	$(INSTALL) -c $(PINS) -e ".[demo]" --group dev
+	$(INSTALL) -c $(PINS) --no-deps --group no-deps
 	touch $@ $(VENV)/.demo

@@ -9,6 +9,7 @@ DTensors, which the Python recorder alone records.
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -23,11 +24,12 @@ FIRST_OF_TWO = os.environ.get("LOWTIDE_ENGINE") == "python" and shutil.which("c+
 on_one_recorder = pytest.mark.skipif(FIRST_OF_TWO, reason="runs with the compiled recorder")
 
 
-def search_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the search for plans to a twentieth of the work."""
-    monkeypatch.setattr("lowtide.planner.search.WORK", 12_500)
-    monkeypatch.setattr("lowtide.planner.auto.EXCHANGE_WORK", 20_000)
-    monkeypatch.setattr("lowtide.planner.polish.WORK", 8_000_000)
+def search_less(monkeypatch: pytest.MonkeyPatch, part: int = 20) -> None:
+    """Reduce the search for plans to this part of the work."""
+    for name in ("search.WORK", "auto.EXCHANGE_WORK", "polish.WORK"):
+        module, constant = name.split(".")
+        usual = getattr(importlib.import_module(f"lowtide.planner.{module}"), constant)
+        monkeypatch.setattr(f"lowtide.planner.{name}", usual // part)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Any]) -> Any:

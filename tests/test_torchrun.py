@@ -61,7 +61,7 @@ def torchrun(processes: int, *arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("by", "processes"), [("ddp", 2), ("fsdp2", 4)])
+@pytest.mark.parametrize(("by", "processes"), [("ddp", 2), ("fsdp2", 2)])
 def test_the_example(by: str, processes: int) -> None:
     pytest.importorskip("sklearn")
     example = ROOT / "examples" / "train_distributed.py"

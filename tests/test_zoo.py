@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -27,34 +26,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
 from once import FIRST_OF_TWO, on_one_recorder, search_less
 from ways import budgeted, whole_step_checkpoint, within
-from zoo import CASES
+from zoo import BY_MODULE, CASES, FULL, LIBRARIES, one_of_many
 from zoo.case import Batch, Case
-
-FULL = os.environ.get("LOWTIDE_FULL") == "1"
-
-# Where the way of applying lowtide goes by modules, these stand for their kinds.
-BY_MODULE = (
-    "torch_lstm_packed",
-    "torch_transformer",
-    "torch_mlp_penalty",
-    "random_own_generator",
-    "state_shared_batch_norm",
-    "state_gan_spectral_norm",
-    "state_top_two_experts",
-    "aliasing_growing_concatenation",
-    "autograd_frozen_stem_with_adapter",
-    "autograd_torch_checkpoint_inside",
-    "monai_unet_3d",
-    "monai_swin_unetr",
-    "monai_dense_net",
-    "hf_gpt2_sdpa",
-    "hf_llama_autocast",
-    "hf_mixtral",
-    "hf_t5",
-    "hf_swin",
-)
-
-LIBRARIES = ("monai_", "hf_")
 
 pytestmark = [
     # torch gives these once per process, for whichever model runs first.
@@ -81,19 +54,15 @@ def less_for_libraries(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     """Reduce the search for plans, except for networks that stand for their kinds, on the recorder
     that searches in full: searching for all of them would take half of this file's time."""
     case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    if case and not FULL and _one_of_many(case):
+    if case and not FULL and one_of_many(case):
         search_less(monkeypatch)
-
-
-def _one_of_many(case: Case) -> bool:
-    return case.name.startswith(LIBRARIES) and case.name not in BY_MODULE
 
 
 every_case = chosen()
 own_cases = chosen(lambda case: not case.name.startswith(LIBRARIES))
 # Plans are the same on both recorders, up to annealing: on the first of two, networks of libraries
 # that do not stand for their kinds are recorded and replayed (as a whole step), but not planned.
-planned_cases = chosen(lambda case: not (FIRST_OF_TWO and _one_of_many(case)))
+planned_cases = chosen(lambda case: not (FIRST_OF_TWO and one_of_many(case)))
 by_module = pytest.mark.parametrize("name", BY_MODULE)
 
 

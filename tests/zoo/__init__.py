@@ -11,6 +11,8 @@ May import: `zoo` and torch. Rejected: one file for all, which nobody would read
 
 from __future__ import annotations
 
+import os
+
 from zoo import (
     monai_networks,
     monai_segmentation,
@@ -50,3 +52,33 @@ def _catalogue() -> dict[str, Case]:
 
 
 CASES: dict[str, Case] = _catalogue()
+
+FULL = os.environ.get("LOWTIDE_FULL") == "1"
+LIBRARIES = ("monai_", "hf_")
+
+# Where the way of applying lowtide goes by modules, these stand for their kinds.
+BY_MODULE = (
+    "torch_lstm_packed",
+    "torch_transformer",
+    "torch_mlp_penalty",
+    "random_own_generator",
+    "state_shared_batch_norm",
+    "state_gan_spectral_norm",
+    "state_top_two_experts",
+    "aliasing_growing_concatenation",
+    "autograd_frozen_stem_with_adapter",
+    "autograd_torch_checkpoint_inside",
+    "monai_unet_3d",
+    "monai_swin_unetr",
+    "monai_dense_net",
+    "hf_gpt2_sdpa",
+    "hf_llama_autocast",
+    "hf_mixtral",
+    "hf_t5",
+    "hf_swin",
+)
+
+
+def one_of_many(case: Case) -> bool:
+    """Whether it is a network of a library that does not stand for its kind."""
+    return case.name.startswith(LIBRARIES) and case.name not in BY_MODULE

@@ -345,9 +345,7 @@ class RealState:
     def __exit__(self, *exc: object) -> None:
         with torch.no_grad():
             for tensor, before, version in self._contents:
-                if (
-                    tensor.shape != before.shape
-                ):  # resized, as an observer of channels does at first
+                if tensor.shape != before.shape:  # as an observer of channels resizes at first
                     tensor.resize_(before.shape)
                 # Between a forward and its backward, autograd may have saved what is put back.
                 tensor.data.copy_(before)
