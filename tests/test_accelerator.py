@@ -16,9 +16,10 @@ from lowtide.compiled import build
 from once import on_one_recorder
 
 HERE = Path(__file__).parent
-ONCE = "test_device_script.py"  # runs on both recorders by itself
+# Runs on both recorders by itself; is about what a step decides, whoever records.
+ONCE = ("test_device_script.py", "test_limits.py", "test_shortage.py")
 FILES = [
-    pytest.param(path.name, marks=on_one_recorder if path.name == ONCE else ())
+    pytest.param(path.name, marks=on_one_recorder if path.name in ONCE else ())
     for path in sorted((HERE / "accelerator").glob("test_*.py"))
 ]
 

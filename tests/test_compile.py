@@ -180,6 +180,7 @@ def test_a_stance_that_is_set_inside_a_recording() -> None:
     assert backend.runs == 2
 
 
+@on_one_recorder
 def test_dynamo_first_imported_inside_a_recording() -> None:
     """Nothing in this process has imported Dynamo before the region is entered."""
     code = (
@@ -377,6 +378,7 @@ def test_inductor() -> None:
         assert same(expected, step(model, functools.partial(lowtide.checkpoint, compiled)))
 
 
+@on_one_recorder
 @pytest.mark.parametrize("kind", ["products", "convolution"])
 def test_code_of_inductors_that_is_called_without_dynamo(kind: str) -> None:
     """It writes the results of operators further, by kernels that no recorder sees: kept."""

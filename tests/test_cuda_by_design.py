@@ -15,6 +15,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.memory import marks
+from once import on_one_recorder
 
 
 def test_random_state_of_cuda_is_read_without_a_device() -> None:
@@ -37,6 +38,7 @@ def test_without_an_accelerator_the_cpu_is_counted() -> None:
     assert len(arrived) == 1
 
 
+@on_one_recorder
 def test_the_script_for_a_real_device_says_so_without_one() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is a device: run tests/device/check_device.py")

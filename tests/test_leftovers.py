@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from once import on_one_recorder
 
 ALIVE: list[weakref.ref[Tensor]] = []
 
@@ -98,6 +99,7 @@ assert "torch._dynamo" in sys.modules
 """
 
 
+@on_one_recorder
 def test_nor_in_the_first_step_of_a_process() -> None:
     """torch imports Dynamo there, which keeps the frames that it was imported from."""
     program = FIRST.format(tests=str(__file__).rpartition("/")[0], limit=600_000)

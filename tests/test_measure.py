@@ -18,6 +18,7 @@ from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 from lowtide.measure import Measurement, measure
 from lowtide.memory.events import MemoryEvents, Timeline, read_timeline
+from once import on_one_recorder
 
 CPU = torch.device("cpu")
 
@@ -395,6 +396,7 @@ def test_stopping_while_the_other_profiler_still_runs() -> None:
     assert measure(lambda: torch.zeros(256), device="cpu").peak_bytes == 1024
 
 
+@on_one_recorder
 def test_the_terminal_stays_clean() -> None:
     program = """
 import os, torch

@@ -21,6 +21,7 @@ from torch import nn
 import lowtide
 from lowtide import UsageError, _compat
 from lowtide.memory.events import MemoryEvents
+from once import on_one_recorder
 
 takes_over = pytest.mark.skipif(
     not _compat.torch_has((2, 12)), reason="torch's profiler does not start twice on this torch"
@@ -167,6 +168,7 @@ def test_a_thread_may_end_while_another_records() -> None:
     assert peak_here() == 1024
 
 
+@on_one_recorder
 def test_the_terminal_stays_clean_where_threads_measure() -> None:
     program = """
 import threading, torch

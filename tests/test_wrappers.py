@@ -25,6 +25,7 @@ from lowtide.modules import (
     ActivationCheckpointWrapper,
     is_checkpointed,
 )
+from once import on_one_recorder
 
 # --- the wrapper ------------------------------------------------------------------------------
 
@@ -180,6 +181,7 @@ def test_levels_of_the_wrong_type(level: Any) -> None:
         ActivationCheckpointing(level, 1)
 
 
+@on_one_recorder
 def test_importing_modules_loads_no_integration() -> None:
     code = (
         "import sys, lowtide.modules, lowtide.levels; "
