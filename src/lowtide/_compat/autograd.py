@@ -335,17 +335,24 @@ def gradient_through_views(tensor: torch.Tensor) -> tuple[bool, bool]:
     divided or joined as it lies in memory, and whether it arrives contiguous.
 
     The views are known by the names of autograd's nodes and by what these have saved, both of which
-    are private to torch; it has no other record of them. A node that is not known ends the search.
+    are private to torch; it has no other record of them. A node that is not known ends the search:
+    nothing is then copied on the way, and the gradient arrives as it is read.
     """
-    node, copied = _node_of(tensor), False
+    node, copied, base = _node_of(tensor), False, tensor._base
     gradient = torch.empty(tensor.shape, device="meta")
-    while node is not None and _PASSING.fullmatch(node.name()):
-        before = gradient
-        gradient = _before_view(node, gradient)
-        if gradient._base is None and gradient is not before:
-            copied = True
+    while node is not None and (_PASSING.fullmatch(node.name()) or _keeps_size(node, gradient)):
+        before, gradient = gradient, _before_view(node, gradient)
+        copied |= not torch._C._is_alias_of(before, gradient)  # type: ignore[attr-defined]
         node = node.next_functions[0][0]
+    if base is None or gradient.shape != base.shape:
+        return False, False
     return copied, gradient.is_contiguous()
+
+
+def _keeps_size(node: Any, gradient: torch.Tensor) -> bool:
+    """Whether it is an `expand` to the size that there was, as every `matmul` has."""
+    expands = node.name().startswith("Expand")
+    return expands and tuple(node._saved_self_sym_sizes) == tuple(gradient.shape)
 
 
 def _before_view(node: Any, gradient: torch.Tensor) -> torch.Tensor:
