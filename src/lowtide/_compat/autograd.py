@@ -356,7 +356,7 @@ def _keeps_size(node: Any, gradient: torch.Tensor) -> bool:
 
 
 def _before_view(node: Any, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of what a view was made of, given its own; a copy has no base."""
+    """The gradient of what a view was made of, given its own: a view of that, or a copy."""
     name = node.name()
     if name.startswith("Permute"):
         dims = [_signed(dim) % gradient.dim() for dim in node._saved_dims]

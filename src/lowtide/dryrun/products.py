@@ -3,8 +3,8 @@
 Problem: of a batch and a batch of one matrix, torch makes a single product if the matrix needs a
 gradient, is a fake tensor or meets a dispatch mode, and one per item else: a plan for the first is
 left at this operation by the step that it is for. Invariant: where a real tensor gets the second,
-so does a fake one. Imports `_compat`. Rejected: a rule in the recorder, which never sees this
-operator, only what it does.
+so does a fake one. Imports `_compat`, engine. Rejected: a rule in the recorder, which never sees
+this operator, only what it does.
 """
 
 from __future__ import annotations

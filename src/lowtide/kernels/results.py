@@ -9,6 +9,7 @@ second truth; remembering by the bytes of the inputs, which do not tell a sum fr
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -65,13 +66,10 @@ def _of_sparse(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch
     name = facts_of(func).name
     if name == _TO_DENSE:
         return tensors[0].numel() * tensors[0].element_size()
-    largest = max(map(bytes_of, tensors))
     if name in _DENSE_WITH_DENSE and any(t.layout is torch.strided and t.dim() for t in tensors):
-        try:
+        with contextlib.suppress(Exception):  # as in `made_by`
             return _run(func, args, kwargs)
-        except Exception:  # as in `made_by`
-            return largest
-    return largest
+    return max(map(bytes_of, tensors))
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
