@@ -22,6 +22,7 @@
 
 #include <cstdlib>
 #include <map>
+#include <optional>
 #include <mutex>
 #include <set>
 #include <unordered_map>
@@ -82,6 +83,7 @@ std::map<std::pair<Lane, size_t>, std::vector<Block*>> pool;
 std::map<int, c10::CachingDeviceAllocator::DeviceStats> statistics;
 std::vector<std::string> races;
 int64_t capacity[DEVICES] = {INT64_MAX, INT64_MAX};  // bytes allocated at most, else out of memory
+std::optional<std::vector<std::pair<int64_t, int64_t>>> allocations;  // (address, bytes), less than 0 when released
 std::map<std::string, int64_t> failing;  // kernels for which there will be no memory, and how often
 
 c10::CachingAllocator::Stat& total(c10::CachingAllocator::StatArray& stats) {
@@ -94,6 +96,7 @@ void release(void* data) {
   Block* block = blocks.at(data);
   block->used = false;
   total(statistics[block->home.first].allocated_bytes).decrease(block->size);
+  if (allocations) allocations->emplace_back(reinterpret_cast<int64_t>(data), -static_cast<int64_t>(block->size));
   // The allocator waits for the streams that were recorded before it hands the block on: for all that
   // they have done up to here, and for what that came after.
   for (const Lane& lane : block->recorded) {
@@ -129,6 +132,7 @@ struct Allocator final : c10::DeviceAllocator {
     block->used = true;
     std::memset(block->data, 0xA5, size);  // nothing that was there before is read by chance
     total(stats.allocated_bytes).increase(size);
+    if (allocations) allocations->emplace_back(reinterpret_cast<int64_t>(block->data), static_cast<int64_t>(size));
     return {block->data, block->data, &release, device_at(home.first)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -745,6 +749,10 @@ PYBIND11_MODULE(_emulated_accelerator, m) {
   m.def("fail", [](const std::string& kernel, int64_t count) {
     Locked held(lock);
     failing[kernel] = count;
+  });
+  m.def("allocations", [] {  // what was allocated and released since the last call; the first begins it
+    Locked held(lock);
+    return std::exchange(allocations, std::vector<std::pair<int64_t, int64_t>>{}).value_or(std::vector<std::pair<int64_t, int64_t>>{});
   });
   m.def("device", [] { return device_now; });
   m.def("set_device", [](int device) { Guard().setDevice(device_at(device)); });
