@@ -18,6 +18,7 @@ import lowtide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning"),  # torch 2.15
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 
