@@ -25,8 +25,9 @@ PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # The compiled recorder is kept inside the environment.
 export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
-# One thread a process: WORKERS processes share the cores, and sums keep one order.
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread a process: WORKERS processes share the cores, and sums keep one order. Nor does Inductor
+# start a pool of compilers for each: WORKERS compile beside each other as it is.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 
 .PHONY: help demo test lint core sanitize docs format clean
 .DELETE_ON_ERROR:

@@ -95,7 +95,7 @@ def plain_trace(name: str) -> Trace:
 
 
 @on_one_recorder
-@every_case
+@own_cases
 def test_the_plain_step_is_deterministic_and_trains(case: Case) -> None:
     trace = plain_trace(case.name)
     assert_same(trace, run_steps(case))
