@@ -6,6 +6,7 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.loop import Loop
+from lowtide.observing.observer import Observer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -268,3 +270,76 @@ def test_an_optimizer_inside_of_the_context(clipped: bool, replayed: Callable[[]
     assert report.measured_peak is not None
     assert report.measured_peak <= share
     assert replayed() > 0
+
+
+class Heads(nn.Module):
+    """A trunk, and heads of other depths, one of which runs in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = self.blocks(6)
+        self.heads = nn.ModuleList(map(self.blocks, (1, 3, 5)))
+
+    @staticmethod
+    def blocks(count: int) -> nn.Module:
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                for _ in range(count)
+            )
+        )
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        out: Tensor = self.heads[head](self.trunk(x)).square().mean()
+        return out
+
+
+def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leaves the plan that was followed last when its head begins, for its own: what its own
+    plan does not hold is dropped there. Watching it would teach nothing, and take a multiple of its
+    time."""
+    model, x = Heads(), torch.randn(256, 32)
+    other = copy.deepcopy(model)
+    most = lowtide.measure(lambda: model(x, 2).backward(), device="cpu").peak_bytes
+    budget = lowtide.budget(int(0.7 * most))
+    watched: list[str] = []
+    settled: list[int] = []
+    operation, settle = Observer.operation, Loop._settle
+    monkeypatch.setattr(
+        Observer,
+        "operation",
+        lambda self, op, *a: (watched.append(op.facts.name), operation(self, op, *a)),
+    )
+    monkeypatch.setattr(
+        Loop, "_settle", lambda *args, **more: (settled.append(1), settle(*args, **more))
+    )
+
+    def step(head: int) -> int:
+        for net, context in ((model, budget), (other, contextlib.nullcontext())):
+            net.zero_grad()
+            with context:
+                loss = net(x, head)
+            loss.backward()
+        assert same(gradients(model), gradients(other))
+        return budget.report().replayed_operations
+
+    for head in (0, 1, 2):
+        for _ in range(6):
+            step(head)
+    turns = [0, 2, 1, 0, 1, 2, 1, 0, 2, 0]
+    watched.clear()
+    settled.clear()
+    replays: dict[int, set[int]] = {}
+    for head in turns:
+        searched = len(settled)
+        found = step(head)
+        if len(settled) == searched:  # all that its plan holds was there
+            replays.setdefault(head, set()).add(found)
+        assert budget.report().planned
+    assert not watched
+    assert len(settled) < len(turns) - 1
+    for head, found in replays.items():
+        step(head)
+        assert found == {step(head)} != {0}
+    assert budget.report().highest_peak <= budget.limit

@@ -346,8 +346,8 @@ class Loop(Planning):
             return
         self._last = decisions
         decisions.let_go()
-        self._alike = 0 if decisions.switched else self._alike + 1
         followed, observer = decisions.followed, decisions.observer
+        self._alike = 0 if followed is None else self._alike + 1
         if followed is not None:
             measured = observer is not None and observer.memory is not None
             self._effort.followed(followed, covered=decisions.covered, measured=measured)

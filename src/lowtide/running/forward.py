@@ -17,6 +17,7 @@ from lowtide.kernels.results import made_by
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.kernels.workspace import room_for
 from lowtide.observing.observer import Observer
+from lowtide.planner import HOLD
 from lowtide.replay import in_memory, peak_of
 from lowtide.running.anchors import Anchors
 from lowtide.running.follower import Follower
@@ -227,26 +228,33 @@ class ForwardDecisions:
     ) -> None:
         """Not the step that was planned: go on with another plan that fits so far, or with none.
 
-        What is held may be dropped, as nothing is final before backward begins.
+        What is held may be dropped, as nothing is final before backward begins. Steps that take
+        turns change plans all the time, so a step that does is watched no more than others.
         """
-        self.switched = True
-        self._on_our_own()
-        self.watched(index)
+        left = self.prepared
+        if found is None or left is None or self.observer is not None:
+            self._on_our_own()
+            self.watched(index)
         self.anchors.release()
         self.prepared, self.covered = found, covered
-        if self.prepared is not None:
+        if found is not None:
             self._crowded = False  # that was about the plan just left
-            self._follow(self.prepared, op, made)
+            count = made[0].number if made else len(found.choices)
+            self.switched = self.switched or left is None or not _holds(left, found, count)
+            self._follow(found, op, made)
+            if self._follower is not None:
+                self._follower.follow(found, self._ceiling(found), covered=covered)
         else:
+            self.switched = True
             self.tally.diverged_at = index
             if self.tape is not None and self.tape.recorder is not None:
                 self._watch_room().take_over()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change to a plan: drop what it would not have held."""
-        assert self.observer is not None
         choices = prepared.choices
-        for value in (*self.observer.alive(), *made):
+        alive = self._made.alive() if self.observer is None else self.observer.alive()
+        for value in (*alive, *made):
             choice = choices[value.number]
             value.retain_from = max(0, choice)
             if choice >= 0 and value.held is not None and value.op is not None:
@@ -382,6 +390,16 @@ class ForwardDecisions:
         if not seen.current():
             return True
         return self._handles.beyond(seen.saved)
+
+
+def _holds(left: Prepared, found: Prepared, count: int) -> bool:
+    """Whether a step that followed `left` so far holds all that `found` holds of the first `count`
+    values."""
+    wanted = found.choices[:count]
+    held = left.choices[:count] + (0,) * (len(wanted) - len(left.choices))
+    return all(
+        mine >= 0 or mine == theirs == HOLD for mine, theirs in zip(wanted, held, strict=True)
+    )
 
 
 def _same_kernels(larger: Prepared, left: Prepared, index: int, args: Any) -> bool:
