@@ -310,6 +310,7 @@ def test_twice_on_one_module_is_refused() -> None:
     text = fails(Block, model)
     assert "'layers.1' (Block) is already checkpointed by lowtide" in text
     assert "call .remove() on the handle" in text
+    assert "ActivationCheckpointWrapper.remove(module)" in text
     assert is_checkpointed(model.layers[1])
     assert not is_checkpointed(model.layers[0])
     handle.remove()

@@ -200,7 +200,9 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
         if is_checkpointed(module):
             raise UsageError(
                 f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "
-                "call .remove() on the handle of that call, or select only other modules"
+                "call .remove() on the handle of that call (where there is none, as in a "
+                "CheckpointUNet, ActivationCheckpointWrapper.remove(module)), or select only other "
+                "modules"
             )
 
 
