@@ -18,7 +18,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.errors import UsageError
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.policies import OperationInfo, Policy, check_policy, keeps, means_keep
 from lowtide.step import Nested, Recording, called_inside, current_recorder, recordable
 from lowtide.traced import traced_region
 
@@ -60,7 +60,7 @@ class RegionDecisions:
                 value.keep = keep
             return
         for value in made:
-            value.keep = policy(OperationInfo(op.facts.name, op.facts.func, value.nbytes))
+            value.keep = keeps(policy, OperationInfo(op.facts.name, op.facts.func, value.nbytes))
 
     def saved(self, value: Value, region: Region) -> bool:
         return False
@@ -108,14 +108,10 @@ class Selective:
         self.function = function
 
     def select(self, func: Any, args: Any, kwargs: Any) -> bool:
-        from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+        from torch.utils.checkpoint import SelectiveCheckpointContext
 
-        answer = self.function(
-            SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs
-        )
-        if isinstance(answer, bool):
-            return answer
-        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        return means_keep(self.function(context, func, *args, **kwargs))
 
 
 def region(policy: Any = None) -> Recording | Nested:
