@@ -165,6 +165,17 @@ def test_what_is_not_a_policy_is_refused() -> None:
     assert "got 'products'" in str(caught.value)
 
 
+def test_a_keyword_of_the_functions_own_is_told_from_a_policy() -> None:
+    def act(x: Tensor, policy: nn.Module) -> Tensor:
+        out: Tensor = policy(x)
+        return out.exp()
+
+    network = nn.Linear(3, 3)
+    with pytest.raises(lowtide.UsageError, match=r"functools\.partial\(function, policy=\.\.\.\)"):
+        lowtide.checkpoint(act, leaf(3), policy=network)  # type: ignore[arg-type]
+    lowtide.checkpoint(functools.partial(act, policy=network), leaf(3)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("way", "caller"),
     [

@@ -3,8 +3,8 @@
 Problem: users know that matrix products are expensive and activations cheap, and want to say so
 once. Invariant: a policy is a frozen, comparable, picklable value that is called with an
 `OperationInfo` and answers "keep?"; it never sees a tensor. Policies combine with `|` (either
-keeps) and `&` (both keep). Imports errors. Rejected: torch's dispatch-mode contexts, which need to
-run Python again.
+keeps) and `&` (both keep). Imports torch, `_compat` and errors. Rejected: torch's dispatch-mode
+contexts, which need to run Python again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import dataclasses
 import difflib
 from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import UsageError
@@ -111,13 +113,19 @@ def check_policy(policy: object, caller: str) -> None:
     """Refuse what is no policy before the first operation asks it.
 
     Raises:
-        UsageError: it is a class instead of an instance, cannot be called, or needs more than one
-            argument.
+        UsageError: it is a class instead of an instance, cannot be called, is a module, or needs
+            more than one argument.
     """
     if isinstance(policy, type):
         raise UsageError(
             f"{caller}: policy is the class {policy.__name__}, not an instance. Write "
             f"{policy.__name__}(), with its arguments if it takes any."
+        )
+    if isinstance(policy, nn.Module):  # callable, as the policy network of a training is
+        raise UsageError(
+            f"{caller}: policy is a module, {type(policy).__name__}; here it says what a region "
+            "keeps, for instance lowtide.policies.KeepProducts(). Give a function its own argument "
+            "of that name with functools.partial(function, policy=...)."
         )
     if policy is not None and not callable(policy):
         raise UsageError(
