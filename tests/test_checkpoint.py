@@ -280,3 +280,21 @@ def test_sequential_refuses(functions: Any, segments: Any, text: str) -> None:
     with pytest.raises(lowtide.UsageError) as caught:
         lowtide.checkpoint_sequential(functions, segments, torch.ones(5, 4))
     assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"mask": None}, "checkpoint_sequential got mask: apart from policy it takes torch's"),
+        ({"respect_saved_tensors_hooks": True}, "respect_saved_tensors_hooks=True: what"),
+        ({"context_fn": lambda: (1, 2)}, "does not make torch's selective-checkpoint contexts"),
+        ({"policy": 3}, "policy must be callable"),
+    ],
+)
+def test_sequential_refuses_keywords_at_every_number_of_segments(
+    segments: int, keywords: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.checkpoint_sequential(layers(), segments, torch.ones(5, 4), **keywords)
+    assert text in str(caught.value)

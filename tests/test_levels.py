@@ -124,6 +124,12 @@ def test_a_level_of_the_wrong_type(level: Any) -> None:
         checkpoint_levels(Transformer(), level)
 
 
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_bad_policy_is_refused_at_every_level(level: int) -> None:
+    with pytest.raises(UsageError, match="checkpoint_levels: policy must be callable"):
+        checkpoint_levels(Transformer(), level, policy="KeepProducts")
+
+
 @pytest.mark.parametrize("model", [nn.Module(), nn.ReLU(), nn.Sequential(), nn.ModuleList()])
 def test_a_model_without_layers(model: nn.Module) -> None:
     assert find_levels(model).choices == ()

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from by_hand import Residual, ResNet, Transformer
-from lowtide.levels import find_levels
+from lowtide.levels import checkpoint_levels, find_levels
 
 
 def found(model: nn.Module) -> dict[int, tuple[str, ...]]:
@@ -174,6 +175,21 @@ def test_shared_and_parametrized_modules_are_found_once() -> None:
     assert levels[2] == ("0",)
     assert "1" in levels[1]
     assert not any("parametrizations" in name for name in levels[1])
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_lazy_layers_have_their_levels_before_the_first_forward() -> None:
+    def block(width: int) -> nn.Module:
+        convolutions = nn.LazyConv2d(width, 3, padding=1), nn.LazyConvTranspose2d(width, 3)
+        return nn.Sequential(*convolutions, nn.LazyBatchNorm2d(), nn.LazyInstanceNorm2d())
+
+    model = nn.Sequential(block(2), block(3), nn.Flatten(), nn.LazyLinear(3))
+    levels = found(model)
+    assert levels[1][0] == "0.0"
+    assert levels[2] == ("0", "1")
+    with checkpoint_levels(model, 2):
+        model(torch.randn(2, 1, 4, 4)).sum().backward()
+    assert found(model) == levels
 
 
 def monai_nets() -> Iterator[tuple[str, Callable[[], nn.Module], dict[int, Any]]]:

@@ -59,6 +59,10 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
         (every(2, "layers.*"), ("layers.0", "layers.2")),
         (every(3, Block, start=1), ("layers.1",)),
         ([every(2, Block), "layers.0"], ("layers.0", "layers.2")),
+        (every(2, ["layers.3", "layers.0"]), ("layers.0",)),
+        ({Block}, ("layers.0", "layers.1", "layers.2", "layers.3")),
+        ({"head": None}.keys(), ("head",)),
+        (nn.Conv1d | nn.Dropout, tuple(f"layers.{n}.drop" for n in range(4))),
         (["layers.1", "*.first"], (*(f"layers.{n}.first" for n in range(4)), "layers.1")),
     ],
 )
@@ -116,6 +120,11 @@ def test_a_type_with_nothing_near_lists_what_there_is() -> None:
     assert "It has: Linear (10), Block (4)" in fails(nn.LSTM)
 
 
+def test_a_union_of_types_that_matches_nothing() -> None:
+    text = fails(nn.Conv1d | nn.Conv2d)
+    assert text.startswith("no module is a Conv1d or Conv2d: none of the ")
+
+
 def test_another_class_of_the_same_name_is_told() -> None:
     other = type("Block", (nn.Module,), {})
     text = fails(other)
@@ -160,7 +169,7 @@ def test_only_containers(which: Any) -> None:
     assert "'layers.*'" in text
 
 
-@pytest.mark.parametrize("which", [3, None, 1.5])
+@pytest.mark.parametrize("which", [3, None, 1.5, b"layers", {"layers.0": True}])
 def test_a_selection_of_the_wrong_kind(which: Any) -> None:
     assert "cannot select modules by" in fails(which)
 
@@ -179,6 +188,7 @@ def test_a_module_of_another_model_is_none_of_this() -> None:
 
 def test_an_empty_selection() -> None:
     assert "the selection is empty" in fails([])
+    assert "the selection is empty" in fails(iter(()))
 
 
 def test_every_beyond_the_end() -> None:
@@ -300,6 +310,7 @@ def test_twice_on_one_module_is_refused() -> None:
     text = fails(Block, model)
     assert "'layers.1' (Block) is already checkpointed by lowtide" in text
     assert "call .remove() on the handle" in text
+    assert "ActivationCheckpointWrapper.remove(module)" in text
     assert is_checkpointed(model.layers[1])
     assert not is_checkpointed(model.layers[0])
     handle.remove()

@@ -129,6 +129,22 @@ def test_copies_are_checkpointed_too(replayed: Callable[[], int]) -> None:
         assert replayed() > before
 
 
+def test_a_region_that_is_gone_is_none_in_a_copy() -> None:
+    """Switched off, or its module replaced: copies and pickles are made of the net as it is."""
+    model = build(CheckpointUNet, 2)
+    lowtide.ActivationCheckpointWrapper.remove(model.get_submodule("model.0"))
+    replaced = model.get_submodule("model.1")
+    setattr(model.get_submodule("model"), "1", nn.Identity())
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        names = [name for name, module in each.named_modules() if is_checkpointed(module)]
+        assert names == ["model.2"]
+    assert not is_checkpointed(model.get_submodule("model.0"))
+    setattr(model.get_submodule("model"), "1", replaced)
+    names = [name for name, m in copy.deepcopy(model).named_modules() if is_checkpointed(m)]
+    assert names[0] == "model.1.submodule.0"
+    assert names[-1] == "model.2"
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_torchscript_makes_of_it_what_it_makes_of_a_unet(dims: int) -> None:
     model, plain = build(CheckpointUNet, dims).eval(), build(UNet, dims).eval()

@@ -173,6 +173,42 @@ def test_marks_on_a_forward_are_still_found() -> None:
     assert block.forward.__code__ is Marked.forward.__code__
 
 
+class Cube:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+class Scaled(nn.Module):
+    def scaled(self, x: Tensor, by: float) -> Tensor:
+        return (by * x).exp().sin()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        staticmethod(lambda x: x.exp().sin()),
+        classmethod(lambda cls, x: x.exp().sin()),
+        torch.sin,
+        functools.partial(torch.pow, exponent=3),
+        functools.partialmethod(Scaled.scaled, by=0.5),
+        Cube(),
+    ],
+    ids=["static", "class", "operator", "partial", "partialmethod", "callable"],
+)
+def test_forwards_that_are_no_methods(forward: Any) -> None:
+    """Rule 1."""
+    kind = type("Kind", (Scaled,), {"forward": forward})
+    model = nn.Sequential(nn.Linear(3, 3), kind())
+    x = torch.randn(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    handle = checkpoint_modules(model, kind)
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert callable(model[1].forward.__func__)  # what Accelerate wraps
+    handle.remove()
+    assert torch.equal(model(x), nn.Sequential(model[0], kind())(x))
+
+
 def test_somebody_elses_patched_forward_is_kept(replayed: Callable[[], int]) -> None:
     model = net(1)
     block = model.layers[0]

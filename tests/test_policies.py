@@ -165,6 +165,17 @@ def test_what_is_not_a_policy_is_refused() -> None:
     assert "got 'products'" in str(caught.value)
 
 
+def test_a_keyword_of_the_functions_own_is_told_from_a_policy() -> None:
+    def act(x: Tensor, policy: nn.Module) -> Tensor:
+        out: Tensor = policy(x)
+        return out.exp()
+
+    network = nn.Linear(3, 3)
+    with pytest.raises(lowtide.UsageError, match=r"functools\.partial\(function, policy=\.\.\.\)"):
+        lowtide.checkpoint(act, leaf(3), policy=network)  # type: ignore[arg-type]
+    lowtide.checkpoint(functools.partial(act, policy=network), leaf(3)).sum().backward()
+
+
 @pytest.mark.parametrize(
     ("way", "caller"),
     [
@@ -196,6 +207,44 @@ def test_a_class_in_place_of_a_policy_is_refused_before_it_is_asked(
     assert str(caught.value).startswith(
         f"{caller}: policy is the class KeepProducts, not an instance. Write KeepProducts(), with"
     )
+
+
+@pytest.mark.parametrize(
+    ("save", "recompute"),
+    [
+        (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE),
+        (CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE),
+        (1, None),
+    ],
+)
+def test_a_function_may_answer_as_torchs_policies_do(save: Any, recompute: Any) -> None:
+    def products(operation: OperationInfo) -> Any:
+        return save if operation.name == "aten::mm" else recompute
+
+    expected = run(KeepOperators("mm")).names()
+    assert run(products).names() == expected  # type: ignore[arg-type]
+    assert run(KeepNothing() | products).names() == expected  # type: ignore[operator]
+    assert run(KeepEverything() & products).names() == expected  # type: ignore[operator]
+
+
+def test_a_function_sees_the_names_of_tensors() -> None:
+    def named(operation: OperationInfo) -> bool:
+        return operation.tensor_name == "query"
+
+    assert run(named).names() == run(KeepNamed("query")).names()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("caller", ["checkpoint", "checkpoint_modules"])
+def test_a_policy_function_of_torch_in_place_of_a_policy_is_refused(caller: str) -> None:
+    given = {
+        "checkpoint": (torch.sin, leaf(3)),
+        "checkpoint_modules": (nn.Sequential(nn.Linear(2, 2)), nn.Linear),
+    }
+    with pytest.raises(lowtide.UsageError) as caught:
+        getattr(lowtide, caller)(*given[caller], policy=save_products)
+    text = str(caught.value)
+    assert text.startswith(f"{caller}: policy is called with one OperationInfo, and save_products ")
+    assert "create_selective_checkpoint_contexts, save_products" in text
 
 
 # torch's selective checkpointing.

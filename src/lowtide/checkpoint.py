@@ -18,7 +18,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.errors import UsageError
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.policies import OperationInfo, Policy, check_policy, keeps, means_keep
 from lowtide.step import Nested, Recording, called_inside, current_recorder, recordable
 from lowtide.traced import traced_region
 
@@ -60,7 +60,7 @@ class RegionDecisions:
                 value.keep = keep
             return
         for value in made:
-            value.keep = policy(OperationInfo(op.facts.name, op.facts.func, value.nbytes))
+            value.keep = keeps(policy, OperationInfo(op.facts.name, op.facts.func, value.nbytes))
 
     def saved(self, value: Value, region: Region) -> bool:
         return False
@@ -108,14 +108,10 @@ class Selective:
         self.function = function
 
     def select(self, func: Any, args: Any, kwargs: Any) -> bool:
-        from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+        from torch.utils.checkpoint import SelectiveCheckpointContext
 
-        answer = self.function(
-            SelectiveCheckpointContext(is_recompute=False), func, *args, **kwargs
-        )
-        if isinstance(answer, bool):
-            return answer
-        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        context = SelectiveCheckpointContext(is_recompute=False)
+        return means_keep(self.function(context, func, *args, **kwargs))
 
 
 def region(policy: Any = None) -> Recording | Nested:
@@ -217,12 +213,7 @@ def _call(
     given: dict[str, Any],
 ) -> R:
     """Run a region; `given` has torch's keywords."""
-    if given.get("respect_saved_tensors_hooks"):
-        raise UsageError(
-            "respect_saved_tensors_hooks=True: what a region holds for its replay does not go "
-            "through the saved-tensor hooks around it. Open the hooks inside the function, where "
-            "they see every tensor that it saves, or leave the keyword out."
-        )
+    _refuse_hooks_around(given)
     if torch.compiler.is_compiling():
         return traced_region(function, args, kwargs, policy, given)
     if not callable(function):
@@ -240,6 +231,15 @@ def _call(
         return function(*args, **kwargs)
     inside = region(_policy_of(given.get("context_fn"), policy))
     return called_inside(inside, functools.partial(function, *args, **kwargs))
+
+
+def _refuse_hooks_around(given: dict[str, Any]) -> None:
+    if given.get("respect_saved_tensors_hooks"):
+        raise UsageError(
+            "respect_saved_tensors_hooks=True: what a region holds for its replay does not go "
+            "through the saved-tensor hooks around it. Open the hooks inside the function, where "
+            "they see every tensor that it saves, or leave the keyword out."
+        )
 
 
 def _needs_arguments(function: Callable[..., Any]) -> bool:
@@ -332,6 +332,7 @@ def checkpoint_sequential(
             f"segments={segments} is more than the {len(modules)} functions given; "
             f"use at most {len(modules)}."
         )
+    _check_keywords(kwargs, policy)
     size = len(modules) // segments
     starts = [size * piece for piece in range(segments)] + [len(modules)]
     value = input
@@ -342,6 +343,20 @@ def checkpoint_sequential(
         else:
             value = checkpoint(piece, value, policy=policy, **kwargs)
     return value
+
+
+def _check_keywords(kwargs: dict[str, Any], policy: Policy | None) -> None:
+    """Refuse here what `checkpoint` would refuse: with one segment it is never called."""
+    unknown = [name for name in kwargs if name not in TORCH_KEYWORDS]
+    if unknown:
+        raise UsageError(
+            f"checkpoint_sequential got {', '.join(unknown)}: apart from policy it takes torch's "
+            "keywords only. The functions are called with one argument, what the one before "
+            "returned; give others with functools.partial."
+        )
+    _refuse_hooks_around(kwargs)
+    if not torch.compiler.is_compiling():
+        _policy_of(kwargs.get("context_fn"), policy)
 
 
 def _apply(modules: list[Callable[..., Any]], value: Any) -> Any:

@@ -25,6 +25,7 @@ from torch import nn
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
 from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
+from lowtide.policies import check_policy
 
 _TITLES = {
     1: "single layers",
@@ -131,6 +132,7 @@ def checkpoint_levels(
     """
     check_model(model, "checkpoint_levels")
     check_level(level, "level")
+    check_policy(policy, "checkpoint_levels")
     if level == 0:
         return CheckpointedModules(
             (), (), f"{type(model).__name__}: level 0, nothing is checkpointed"

@@ -98,10 +98,11 @@ def checkpoint_modules(
 
     Args:
         model: any module; it stays the object it is.
-        which: a type; a glob pattern for qualified names ("encoder.layers.*"; `*` matches inside
-            one part of a name, `**` and a leading `*.` match any number of parts); one of the
-            model's modules; a predicate `(name, module) -> bool`; `every(n, ...)` of these; or a
-            list that mixes them. A module chosen together with one inside it gives nested regions.
+        which: a type, or a union of types; a glob pattern for qualified names ("encoder.layers.*";
+            `*` matches inside one part of a name, `**` and a leading `*.` match any number of
+            parts); one of the model's modules; a predicate `(name, module) -> bool`;
+            `every(n, ...)` of these; or a list, a set or the like that mixes them. A module chosen
+            together with one inside it gives nested regions.
         policy: what to keep inside the regions, as for `lowtide.checkpoint`.
 
     Returns:
@@ -199,7 +200,9 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
         if is_checkpointed(module):
             raise UsageError(
                 f"{caller}: {shown} ({type(module).__name__}) is already checkpointed by lowtide; "
-                "call .remove() on the handle of that call, or select only other modules"
+                "call .remove() on the handle of that call (where there is none, as in a "
+                "CheckpointUNet, ActivationCheckpointWrapper.remove(module)), or select only other "
+                "modules"
             )
 
 

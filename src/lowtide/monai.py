@@ -55,6 +55,12 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
         block: nn.Module = super()._get_connection_block(down_path, up_path, subblock)
         return block
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A region that was switched off, or whose module was replaced, is none in a copy either.
+        named: dict[str, nn.Module] = dict(self.named_modules())
+        regions = [n for n in self._regions if n in named and is_checkpointed(named[n])]
+        return {**super().__getstate__(), "_regions": tuple(regions)}
+
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
         for name in self._regions:

@@ -3,8 +3,8 @@
 Problem: users know that matrix products are expensive and activations cheap, and want to say so
 once. Invariant: a policy is a frozen, comparable, picklable value that is called with an
 `OperationInfo` and answers "keep?"; it never sees a tensor. Policies combine with `|` (either
-keeps) and `&` (both keep). Imports errors. Rejected: torch's dispatch-mode contexts, which need to
-run Python again.
+keeps) and `&` (both keep). Imports torch, `_compat` and errors. Rejected: torch's dispatch-mode
+contexts, which need to run Python again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+from types import FunctionType
 from typing import Any
+
+from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import UsageError
@@ -90,22 +93,54 @@ class Policy(abc.ABC):
         return Both(self, other)
 
 
+def keeps(policy: Any, operation: OperationInfo) -> bool:
+    """Ask a policy. One of the user's own may answer as torch's policies do: each member of that
+    enumeration is true as a bool, those that mean "recompute" too."""
+    answer = policy(operation)
+    return answer if type(answer) is bool else means_keep(answer)
+
+
+def means_keep(answer: Any) -> bool:
+    """What a policy's answer means: a bool, or a `CheckpointPolicy` of torch's."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    if isinstance(answer, CheckpointPolicy):
+        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    return bool(answer)
+
+
 def check_policy(policy: object, caller: str) -> None:
     """Refuse what is no policy before the first operation asks it.
 
     Raises:
-        UsageError: it is a class instead of an instance, or cannot be called.
+        UsageError: it is a class instead of an instance, cannot be called, is a module, or needs
+            more than one argument.
     """
     if isinstance(policy, type):
         raise UsageError(
             f"{caller}: policy is the class {policy.__name__}, not an instance. Write "
             f"{policy.__name__}(), with its arguments if it takes any."
         )
+    if isinstance(policy, nn.Module):  # callable, as the policy network of a training is
+        raise UsageError(
+            f"{caller}: policy is a module, {type(policy).__name__}; here it says what a region "
+            "keeps, for instance lowtide.policies.KeepProducts(). Give a function its own argument "
+            "of that name with functools.partial(function, policy=...)."
+        )
     if policy is not None and not callable(policy):
         raise UsageError(
             f"{caller}: policy must be callable with an OperationInfo, for instance "
             f"lowtide.policies.KeepProducts(); got {policy!r}."
         )
+    if isinstance(policy, FunctionType):  # cheaply: a region in a loop asks each time
+        needed = policy.__code__.co_argcount - len(policy.__defaults__ or ())
+        if needed > 1:
+            raise UsageError(
+                f"{caller}: policy is called with one OperationInfo, and {policy.__name__} needs "
+                f"{needed} arguments. Its .overload is the operator. A policy function of torch's, "
+                "(ctx, op, *args, **kwargs), goes into checkpoint(..., context_fn=functools.partial"
+                f"(create_selective_checkpoint_contexts, {policy.__name__}))."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +245,7 @@ class Either(Policy):
         _check_both(self.first, self.second, "a | b")
 
     def __call__(self, operation: OperationInfo) -> bool:
-        return self.first(operation) or self.second(operation)
+        return keeps(self.first, operation) or keeps(self.second, operation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +259,7 @@ class Both(Policy):
         _check_both(self.first, self.second, "a & b")
 
     def __call__(self, operation: OperationInfo) -> bool:
-        return self.first(operation) and self.second(operation)
+        return keeps(self.first, operation) and keeps(self.second, operation)
 
 
 def _check_both(first: object, second: object, caller: str) -> None:

@@ -13,9 +13,10 @@ import difflib
 import fnmatch
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import UnionType
+from typing import Any, TypeAlias, TypeGuard
 
 from torch import nn
 
@@ -23,7 +24,8 @@ from lowtide import _compat
 from lowtide.errors import UsageError
 
 Which: TypeAlias = (
-    "type[Any] | str | nn.Module | Callable[[str, nn.Module], bool] | Every | Sequence[Which]"
+    "type[Any] | UnionType | str | nn.Module | Callable[[str, nn.Module], bool] | Every"
+    " | Iterable[Which]"
 )
 Named = list[tuple[str, nn.Module]]
 
@@ -66,8 +68,12 @@ def every(n: int, which: Which, start: int = 0) -> Every:
 def select(model: nn.Module, which: Which) -> Named:
     """The modules of `model` that `which` selects, each once, in the model's order."""
     everything = list(model.named_modules(remove_duplicate=False))
+    return _each_once(_matches(which, everything), everything)
+
+
+def _each_once(found: Named, everything: Named) -> Named:
     chosen: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in _matches(which, everything):
+    for name, module in found:
         chosen.setdefault(id(module), (name, module))
     order = {id(module): at for at, (_, module) in reversed(list(enumerate(everything)))}
     return sorted(chosen.values(), key=lambda pair: order[id(pair[1])])
@@ -105,13 +111,14 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 def _matches(which: Which, everything: Named) -> Named:
     if isinstance(which, Every):
         return _every_nth(which, everything)
-    if isinstance(which, Sequence) and not isinstance(which, str):
-        if not which:
+    if _is_several(which):
+        entries = list(which)
+        if not entries:
             raise UsageError("the selection is empty: give a type, a name pattern or a predicate")
-        return [pair for entry in which for pair in _matches(entry, everything)]
+        return [pair for entry in entries for pair in _matches(entry, everything)]
     if isinstance(which, str):
         found = [(name, m) for name, m in everything if name and name_matches(name, which)]
-    elif isinstance(which, type):
+    elif isinstance(which, (type, UnionType)):
         found = [(name, module) for name, module in everything if isinstance(module, which)]
     elif isinstance(which, nn.Module):
         found = [(name, module) for name, module in everything if module is which]
@@ -132,6 +139,13 @@ def _matches(which: Which, everything: Named) -> Named:
     return called
 
 
+def _is_several(which: Which) -> TypeGuard[Iterable[Which]]:
+    """Whether it is a list, a set as FSDP's wrapping policies take it, `model.children()`, ..."""
+    if isinstance(which, (str, bytes, type, nn.Module, Mapping)) or callable(which):
+        return False
+    return isinstance(which, Iterable)
+
+
 def _check_predicate(which: Callable[..., object]) -> None:
     try:
         inspect.signature(which).bind("name", nn.Identity())
@@ -145,10 +159,8 @@ def _check_predicate(which: Callable[..., object]) -> None:
 
 
 def _every_nth(which: Every, everything: Named) -> Named:
-    among: dict[int, tuple[str, nn.Module]] = {}
-    for name, module in _matches(which.which, everything):
-        among.setdefault(id(module), (name, module))
-    taken = list(among.values())[which.start :: which.n]
+    among = _each_once(_matches(which.which, everything), everything)
+    taken = among[which.start :: which.n]
     if not taken:
         raise UsageError(
             f"every({which.n}, {_shown(which.which)}, start={which.start}) selects nothing: there "
@@ -170,9 +182,11 @@ def _nothing_matched(which: Any, everything: Named) -> str:
                 f"or lambda name, module: type(module).__name__ == {which!r}."
             )
         return head + _near_names(which, named)
-    if isinstance(which, type):
-        head = f"no module is a {which.__name__}: none of the {count} of this {owner} is one."
-        return head + _near_types(which, everything)
+    if isinstance(which, (type, UnionType)):
+        members = (which,) if isinstance(which, type) else which.__args__
+        shown = " or ".join(member.__name__ for member in members)
+        head = f"no module is a {shown}: none of the {count} of this {owner} is one."
+        return head + _near_types(members[0], everything)
     if isinstance(which, nn.Module):
         return (
             f"the given {type(which).__name__} is not a module of this {owner}, but of another "

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UnsupportedError
-from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy
+from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy, keeps
 
 R = TypeVar("R")
 
@@ -89,7 +89,7 @@ def _torch_contexts(number: int) -> Any:
     policy = _traced_policies[number]
 
     def decide(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        keep = policy(OperationInfo(_compat.schema_of(func).name, func, 0))
+        keep = keeps(policy, OperationInfo(_compat.schema_of(func).name, func, 0))
         return CheckpointPolicy.PREFER_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(decide)

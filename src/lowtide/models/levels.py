@@ -153,10 +153,14 @@ def _own_matrices(module: nn.Module) -> int:
     leaf = not any(True for _ in module.children())
     count = 0
     for name, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() < 2 or _is_norm(module):
+        if _is_norm(module):
+            continue
+        # A lazy layer has no shapes before its first forward; its bias is told by its name.
+        lazy = nn.parameter.is_lazy(parameter)
+        if bool(_NOT_A_WEIGHT.search(name)) if lazy else parameter.dim() < 2:
             continue
         # A parameter whose first size is 1 is added to a batch, not multiplied with it.
-        if not leaf and (parameter.shape[0] == 1 or _NOT_A_WEIGHT.search(name)):
+        if not (leaf or lazy) and (parameter.shape[0] == 1 or _NOT_A_WEIGHT.search(name)):
             continue
         count += 1
     if isinstance(module, nn.MultiheadAttention):

@@ -10,6 +10,7 @@ in memory until the garbage collector runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -141,6 +142,11 @@ class _ForwardOverride(InstanceEntry):
         self.companions: list[InstanceEntry] = [_PlainState(module), _Replica(module)]
         self._call: Call = _plain_forward(self._module, self.shadowed)
 
+    def plain(self) -> Call:
+        if self.shadowed is not _ABSENT:
+            return self.shadowed  # type: ignore[no-any-return]
+        return _compat.forward_of_class(self.module())
+
     def rebuild(self) -> None:
         call: Call = _plain_forward(self._module, self.shadowed)
         for layer in self.layers:
@@ -181,13 +187,14 @@ class _ForwardOverride(InstanceEntry):
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is override._module():
                 return override(*args, **kwargs)
-            return _of_class(module, args, kwargs)
+            return _compat.forward_of_class(module)(*args, **kwargs)
 
         plain = getattr(self.plain(), "__func__", None) or _unbound(self.module())
         functools.update_wrapper(forward, plain)
         # Accelerate follows `__wrapped__` to the end, which must be this and not the plain forward.
         del forward.__dict__["__wrapped__"]
-        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+        with contextlib.suppress(ValueError):  # an operator of torch's has none
+            forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
         forward.__dict__[_OVERRIDE] = self
         return forward
 
@@ -212,6 +219,9 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
     if shadowed is not _ABSENT:
         return shadowed  # type: ignore[no-any-return]
 
+    at_first = reference()
+    takes_module = None if at_first is None else _takes_module(at_first)
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         module = reference()
         if module is None:
@@ -220,16 +230,28 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
                 "while its methods are in use"
             )
         # Looked up at each call, so that a class swapped in later (by FSDP2) uses its own forward.
-        return _of_class(module, args, kwargs)
+        if takes_module:
+            return type(module).forward(module, *args, **kwargs)
+        if takes_module is False:
+            return type(module).forward(*args, **kwargs)
+        return _compat.forward_of_class(module)(*args, **kwargs)
 
     return forward
 
 
-def _of_class(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The forward of the module's class. Looking it up for TorchScript takes as long as a layer."""
+def _takes_module(module: nn.Module) -> bool | None:
+    """Whether what the class gives for its forward is to be called with the module, as a method is.
+
+    Not a static method, or what is no descriptor (an operator of torch's, a callable). None: to be
+    looked up at each call, as for TorchScript, where that takes as long as a layer.
+    """
     if _compat.is_script(module):
-        return _compat.forward_of_class(module)(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
+        return None
+    found = inspect.getattr_static(type(module), "forward")
+    if isinstance(found, types.FunctionType):
+        return True
+    bound_without = isinstance(found, (staticmethod, classmethod))
+    return False if bound_without or not hasattr(found, "__get__") else None
 
 
 def _unbound(module: nn.Module) -> Call:

@@ -18,7 +18,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import switches
-from lowtide.policies import OperationInfo, Policy
+from lowtide.policies import OperationInfo, keeps
 from lowtide.tape import bodies
 from lowtide.tape.encoding import Encoding
 from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
@@ -341,9 +341,10 @@ class Recorder(Encoding, _compat.Mode):
             return
         value = self.value_in(entry)
         policy = self.region.policy
-        if isinstance(policy, Policy) and value.op is not None and not value.keep:
+        # Not a policy of torch's, which is asked at the call and knows no names.
+        if callable(policy) and value.op is not None and not value.keep:
             facts = value.op.facts
-            value.keep = policy(OperationInfo(facts.name, facts.func, value.nbytes, label))
+            value.keep = keeps(policy, OperationInfo(facts.name, facts.func, value.nbytes, label))
             if value.keep and value.held is None and value.saved:
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
