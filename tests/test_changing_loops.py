@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from lowtide.learning import rests
 from lowtide.loop import Loop
 from lowtide.observing.observer import Observer
 
@@ -328,6 +329,11 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
         for _ in range(6):
             step(head)
     turns = [0, 2, 1, 0, 1, 2, 1, 0, 2, 0]
+    planned: list[int] = []
+    search = rests.with_margin
+    monkeypatch.setattr(
+        rests, "with_margin", lambda *args, **more: (planned.append(1), search(*args, **more))[1]
+    )
     watched.clear()
     settled.clear()
     replays: dict[int, set[int]] = {}
@@ -342,4 +348,9 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
     for head, found in replays.items():
         step(head)
         assert found == {step(head)} != {0}
+    before = len(planned), len(settled)
+    for head in turns[1:]:  # what differs from the plans is planned once
+        step(head)
+    assert len(planned) == before[0]
+    assert len(settled) > before[1]
     assert budget.report().highest_peak <= budget.limit

@@ -21,6 +21,7 @@ from lowtide.learning.guesses import least_peak, sparing_graph
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
+from lowtide.learning.rests import Rests
 from lowtide.memory import leftover, margins
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
@@ -62,6 +63,7 @@ class Loop(Planning):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
+        self._rests = Rests()
 
     def follow(self, plan: Prepared) -> None:
         """Let steps like the plan's follow it, from the first one on."""
@@ -277,23 +279,31 @@ class Loop(Planning):
             return
         measured = prepared is not None and prepared.measured
         margin = margins.MEASURED if measured else margins.MODELLED
-        plain, before = plain_peak(graph), self.allowance.before
+        plain = (
+            plain_peak(graph)
+            if prepared is None or prepared.of_plain is not None
+            else prepared.plain_peak
+        )
+        before = self.allowance.before
         if self.allowance.plain_peak is None:
             self.allowance.plain_peak = plain
         limit = self.allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
         strict = measured or (of_bytes and not decisions.keeps_wrappers)
-        whole, graph = graph, forward_over(graph, held)
-        if again:
-            graph = settled_in(graph, observer.settled())
-        found = with_margin(graph, held, limit, margin, search=strict)
+        if prepared is not None and not again:
+            found = self._rests.of(graph, held, limit, margin, search=strict)
+        else:
+            rest = forward_over(graph, held)
+            if again:
+                rest = settled_in(rest, observer.settled())
+            found = with_margin(rest, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer, again=again)
             return
         if found.result.peak > self.allowance.of(plain, before) and strict:
-            self._refuse_backward(decisions, observer, whole, held, found.retain)
+            self._refuse_backward(decisions, observer, graph, held, found.retain)
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded])
 
