@@ -71,6 +71,7 @@ class Observer(Lives):
         self._draws: int | None = None  # mark before a random state was read for an operation
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
         self.over: int | None = None  # mark after what was dropped when the forward was over
+        self.fell: tuple[int, int] | None = None  # as `OpLog.fell`, after the last operation
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
@@ -151,6 +152,7 @@ class Observer(Lives):
         self.leaves.ran(tensors)
         self.externals.ran([ref.value for ref in op.refs], self._counts, self.memory)
         log = _what_ran(op, made, signature, live, begin, mark)
+        log.fell, self.fell = self.fell, None
         log.inside = tuple(self._replays)
         log.unseen = begin if unseen is None else unseen
         self._replays.clear()
@@ -239,6 +241,12 @@ class Observer(Lives):
         """
         if self.memory is not None:
             self._begin = self.memory.mark()
+
+    def changes_plan(self, dropped: Iterable[tuple[int, int]]) -> None:
+        """The step has changed to another plan, which does not hold these values of such a size."""
+        nbytes = sum(nbytes for number, nbytes in dropped if number not in self._named)
+        if self.memory is not None and nbytes:
+            self.fell = self.memory.mark(), nbytes
 
     def draws(self) -> None:
         """A random state is about to be read for the next operation."""
