@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -198,6 +199,37 @@ def test_steps_with_their_beginning_in_common_are_planned_no_more(planned: list[
         if number == 4:
             made = len(planned)
     assert len(planned) == made
+
+
+@pytest.mark.parametrize("part", ["before", "after"])
+def test_what_another_plan_held_is_not_taken_for_memory_of_the_step(part: str) -> None:
+    """A step follows the plan for another one until something shows that it is not that: an
+    operation of its own, or that its forward is over. What it drops then was not its own (rule 13).
+    """
+    torch.manual_seed(0)
+    body = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(12)))
+    x, limit = torch.randn(512, 32), lowtide.budget(0.6)
+
+    def step(larger: bool, context: AbstractContextManager[object]) -> None:
+        body.zero_grad()
+        with context:
+            loss = body(x).square().mean()
+            if larger:
+                body(x)  # without a backward
+            elif part == "before":
+                loss = loss.exp().sin()
+        loss.backward()
+
+    plain = lowtide.measure(step, False, nullcontext()).peak_bytes
+    found = []
+    for number in range(12):
+        larger = number % 3 == 2
+        step(larger, limit)
+        if limit.report().planned and not larger:
+            found.append(limit.report().plain_peak)
+    assert found
+    for peak in found:
+        assert peak == pytest.approx(plain, rel=0.01)
 
 
 def test_steps_that_never_come_again_are_not_planned_for_ever(planned: list[int]) -> None:

@@ -151,6 +151,42 @@ def test_the_older_of_two_losses_goes_backward_first(share: float) -> None:
     assert max(older_first(net, limit) for _ in range(3)) <= limit.limit
 
 
+def heads_in_order(limit: lowtide.Budget | None, body: nn.ModuleList, heads: nn.ModuleList) -> int:
+    """The peak of a step with a loss for each part of a net, of which the earliest goes backward
+    first and keeps the graph for the others, which go through all before them again."""
+    for module in (body, heads):
+        module.zero_grad()
+    x = torch.randn(200, 64)
+
+    def step() -> None:
+        losses = []
+        with limit or contextlib.nullcontext():
+            out = x
+            for part, head in zip(body, heads, strict=True):
+                out = part(out)
+                losses.append(head(out).square().mean())
+        for loss in losses:
+            loss.backward(retain_graph=loss is not losses[-1])
+
+    return lowtide.measure(step, device="cpu").peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+def test_later_backwards_go_through_what_earlier_ones_kept(share: float) -> None:
+    """The last one is modelled by what it will ask for, which is not what those before it have
+    asked for, and releases the graph. A step that kept its limit by planning each backward when it
+    began is not refused because no plan for all of them would (rule 13)."""
+    torch.manual_seed(0)
+    body = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+        for _ in range(6)
+    )
+    heads = nn.ModuleList(nn.Linear(64, 3) for _ in range(6))
+    plain = heads_in_order(None, body, heads)
+    limit = lowtide.budget(int(share * plain))
+    assert max(heads_in_order(limit, body, heads) for _ in range(4)) <= limit.limit
+
+
 def test_a_step_with_nothing_to_recompute_is_planned() -> None:
     """Its operations are then recorded without being watched and measured, step by step."""
     net = Net(late=True, narrow=True)

@@ -218,6 +218,7 @@ class Loop(Planning):
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
                 decisions.starts_over()
+                decisions.observer.begins_again()
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
@@ -297,7 +298,10 @@ class Loop(Planning):
             rest = forward_over(graph, held)
             if again:
                 rest = settled_in(rest, observer.settled())
-            found = with_margin(rest, held, limit, margin, search=strict)
+            later = 0 if prepared is not None else self._for_later(observer, rest, held)
+            found = with_margin(rest, held, limit - later, margin, search=strict)
+            if later and found.result.peak > limit - later:
+                found = with_margin(rest, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer, again=again)
@@ -306,6 +310,15 @@ class Loop(Planning):
             self._refuse_backward(decisions, observer, graph, held, found.retain)
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded])
+
+    @staticmethod
+    def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
+        """Bytes that later backwards take more than this one, which keeps the graph for them: they
+        go through all of it, and cannot drop what this one holds for good."""
+        if not observer.passed or not _compat.backward_retains_graph():
+            return 0
+        whole = forward_over(observer.whole_graph(), held)
+        return max(0, plain_peak(whole) - plain_peak(graph))
 
     def _refuse_backward(
         self,

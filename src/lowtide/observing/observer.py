@@ -63,6 +63,7 @@ class Observer(Lives):
         self.common = 0  # how many those are
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
+        self._later = False  # a backward has run, and this is another one of the same step
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.sparing = False  # custom Functions hold no more in backward than in their forward
         self.retains = False  # backward releases nothing that was saved: it may run again
@@ -71,6 +72,7 @@ class Observer(Lives):
         self._draws: int | None = None  # mark before a random state was read for an operation
         self._anew: set[tuple[int, int]] = set()  # (value, node), see `_made_anew`
         self.over: int | None = None  # mark after what was dropped when the forward was over
+        self.fell: tuple[int, int] | None = None  # as `OpLog.fell`, after the last operation
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
@@ -151,6 +153,7 @@ class Observer(Lives):
         self.leaves.ran(tensors)
         self.externals.ran([ref.value for ref in op.refs], self._counts, self.memory)
         log = _what_ran(op, made, signature, live, begin, mark)
+        log.fell, self.fell = self.fell, None
         log.inside = tuple(self._replays)
         log.unseen = begin if unseen is None else unseen
         self._replays.clear()
@@ -240,6 +243,12 @@ class Observer(Lives):
         if self.memory is not None:
             self._begin = self.memory.mark()
 
+    def changes_plan(self, dropped: Iterable[tuple[int, int]]) -> None:
+        """The step has changed to another plan, which does not hold these values of such a size."""
+        nbytes = sum(nbytes for number, nbytes in dropped if number not in self._named)
+        if self.memory is not None and nbytes:
+            self.fell = self.memory.mark(), nbytes
+
     def draws(self) -> None:
         """A random state is about to be read for the next operation."""
         if self.memory is not None:
@@ -291,6 +300,10 @@ class Observer(Lives):
         self.externals.begin_backward()
         self.elsewhere = self.names.over(ours)
         self.reached = set(self.held) - self.pinned
+
+    def begins_again(self) -> None:
+        """Another backward of the step begins."""
+        self._later = True
 
     def request(self, value: Value, operation: int) -> None:
         if value.number >= 0:
@@ -346,8 +359,6 @@ class Observer(Lives):
         gone = {save for save in self.last_save if not self._handles.get(save[0])}
         passed = Counter(save for save in self.last_save if save in newer or save in gone)
         self.passed = bool(newer - gone)
-        if not passed:
-            return self.graph()
         dead, self.dead = self.dead, self.dead + passed
         requests, self.requests = self.requests, []  # those of an earlier backward of the step
         try:
@@ -355,9 +366,30 @@ class Observer(Lives):
         finally:
             self.dead, self.requests = dead, requests
 
+    def whole_graph(self) -> Graph:
+        """The step before a backward that asks for all that autograd has."""
+        requests, self.requests = self.requests, []
+        try:
+            return self.graph()
+        finally:
+            self.requests = requests
+
     def graph(self) -> Graph:
         """The step as a graph. Before backward, its events are predicted from the saves."""
-        return rebuild(self)
+        if not self._later or self.requests:
+            return rebuild(self)
+        # The gradients that earlier backwards have left are there, and what they kept of the graph
+        # this one may release. The step as a whole is another matter.
+        leaves, elsewhere, retains = self.leaves.gradients, self.elsewhere, self.retains
+        self.leaves.gradients = dict(leaves)
+        try:
+            self.leaves.look_again()
+            there = leaves.keys() - self.leaves.gradients.keys()
+            self.elsewhere += sum(leaves[key][1] for key in there)
+            self.retains = _compat.backward_retains_graph()
+            return rebuild(self)
+        finally:
+            self.leaves.gradients, self.elsewhere, self.retains = leaves, elsewhere, retains
 
 
 def _what_ran(

@@ -95,6 +95,9 @@ class OpLog:
     another way than they are read, with the bytes that it takes; not written."""
     node: bool = field(default=False, compare=False)
     """Whether autograd is known to have made a node for it; not written into files."""
+    fell: tuple[int, int] | None = field(default=None, compare=False)
+    """If what another plan had held was dropped after it ran and before its mark: a mark after
+    that, and how many bytes. Not written into files."""
     inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """Marks around each replay since the operation before, for a backward inside the forward. Not
     written into files."""
@@ -215,7 +218,8 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
         if seen.timeline is not None:
             level = seen.timeline.levels[log.mark]
             # What was dropped before it allocated is not its workspace: it counts from `begin`.
-            peak = max(level, *seen.timeline.rises[log.begin or before : log.mark])
+            rises = _without(log.fell, seen.timeline.rises)
+            peak = max(level, *rises[log.begin or before : log.mark])
             workspace = max(0, peak - level)
             if log.unseen is not None and log.begin is not None:
                 peak = max(peak, _unseen(seen.timeline, before, log.unseen, log.begin))
@@ -239,6 +243,15 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
             )
         )
     return tuple(nodes)
+
+
+def _without(fell: tuple[int, int] | None, figures: list[int]) -> list[int]:
+    """The same without the bytes that were dropped at a mark, up to there: what they were is held
+    no more, and so is not subtracted otherwise."""
+    if fell is None:
+        return figures
+    mark, nbytes = fell
+    return [max(0, figure - nbytes) for figure in figures[:mark]] + figures[mark:]
 
 
 def _unseen(timeline: Timeline, first: int, last: int, begin: int) -> int:
@@ -373,9 +386,10 @@ def _turn(seen: Observer, sizes: list[int]) -> int:
     entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
     last = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     begin = max(last, seen.over or 0)
-    peak = max(seen.timeline.peaks[begin:entry], default=0)
+    peak = max(_without(seen.fell, seen.timeline.peaks)[begin:entry], default=0)
     peak = max(peak, _unseen(seen.timeline, last, begin, begin))
-    if peak <= max(seen.timeline.levels[begin], *seen.timeline.levels[entry : entry + 1], 0):
+    levels = _without(seen.fell, seen.timeline.levels)
+    if peak <= max(levels[begin], *levels[entry : entry + 1], 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached))
 

@@ -252,16 +252,19 @@ class ForwardDecisions:
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:
         """Change to a plan: drop what it would not have held."""
-        choices = prepared.choices
+        choices, dropped = prepared.choices, []
         alive = self._made.alive() if self.observer is None else self.observer.alive()
         for value in (*alive, *made):
             choice = choices[value.number]
             value.retain_from = max(0, choice)
             if choice >= 0 and value.held is not None and value.op is not None:
                 self._drop(value)
+                dropped.append((value.number, value.nbytes))
         for value in made:
             if choices[value.number] == ANCHOR and op is not None:
                 self.anchors.hold(value, op)
+        if self.observer is not None:
+            self.observer.changes_plan(dropped)
 
     def _before_planned(self, facts: Facts, func: Any, args: Any, kwargs: Any) -> None:
         """An operation of a planned forward is about to allocate: make room if there is none.
