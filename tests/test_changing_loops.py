@@ -74,9 +74,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     plan_next: Callable[..., None] = Loop._plan_next
 
-    def counted(*args: object) -> None:
+    def counted(*args: object, **more: object) -> None:
         made.append(1)
-        plan_next(*args)
+        plan_next(*args, **more)
 
     monkeypatch.setattr(Loop, "_plan_next", counted)
     return made
