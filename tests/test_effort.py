@@ -145,9 +145,9 @@ def test_steps_that_never_recur_are_not_all_measured_and_planned(
         measured[0] += 1
         of_step(self, pending)
 
-    def counted(self: Any, *given: Any) -> None:
+    def counted(self: Any, *given: Any, **more: Any) -> None:
         planned[0] += 1
-        plan_next(self, *given)
+        plan_next(self, *given, **more)
 
     monkeypatch.setattr(OwnEvents, "of_step", noted)
     monkeypatch.setattr(lowtide.loop.Loop, "_plan_next", counted)
