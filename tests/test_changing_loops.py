@@ -6,7 +6,6 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -349,7 +348,7 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
     )
 
     def step(head: int) -> int:
-        for net, context in ((model, budget), (other, contextlib.nullcontext())):
+        for net, context in ((model, budget), (other, nullcontext())):
             net.zero_grad()
             with context:
                 loss = net(x, head)
