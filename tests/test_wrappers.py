@@ -132,6 +132,24 @@ def test_a_call_is_a_region_up_to_the_training_level(
     assert torch.allclose(weight.grad, 2 * torch.ones(3).exp() ** 2)
 
 
+def test_a_call_can_be_switched_by_hand(replayed: Callable[[], int]) -> None:
+    call = ActivationCheckpointing(2, 1)
+    weight = torch.ones(3, requires_grad=True)
+    call.perform_checkpointing = True
+    call(lambda: (weight * 2).exp()).sum().backward()
+    assert copy.deepcopy(call).perform_checkpointing
+    assert replayed() > 0
+    before = replayed()
+    call.perform_checkpointing = False
+    call.training_checkpoint_level = 3  # the levels decide again
+    assert call.perform_checkpointing
+    call.perform_checkpointing = False
+    call(lambda: (weight * 2).exp()).sum().backward()
+    assert replayed() == before
+    with pytest.raises(UsageError, match=r"True or False, not 'no'"):
+        call.perform_checkpointing = "no"  # type: ignore[assignment]
+
+
 def test_the_calls_follow_their_model_into_eval(replayed: Callable[[], int]) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

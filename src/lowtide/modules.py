@@ -327,6 +327,7 @@ class ActivationCheckpointing(nn.Module):
     @fn_checkpoint_level.setter
     def fn_checkpoint_level(self, level: int) -> None:
         self._fn_level = check_level(level, "fn_checkpoint_level")
+        self._set_to: bool | None = None
 
     @property
     def training_checkpoint_level(self) -> int:
@@ -336,11 +337,20 @@ class ActivationCheckpointing(nn.Module):
     @training_checkpoint_level.setter
     def training_checkpoint_level(self, level: int) -> None:
         self._training_level = check_level(level, "training_checkpoint_level")
+        self._set_to = None
 
     @property
     def perform_checkpointing(self) -> bool:
-        """Whether the levels ask for a region."""
+        """Whether the levels ask for a region. What it is set to holds until a level is set."""
+        if self._set_to is not None:
+            return self._set_to
         return self.fn_checkpoint_level <= self.training_checkpoint_level
+
+    @perform_checkpointing.setter
+    def perform_checkpointing(self, perform: bool) -> None:
+        if not isinstance(perform, bool):
+            raise UsageError(f"perform_checkpointing is True or False, not {perform!r}")
+        self._set_to = perform
 
     def forward(
         self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
