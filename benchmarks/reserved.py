@@ -12,7 +12,6 @@ allocator gives back what is free: the smallest such cap that suffices.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,22 +19,21 @@ from tests import accelerator
 
 import lowtide
 from caching import Caching, Expandable, least, replay
-from models import WORKLOADS, Batch, Workload, arguments, mebibytes, results, settle
+from models import WORKLOADS, Batch, Workload, arguments, mebibytes, results, settle, train_step
 
 Events = list[tuple[int, int]]
 
 
 def train(
-    work: Workload, core: Any, steps: int, budget: lowtide.Budget | None, sizes: list[Batch]
+    work: Workload, core: Any, steps: int, batch: Batch, budget: lowtide.Budget | None
 ) -> Events:
     """The events of a training with momentum, from the model on."""
     gc.collect()
     core.allocations()
     model = work.make().to(accelerator.NAME)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
-    for step in range(steps):
-        batch = tuple(part.to(accelerator.NAME) for part in sizes[step % len(sizes)])
-        run(work, model, batch, budget)
+    for _ in range(steps):
+        train_step(work, model, on_device(batch), budget)
         optimizer.step()
         optimizer.zero_grad()
         core.settle()
@@ -43,25 +41,17 @@ def train(
     return [tuple(event) for event in core.allocations()]
 
 
-def run(
-    work: Workload, model: torch.nn.Module, batch: Batch, budget: lowtide.Budget | None
-) -> None:
-    if budget is None:
-        loss = work.loss(model, batch)
-    else:
-        with budget:
-            loss = work.loss(model, batch)
-    loss.backward()
+def on_device(batch: Batch) -> Batch:
+    return tuple(part.to(accelerator.NAME) for part in batch)
 
 
 def plain_peak(work: Workload, core: Any, batch: Batch) -> int:
     model = work.make().to(accelerator.NAME)
-    given = tuple(part.to(accelerator.NAME) for part in batch)
-    step: Callable[[], None] = lambda: run(work, model, given, None)  # noqa: E731
-    step()
+    given = on_device(batch)
+    train_step(work, model, given)
     model.zero_grad()
     core.settle()
-    return lowtide.measure(step).peak_bytes
+    return lowtide.measure(lambda: train_step(work, model, given)).peak_bytes
 
 
 def figures(events: Events, times: int) -> dict[str, float]:
@@ -101,7 +91,7 @@ def main() -> None:
                 said = "plain" if share is None else f"{share:.0%}"
                 budget = None if share is None else lowtide.budget(int(share * peak))
                 try:
-                    events = train(work, core, options.steps, budget, [batch])
+                    events = train(work, core, options.steps, batch, budget)
                 except lowtide.BudgetError as error:
                     print(f"| {name} | {said} | refused: {mebibytes(error.minimum)} |" + " |" * 4)
                     continue

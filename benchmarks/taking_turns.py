@@ -11,6 +11,7 @@ network's.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -46,9 +47,12 @@ def heads() -> tuple[nn.Module, Step]:
     """A trunk, and one of three heads of other depths."""
     trunk, each = blocks(8), nn.ModuleList(map(blocks, (1, 3, 6)))
     x = torch.randn(256, 64)
-    return nn.ModuleList(
-        [trunk, each]
-    ), lambda draw: each[draw.randrange(3)](trunk(x)).square().mean()
+
+    def step(draw: random.Random) -> Tensor:
+        out: Tensor = each[draw.randrange(3)](trunk(x))
+        return out.square().mean()
+
+    return nn.ModuleList([trunk, each]), step
 
 
 def depth() -> tuple[nn.Module, Step]:
@@ -135,11 +139,8 @@ def contest(build: Callable[[], tuple[nn.Module, Step]], steps: int) -> dict[str
             draw = random.Random(seed)
             torch.manual_seed(seed)
             began = time.process_time()
-            if context is None:
+            with context or contextlib.nullcontext():
                 loss = step(draw)
-            else:
-                with context:
-                    loss = step(draw)
             loss.backward()
             del loss
             if context is not None:

@@ -376,6 +376,7 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
         assert budget.report().planned
     assert not watched
     assert len(settled) < len(turns) - 1
+    assert replays
     for head, found in replays.items():
         step(head)
         assert found == {step(head)} != {0}

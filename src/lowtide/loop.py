@@ -217,8 +217,7 @@ class Loop(Planning):
             return
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
-                decisions.starts_over()
-                decisions.observer.begins_again()
+                decisions.starts_over(decisions.observer)
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()

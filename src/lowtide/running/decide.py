@@ -17,6 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import BudgetError
 from lowtide.memory import leftover
+from lowtide.observing.observer import Observer
 from lowtide.running.forward import ForwardDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.tape.values import Handle, Operation, Value
@@ -175,9 +176,10 @@ class StepDecisions(ForwardDecisions):
                 if self.observer is not None:
                     self.observer.dropped_before_backward(value.number)
 
-    def starts_over(self) -> None:
+    def starts_over(self, observer: Observer) -> None:
         """Another backward of the step begins, and is planned by itself."""
         self._event[0] = -1
+        observer.begins_again()
 
     def settle(self, chosen: list[int]) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
