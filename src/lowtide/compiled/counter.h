@@ -35,31 +35,25 @@ inline void delete_counter(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Whether two tensors have one version counter. What torch shows of a counter is its number; the object is
-// all that a `VariableVersion` consists of.
-inline bool same_counter(const at::Tensor& one, const at::Tensor& other) {
+inline const c10::VariableVersion& counter_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter();
+}
+
+// Whether two version counters are one. What torch shows of a counter is its number; the object is all
+// that a `VariableVersion` consists of.
+inline bool same_counter(const c10::VariableVersion& one, const c10::VariableVersion& other) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "is more than a pointer to a counter");
-  auto counter_of = [](const at::Tensor& tensor) {
-    void* counter = nullptr;
-    std::memcpy(&counter, &tensor.unsafeGetTensorImpl()->version_counter(), sizeof(counter));
-    return counter;
-  };
-  const c10::VariableVersion& version = one.unsafeGetTensorImpl()->version_counter();
-  return version.enabled() && counter_of(one) == counter_of(other);
+  return one.enabled() && std::memcmp(&one, &other, sizeof(one)) == 0;
+}
+
+inline bool same_counter(const at::Tensor& one, const at::Tensor& other) {
+  return same_counter(counter_of(one), counter_of(other));
 }
 
 inline PyObject* counter_shares(PyObject* self, PyObject* wrapped) {
   HANDLE_TH_ERRORS
   const at::Tensor& tensor = THPVariable_Unpack(wrapped);
-  c10::VariableVersion other = tensor.unsafeGetTensorImpl()->version_counter();
-  const c10::VariableVersion& mine = reinterpret_cast<Counter*>(self)->version;
-  if (!mine.enabled() || !other.enabled()) Py_RETURN_FALSE;
-  int64_t before = other.current_version();
-  int64_t moved = std::max<int64_t>(before, mine.current_version()) + 1;
-  other.set_version(moved);
-  bool shared = mine.current_version() == moved;
-  other.set_version(before);
-  return PyBool_FromLong(shared);
+  return PyBool_FromLong(same_counter(reinterpret_cast<Counter*>(self)->version, counter_of(tensor)));
   END_HANDLE_TH_ERRORS
 }
 

@@ -37,7 +37,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (entry == nullptr) {
     owner = external(state, tensor, key, false);
     entry = find_entry(state->table, key);
-  } else if (entry->version != version_of(tensor) || is_given_out(entry, tensor) || entry->unwritten()) {
+  } else if (!is_current(entry, tensor) || is_given_out(entry, tensor) || entry->unwritten()) {
     return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {
     owner = Owned(Py_NewRef(object_of(found)));
@@ -56,16 +56,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
     }
   }
   if (!value->held.defined()) {
-    bool keep = external || value->keep;
-    if (!keep && following(state)) {
-      keep = plan_holds(state, value);
-    } else if (!keep && state->asks) {
-      static PyObject* name = interned("saved");
-      PyObject* arguments[] = {state->decisions, owner.get(), state->region};
-      Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
-      keep = answer.get() == Py_True;
-    }
-    if (keep) hold(entry, value, tensor);
+    if (external || value->keep || shall_hold(state, value)) hold(entry, value, tensor);
   }
   if (!external && !value->held.defined() && entry->counter == nullptr) {
     entry->counter = new_counter(tensor);  // while it is held, its alias shows the counter
@@ -73,13 +64,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
                  state->asks)));
-  if (following(state)) {
-    add_weak(state->handles, handle.get());
-  } else if (state->asks) {
-    static PyObject* name = interned("packed");
-    PyObject* arguments[] = {state->decisions, handle.get(), owner.get()};
-    Owned done(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
-  }
+  packed(state, handle.get(), value);
   return handle.release();
 }
 

@@ -91,20 +91,7 @@ inline PyObject* value_handles(PyObject* self, PyObject*) {
 
 inline PyObject* value_hand_over(PyObject* self, PyObject* to) {
   return leave_error([&] {
-    Value *from = as<Value>(self), *next = value_of(to);
-    Py_INCREF(self);
-    c10::SmallVector<Handle*, 4> moved;
-    for (Handle* handle = from->handles; handle != nullptr; handle = handle->after) {
-      moved.push_back(handle);
-    }
-    while (!moved.empty()) {  // the oldest first, which keeps their order
-      Py_DECREF(object_of(unlink(moved.back())));
-      link(moved.back(), next);
-      moved.pop_back();
-    }
-    from->saved = false;
-    next->saved = true;
-    Py_DECREF(self);
+    hand_over(as<Value>(self), value_of(to));
     return Py_NewRef(Py_None);
   });
 }

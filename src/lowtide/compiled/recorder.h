@@ -61,7 +61,7 @@ inline bool run_recorded(
   std::vector<Written> written;
   auto* made = new_record<Operation>(operation_type, op, &fact);
   Owned owner(object_of(made));
-  if (!find_written(state, fact, op.schema(), fact.writes, values, written, true)) return false;
+  if (!find_written(state, fact, op.schema(), fact.writes, values, written, false)) return false;
   bool again = statistics || may_be_made(fact, written);
   if (again) {
     if (!encode(state, made, fact, values, count, statistics)) return false;
@@ -72,10 +72,9 @@ inline bool run_recorded(
     for (int place : {fact.mean, fact.variance}) {
       if (!contains(fact.writes, place)) places.push_back(place);
     }
-    size_t declared = written.size();
-    if (!find_written(state, fact, op.schema(), places, values, written, false)) return false;
-    for (size_t i = declared; i < written.size(); ++i) written[i].hidden = true;
+    if (!find_written(state, fact, op.schema(), places, values, written, true)) return false;
   }
+  if (fact.chunks && !know_counter(state, values[0])) return false;
   if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
   size_t digest = 0;
   bool allocates = fact.makes || written.empty();
@@ -146,7 +145,7 @@ inline bool run_recorded(
   bool told = again && (state->asks || !is_none(policy));
   Made results;
   Operation* maker = again ? made : nullptr;
-  for (Written& each : written) rewritten(state, maker, each, results);
+  all_rewritten(state, maker, written, results);
   add_outputs(state, maker, *stack, op.schema().returns().size(), results,
               fact.blank || fact.constant);
   if (!told || (following(state) && follow(state, fact, made, results))) return true;
@@ -275,7 +274,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
     return;
   }
-  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !fact->chunks && !state->paused &&
+  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);

@@ -220,6 +220,20 @@ inline Value* unlink(Handle* handle) {
   return value;
 }
 
+// As `Value.hand_over`. The handles are linked to `next`, the newest first.
+inline void hand_over(Value* from, Value* next) {
+  Owned kept(Py_NewRef(object_of(from)));
+  c10::SmallVector<Handle*, 4> moved;
+  for (Handle* handle = from->handles; handle != nullptr; handle = handle->after) moved.push_back(handle);
+  while (!moved.empty()) {  // the oldest first, which keeps their order
+    Py_DECREF(object_of(unlink(moved.back())));
+    link(moved.back(), next);
+    moved.pop_back();
+  }
+  from->saved = false;
+  next->saved = true;
+}
+
 inline Handle* new_handle(
     Value* value, Geometry geometry, PyObject* region, PyObject* tape, int64_t sequence, bool told) {
   Handle* handle = new_record<Handle>(handle_type);

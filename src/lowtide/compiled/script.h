@@ -110,10 +110,27 @@ inline bool follow(State* state, const Fact& fact, const Operation* op, const Ma
   return true;
 }
 
-// Whether the plan holds a value that autograd is saving.
-inline bool plan_holds(State* state, const Value* value) {
-  auto* script = reinterpret_cast<Script*>(state->script);
-  return script->choices.at(value->number) < 0;
+// Whether to hold a value that autograd is saving: `Decisions.saved`.
+inline bool shall_hold(State* state, Value* value) {
+  if (following(state)) {
+    const auto& choices = reinterpret_cast<Script*>(state->script)->choices;
+    auto number = static_cast<size_t>(value->number);  // not in the plan: it is about to be left
+    return number >= choices.size() || choices[number] < 0;
+  }
+  if (!state->asks) return false;
+  static PyObject* name = interned("saved");
+  PyObject* arguments[] = {state->decisions, object_of(value), state->region};
+  Owned answer(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
+  return answer.get() == Py_True;
+}
+
+// `Decisions.packed`.
+inline void packed(State* state, PyObject* handle, Value* value) {
+  if (following(state)) return add_weak(state->handles, handle);
+  if (!state->asks) return;
+  static PyObject* name = interned("packed");
+  PyObject* arguments[] = {state->decisions, handle, object_of(value)};
+  Owned done(checked(PyObject_VectorcallMethod(name, arguments, 3, nullptr)));
 }
 
 }  // namespace lowtide

@@ -33,9 +33,24 @@ inline bool is_given_out(const Entry* entry, const at::Tensor& tensor) {
   return value != nullptr && value->op != nullptr;
 }
 
+// As `Known._other_counter`.
+inline bool has_other_counter(const Entry* entry, const at::Tensor& tensor) {
+  if (entry->counter != nullptr && Py_IS_TYPE(entry->counter, counter_type)) {
+    return !same_counter(as<Counter>(entry->counter)->version, counter_of(tensor));
+  }
+  const Value* value = value_in(entry);
+  if (value == nullptr || !value->held.defined() || key_number(value->held) != entry->key) return false;
+  return !same_counter(value->held, tensor);
+}
+
+// Whether all writes to a storage were seen, as far as a tensor over it shows.
+inline bool is_current(const Entry* entry, const at::Tensor& tensor) {
+  return entry->version == version_of(tensor) || has_other_counter(entry, tensor);
+}
+
 // The value in a storage, borrowed, if it can be read without a closer look; else null.
 inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (entry->version != version_of(tensor) || entry->given_out || entry->unwritten()) return nullptr;
+  if (!is_current(entry, tensor) || entry->given_out || entry->unwritten()) return nullptr;
   Value* value = value_in(entry);
   if (value == nullptr) return nullptr;
   bool held = value->held.defined();
@@ -141,7 +156,16 @@ inline Entry* enter_written(State* state, const at::Tensor& tensor) {
   int64_t key = key_number(tensor);
   Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) return enter(state, nullptr, tensor, key, false).first;
-  return entry->version == version_of(tensor) && !is_given_out(entry, tensor) ? entry : nullptr;
+  return is_current(entry, tensor) && !is_given_out(entry, tensor) ? entry : nullptr;
+}
+
+// As `Known._know_counter`; false if that needs a closer look.
+inline bool know_counter(State* state, const c10::IValue& split) {
+  if (!split.isTensor() || !is_ordinary(split.toTensor())) return false;
+  Entry* entry = find_entry(state->table, key_number(split.toTensor()));
+  if (entry == nullptr || !is_current(entry, split.toTensor())) return false;
+  if (entry->counter == nullptr) entry->counter = new_counter(split.toTensor());
+  return true;
 }
 
 // Bytes of a tensor of the usual layout; 0 for others.

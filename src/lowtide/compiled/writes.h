@@ -25,20 +25,25 @@ struct Written {
   at::Tensor tensor;
   int input = -1;       // its position among the inputs, if the new content can be replayed
   bool hidden = false;  // running statistics, written without a new version
+  bool behind = false;  // through another version counter than that of what autograd has saved
 
   Entry* entry() const { return as<Entry>(owner.get()); }
 };
 
 inline PyObject* overwriting_function;  // `watch.overwriting`
 
-// Whether `overwriting` of Python has nothing to do: what holds the storage is gone, or is read by autograd
-// alone.
-inline bool nobody_minds(const c10::SmallVector<Watched::Holder, 1>& holders) {
+// Do what `overwriting` of Python does, if nothing has to be copied or left to autograd: what holds the
+// storage is gone, is read by autograd alone, or can be replayed. False where Python has to look.
+inline bool dropped(const c10::SmallVector<Watched::Holder, 1>& holders, bool hidden) {
+  c10::SmallVector<Value*, 2> made;
   for (const Watched::Holder& holder : holders) {
     if (holder.reference != nullptr) return false;  // the value is one of the Python recorder's
-    const auto* value = as<Value>(holder.record.get());
-    if (value != nullptr && value->held.defined() && (value->op != nullptr || value->read)) return false;
+    auto* value = as<Value>(holder.record.get());
+    if (value == nullptr || !value->held.defined() || (value->op == nullptr && !value->read)) continue;
+    if (value->op == nullptr || (hidden && value->saved)) return false;
+    made.push_back(value);
   }
+  for (Value* value : made) value->held.reset();
   return true;
 }
 
@@ -47,7 +52,7 @@ inline void overwriting(Entry* entry, bool hidden) {
   auto found = watched->storages.find(entry->key);
   if (found == watched->storages.end()) return;
   keep_counter(entry);
-  if (nobody_minds(found->second)) {
+  if (dropped(found->second, hidden)) {
     watched->storages.erase(found);
     return;
   }
@@ -83,11 +88,20 @@ inline bool may_read_moved(const Fact& fact, const c10::IValue* values, size_t c
   return false;
 }
 
-// Whether autograd has saved what is in a storage, so that Python has to see which counter a write moves.
-// Statistics (not `held`) move none; what is held of them is left to autograd anyway (`_leave_to_autograd`).
-inline bool is_saved(const Entry* entry, bool held) {
-  const Value* value = value_in(entry);
-  return value != nullptr && value->saved && (held || !value->held.defined());
+// What autograd still has of what is in a storage, borrowed, or null; as `Writes._saved`.
+inline Value* saved_in(const Entry* entry) {
+  Value* value = value_in(entry);
+  return value != nullptr && value->handles != nullptr ? value : nullptr;
+}
+
+// Whether Python has to see to what autograd has saved of a storage that is about to be written. Of what is
+// written through the saved tensor's own counter, autograd tells by itself; `Writes._hide` and an external
+// are left to Python, as are statistics: what is held of them is left to autograd (`_leave_to_autograd`).
+inline bool is_intricate(const Value* saved, const at::Tensor& tensor, bool statistic, bool behind) {
+  if (saved == nullptr) return false;
+  if (statistic) return !saved->held.defined();
+  if (!behind) return false;
+  return saved->op == nullptr || (saved->held.defined() && same_counter(saved->held, tensor));
 }
 
 // Whether a view is the whole of a storage, each element once; as `covers` of `tape/pieces.py`.
@@ -106,11 +120,11 @@ inline bool covers(const Geometry& geometry, int64_t nbytes) {
       count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
 }
 
-// As `Recorder._written`; false where Python has to look closer. `check`: at everything that autograd has
-// saved, held or not.
+// As `Recorder._written` and `_behind`; false where Python has to look closer. `statistics`: the places are
+// those of running statistics, which are written without a new version.
 inline bool find_written(
     State* state, const Fact& fact, const c10::FunctionSchema& schema, const std::vector<int>& places,
-    const c10::IValue* values, std::vector<Written>& written, bool check) {
+    const c10::IValue* values, std::vector<Written>& written, bool statistics) {
   for (int place : places) {
     if (place < 0 || schema.arguments()[place].kwarg_only()) return false;  // out=
     if (values[place].isNone()) continue;
@@ -123,13 +137,14 @@ inline bool find_written(
     for (const Written& other : written) {
       if (other.entry() == entry) return false;
     }
-    if (is_saved(entry, check)) return false;
+    bool behind = !statistics && has_other_counter(entry, tensor);
+    if (is_intricate(saved_in(entry), tensor, statistics, behind)) return false;
     // A part of uninitialized memory: see `Pieces`.
     if (entry->unwritten() &&
         !(contains(fact.fills, place) && covers(Geometry(tensor), entry->nbytes))) {
       return false;
     }
-    written.push_back({Owned(Py_NewRef(object_of(entry))), place, tensor});
+    written.push_back({Owned(Py_NewRef(object_of(entry))), place, tensor, -1, statistics, behind});
   }
   return true;
 }
@@ -203,6 +218,44 @@ inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
     entry->loose = true;
   }
   put_value(entry, value);
+}
+
+// As `Writes._follow_live`: after a write that autograd did not notice, what it saved of `old` is the new
+// content.
+inline void follow_live(State* state, Value* old, const Written& each) {
+  if (old == nullptr || old->held.defined()) return;  // a held alias shows the new content
+  Entry* entry = each.entry();
+  Owned owner(Py_NewRef(object_of(value_in(entry))));
+  auto* now = as<Value>(owner.get());
+  std::vector<Owned> handles;
+  for (Handle* handle = old->handles; handle != nullptr; handle = handle->after) {
+    handles.emplace_back(Py_NewRef(object_of(handle)));
+  }
+  hand_over(old, now);
+  Py_XDECREF(std::exchange(now->scope, Py_NewRef(old->scope != nullptr ? old->scope : now->region)));
+  if (now->op == nullptr || now->keep || shall_hold(state, now)) {
+    auto apart = each.tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false);
+    hold(entry, now, at::Tensor(std::move(apart)));  // the write has yet to move the tensor's own counter
+  }
+  if (!state->asks) return;
+  for (auto at = handles.rbegin(); at != handles.rend(); ++at) packed(state, at->get(), now);
+}
+
+// The storages that a call has written have new content.
+inline void all_rewritten(State* state, Operation* op, std::vector<Written>& written, Made& made) {
+  for (Written& each : written) {
+    Entry* entry = each.entry();
+    if (!each.behind) {
+      rewritten(state, op, each, made);
+      continue;
+    }
+    Value* saved = saved_in(entry);
+    Owned kept(saved == nullptr ? nullptr : Py_NewRef(object_of(saved)));
+    auto [version, loose] = std::make_pair(entry->version, entry->loose);
+    rewritten(state, op, each, made);
+    std::tie(entry->version, entry->loose) = std::make_pair(version, loose);  // no counter of autograd's moved
+    follow_live(state, saved, each);
+  }
 }
 
 }  // namespace lowtide

@@ -109,7 +109,7 @@ class Effort:
         if measured:
             self._awaited.met()
         else:  # it recurs: measure it when it comes next
-            self._awaited.missed(hash(prepared.signatures))
+            self._awaited.missed(prepared.digest)
 
     def again(self, prepared: Prepared) -> bool:
         """Whether to plan again a step that followed its plan and was measured."""

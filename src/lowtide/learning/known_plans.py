@@ -39,7 +39,7 @@ class KnownPlans:
 
     def add(self, prepared: Prepared) -> None:
         """Add a plan, in place of the one that the same step had."""
-        others = [p for p in self._plans if _key(p) != _key(prepared)]
+        others = [known for known in self._plans if not _same_step(known, prepared)]
         self._change([prepared, *others])
         if len(self._plans) > _KEPT:
             last = next(filter(self._covered, reversed(self._plans)), self._plans[-1])
@@ -68,18 +68,13 @@ class KnownPlans:
         """
         return any(
             not prepared.measured
-            and not any(
-                known.measured
-                and known.seen.place == prepared.seen.place
-                and known.signatures == prepared.signatures
-                for known in self._plans
-            )
+            and not any(known.measured and known.same_forward(prepared) for known in self._plans)
             for prepared in self._plans
         )
 
     def remove(self, prepared: Prepared) -> None:
         """A step that followed this plan exceeded its limit: forget the plan."""
-        self._change([known for known in self._plans if _key(known) != _key(prepared)])
+        self._change([known for known in self._plans if not _same_step(known, prepared)])
 
     def outgrown(self, seen: Sequence[Signature], place: int) -> tuple[Prepared | None, float]:
         """Among the plans of measured steps with the same operations on fewer bytes, the nearest,
@@ -185,10 +180,7 @@ class KnownPlans:
         same = self._same.get(id(prepared))
         if same is None:
             same = self._same[id(prepared)] = [
-                known
-                for known in self._plans
-                if known.seen.place == prepared.seen.place
-                and (known is prepared or known.signatures == prepared.signatures)
+                known for known in self._plans if known.same_forward(prepared)
             ]
         return same
 
@@ -201,8 +193,7 @@ class KnownPlans:
         """The plan for the same step as this one, for the gradients to be allocated now."""
         for prepared in self._plans:
             if (
-                prepared.signatures == other.signatures
-                and prepared.seen.place == other.seen.place
+                prepared.same_forward(other)
                 and prepared.seen.current()
                 and prepared.seen.same_gradients()
             ):
@@ -210,8 +201,9 @@ class KnownPlans:
         return None
 
 
-def _key(prepared: Prepared) -> tuple[object, ...]:
-    return prepared.signatures, prepared.seen.place, frozenset(prepared.seen.parameters)
+def _same_step(one: Prepared, other: Prepared) -> bool:
+    leaves = set(one.seen.parameters) == set(other.seen.parameters)
+    return leaves and one.same_forward(other)
 
 
 def _for_gradients(plans: list[Prepared]) -> Prepared:

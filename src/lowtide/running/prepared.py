@@ -100,6 +100,19 @@ class Prepared:
     of_plain: int | None = None
     """The plain peak, if the graph is not that of the plain step, see `Learned.in_part`."""
 
+    def same_forward(self, other: Prepared) -> bool:
+        """Whether it is for the same operations, at the same place among a context's steps."""
+        return self.seen.place == other.seen.place and (
+            self.signatures is other.signatures
+            # Steps that begin alike are compared for long before they differ.
+            or (self.digest == other.digest and self.signatures == other.signatures)
+        )
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A hash of the operations."""
+        return hash(self.signatures)
+
     def asked_at(self, number: int) -> int | None:
         """The first request for a value in the backward of the plan, by its place among all."""
         places = (i for i, event in enumerate(self.graph.events) if event.value == number)
