@@ -430,15 +430,21 @@ def test_whoever_makes_a_budget_for_every_step_is_told_once(
     assert len(lowtide.budget.__globals__["_beginners"]) <= 64
 
 
-def test_waiting_for_a_step_to_measure_comes_to_an_end() -> None:
-    """Where steps take turns, the one that begins may never be the one that is to be measured."""
+def test_steps_are_measured_in_vain_ever_more_seldom() -> None:
+    """Where nobody knows which step comes next, the one that begins may never be the one that is to
+    be measured."""
     settled = SimpleNamespace(lessons=2, measured=True, tried=True, grown=False, of_plain=None)
     due = SimpleNamespace(lessons=1, measured=True, tried=False, grown=False, of_plain=None)
-    effort, times = Effort(), 0
-    while effort.to_measure(due, lambda: False):  # type: ignore[arg-type]
-        effort.measured(settled)  # type: ignore[arg-type]
-        times += 1
-        assert times < 100
-    assert times > 3
+    effort, measured = Effort(), []
+
+    def steps(count: int) -> list[int]:
+        measured.clear()
+        for number in range(count):
+            if effort.to_measure(due, lambda: False):  # type: ignore[arg-type]
+                measured.append(number)
+                effort.measured(settled)  # type: ignore[arg-type]
+        return measured
+
+    assert steps(1_000) == [0, 1, 4, 11, 26, 57, 120, 247, 502, 757]
     effort.measured(due)  # type: ignore[arg-type]
-    assert effort.to_measure(due, lambda: False)  # type: ignore[arg-type]
+    assert steps(100) == [0, 31, 94]  # one came after all: more patience than before

@@ -373,6 +373,7 @@ class Loop(Planning):
         if followed is not None:
             measured = observer is not None and observer.memory is not None
             self._effort.followed(followed, covered=decisions.covered, measured=measured)
+            self._plans.followed(followed)
             asked = decisions.event + 1
             if observer is not None:
                 pass  # its requests were noted

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from lowtide.learning.awaited import PATIENT, Awaited
+from lowtide.learning.awaited import Awaited
 from lowtide.running.prepared import Prepared, Signature
 
 LESSONS = 2
@@ -24,6 +24,7 @@ _ROW = 3  # times in a row that a step follows the plan for a larger one before 
 _NEAR = 0.85  # from this share of the larger step's bytes on, its plan costs little more
 _BETWEEN = 8  # at least this many steps follow a much too large plan before one of them is planned
 _SHARE = 0.1  # the share of those steps' time that planning that one may take
+_VAIN = 8  # from so many measured in vain on, one of 2 ** `_VAIN` steps is measured
 _GAIN = 2  # a short step without a plan takes longer by about this many times its own time
 
 
@@ -32,7 +33,8 @@ class Effort:
 
     def __init__(self) -> None:
         self._awaited = Awaited()
-        self._vain = 0  # steps in a row that were measured, and did not follow the plan in question
+        self._vain = 0  # steps that were measured, and did not follow the plan in question
+        self._skipped = 0  # steps that might have followed it since, and were not measured
         self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
         self._between = _BETWEEN  # how many follow a much too large plan before one is planned
         self._far = _BETWEEN  # how many have since the last that was planned
@@ -46,13 +48,17 @@ class Effort:
         was never measured.
 
         A better plan that follows from a measured step is measured once, too: what was measured
-        holds for every plan only if it was understood. Plans that are bounds are not. Where steps
-        take turns, the step that begins now may never be the one that followed its plan last.
+        holds for every plan only if it was understood. Plans that are bounds are not. Where nobody
+        knows which step comes next, most follow another plan than the expected one: measuring, a
+        multiple of the time of a step of small operations, is then tried ever more seldom.
         """
         if expected is None:
             return True
-        if _to_learn(expected) and self._vain < PATIENT:
-            return True
+        if _to_learn(expected):
+            if self._skipped >= _skips(self._vain):
+                self._skipped = 0
+                return True
+            self._skipped += 1
         return self._awaited.is_due or (self._awaited.waits and unmeasured())
 
     def begins(self, step: int) -> None:
@@ -62,7 +68,7 @@ class Effort:
     def measured(self, followed: Prepared | None) -> None:
         """A measured step followed this plan, as it was when the step began, or none."""
         learned = followed is not None and _to_learn(followed)
-        self._vain = 0 if learned else self._vain + 1
+        self._vain = self._vain // 2 if learned else min(self._vain + 1, _VAIN)
         self._awaited.waited()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:
@@ -142,6 +148,11 @@ class Effort:
         self._barren += 1
         self._awaited.wait()
         return True
+
+
+def _skips(vain: int) -> int:
+    """How many steps to let pass after so many that were measured in vain."""
+    return (1 << vain) - 2 if vain > 1 else 0
 
 
 def _to_learn(prepared: Prepared) -> bool:

@@ -5,7 +5,7 @@ be planned again. Invariant: a plan is for one forward, operation by operation, 
 the steps of a context, for the leaves that get gradients, and for the gradients to be allocated: an
 attack on the input and the training step after it run the same forward, but different backwards,
 and so do the first and the second step of an accumulation. A smaller step with the same operations
-may follow it too: at each moment it has no more in memory. Imports prepared.
+may follow it too: at each moment it has no more in memory. Imports prepared and turns.
 Rejected: one plan per shape, as shapes do not tell branches apart, and never recur where each batch
 has another length.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lowtide.learning.turns import Turns
 from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
 
 _KEPT = 32
@@ -31,6 +32,7 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self._plans: list[Prepared] = []
+        self._turns = Turns()
         self._same: dict[int, list[Prepared]] = {}  # a plan's id -> the result of `_of_same_step`
         self.version = 0
 
@@ -44,6 +46,10 @@ class KnownPlans:
         if len(self._plans) > _KEPT:
             last = next(filter(self._covered, reversed(self._plans)), self._plans[-1])
             self._change([known for known in self._plans if known is not last])
+
+    def followed(self, prepared: Prepared) -> None:
+        """A step followed this plan to its end."""
+        self._turns.followed(prepared)
 
     def confirm(self, prepared: Prepared) -> None:
         """A step that followed this plan was measured and kept its limit."""
@@ -64,10 +70,11 @@ class KnownPlans:
         """Whether there is a plan for a step that was never measured.
 
         A plan from a dry run or a file has leaves of its own, so it stays next to the plan for the
-        real step, and does not count.
+        real step, and does not count. Nor does one whose step was measured since: a plan from that
+        is on its way.
         """
         return any(
-            not prepared.measured
+            not (prepared.measured or prepared.lessons)
             and not any(known.measured and known.same_forward(prepared) for known in self._plans)
             for prepared in self._plans
         )
@@ -105,9 +112,13 @@ class KnownPlans:
         )
 
     def expected(self, place: int, *, any_leaves: bool = False) -> Prepared | None:
-        """The plan that was followed last at this place in the context, for the leaves that get
-        gradients now. `any_leaves`: else one for others, as they change within a step."""
+        """The plan that the next step at this place in the context will most likely follow, for the
+        leaves that get gradients now: the one that was followed last, unless steps take turns that
+        are known. `any_leaves`: else one for others, as they change within a step."""
         here = [prepared for prepared in self._plans if prepared.seen.place == place]
+        turn = self._turns.next(place)
+        if turn is not None:
+            here.sort(key=lambda prepared: prepared.digest != turn)
         for first in here:
             if first.seen.current():
                 same = self._of_same_step(first)

@@ -83,7 +83,7 @@ class Planning:
     # ------------------------------------------------------------------ plans
 
     def _expected(self) -> Prepared | None:
-        """The plan that the step will most likely follow: the last one that was followed."""
+        """The plan that the step will most likely follow."""
         return self._plans.expected(self.place, any_leaves=self._freezes_inside)
 
     def matching(

@@ -13,7 +13,7 @@ from lowtide.planner import Graph
 from lowtide.planner.repair import Candidate
 from lowtide.planner.resume import forward_over, with_margin
 
-_KEPT = 64
+_KEPT = 250_000  # values of all graphs together, each with an answer: about ten MiB
 
 _Question = tuple[int, frozenset[int], int, float, bool]
 
@@ -24,6 +24,7 @@ class Rests:
     def __init__(self) -> None:
         # With the graph, whose id is in the question and must not get another owner.
         self._known: dict[_Question, tuple[Graph, Candidate]] = {}
+        self._size = 0
 
     def of(
         self, graph: Graph, held: set[int], limit: int, margin: float, *, search: bool
@@ -34,7 +35,9 @@ class Rests:
         if known is None:
             found = with_margin(forward_over(graph, held), held, limit, margin, search=search)
             known = graph, found
-            if len(self._known) >= _KEPT:
-                del self._known[next(iter(self._known))]
+            self._size += len(graph.values)
+            while self._size > _KEPT and self._known:
+                oldest, _ = self._known.pop(next(iter(self._known)))
+                self._size -= len(oldest.values)
         self._known[question] = known
         return known[1]
