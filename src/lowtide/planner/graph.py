@@ -152,6 +152,12 @@ class Graph:
         return replace(self, values=tuple(values), ops=ops)
 
     @cached_property
+    def over(self) -> Graph:
+        """The step once its forward is over: the memory of that does not count."""
+        ops = tuple([replace(op, other=0, peak_other=0) for op in self.ops])
+        return replace(self, ops=ops, turn=0)
+
+    @cached_property
     def first_event(self) -> tuple[int, ...]:
         """For each value, the first event that unpacks it, or -1."""
         first = [-1] * len(self.values)

@@ -15,7 +15,7 @@ from lowtide.planner.descent import descend
 from lowtide.planner.graph import Graph, OpNode
 from lowtide.planner.repair import Candidate, Problem, grow, shrink
 from lowtide.planner.search import WORK
-from lowtide.planner.simulate import Simulator
+from lowtide.planner.simulate import REPLAY_OVERHEAD, Simulator
 
 _DEAR = 3.0  # a plan that replays more than this many forwards is retried with a smaller margin
 
@@ -26,12 +26,14 @@ def forward_over(graph: Graph, held: Container[int]) -> Graph:
     A pinned value that the tape has already dropped is no longer pinned: its memory is still in
     use, but a replay cannot read it.
     """
-    ops = tuple(replace(op, other=0, peak_other=0) for op in graph.ops)
-    values = tuple(
-        replace(node, pinned=False) if node.pinned and value not in held else node
-        for value, node in enumerate(graph.values)
-    )
-    return Graph(values, ops, graph.events)  # without `turn`, which is over too
+    over = graph.over
+    dropped = [v for v, node in enumerate(over.values) if node.pinned and v not in held]
+    if not dropped:
+        return over
+    values = list(over.values)
+    for value in dropped:
+        values[value] = replace(values[value], pinned=False)
+    return replace(over, values=tuple(values))
 
 
 def settled_in(graph: Graph, settled: Container[int]) -> Graph:
@@ -70,7 +72,8 @@ def with_margin(
     not even the limit is kept: the search for less may end where this one does not pass. So may the
     search for more; before a step is refused, the lowest peak is looked for too."""
     found = from_held(graph, held, int(limit * (1 - margin)), search=search)
-    dear = found.result.seconds > _DEAR * sum(Simulator(graph).cost)
+    forward = sum(op.seconds + REPLAY_OVERHEAD for op in graph.ops)
+    dear = found.result.seconds > _DEAR * forward
     if found.result.peak <= limit and not dear:
         return found
     for goal in (int(limit * (1 - margin / 3)), limit, 0):
