@@ -25,7 +25,8 @@ from lowtide.compiled import build
 from lowtide.running.decide import StepDecisions
 from lowtide.step import Recording, current_recorder
 from lowtide.tape.operators import facts_of
-from lowtide.tape.values import Operation, Region, Value
+from lowtide.tape.regions import Region
+from lowtide.tape.values import Operation, Value
 from once import on_one_recorder
 
 BUILDABLE = build.target().exists() or build.possible() is None

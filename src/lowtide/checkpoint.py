@@ -24,7 +24,8 @@ from lowtide.traced import traced_region
 
 if TYPE_CHECKING:
     from lowtide.tape.operators import Facts
-    from lowtide.tape.values import Handle, Operation, Region, Value
+    from lowtide.tape.regions import Region
+from lowtide.tape.values import Handle, Operation, Value
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -24,8 +24,8 @@ from lowtide import _compat, engine
 from lowtide.errors import CompiledWarning, UnsupportedError
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
+from lowtide.tape.regions import Region
 from lowtide.tape.tape import Decisions, Tape
-from lowtide.tape.values import Region
 
 R = TypeVar("R")
 

@@ -4,7 +4,7 @@ Problem: how far to trust a prediction depends on its error on this machine. Inv
 is measured allocation by allocation; gradients are removed before each step, so that all steps do
 the same. At the end all is as it was, as after a dry run: gradients, buffers, attributes of modules
 and random states; parameters that the step itself moves are reported. Imports budget, measure,
-plans, step, the dry run. Rejected: resident memory of the process.
+plans, step, dryrun. Rejected: resident memory of the process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
-from lowtide.dryrun.run import loss_of
 from lowtide.dryrun.standins import Found, RealState
+from lowtide.dryrun.watching import loss_of
 from lowtide.errors import BudgetError, DryRunWarning, users_frame
 from lowtide.export.document import Trial
 from lowtide.measure import measure

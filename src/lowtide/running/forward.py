@@ -24,8 +24,9 @@ from lowtide.running.follower import Follower
 from lowtide.running.prepared import ANCHOR, Prepared, Signature, covers, signature_of
 from lowtide.running.room import Room, elsewhere
 from lowtide.tape.operators import Facts
+from lowtide.tape.regions import Region
 from lowtide.tape.tape import Tape
-from lowtide.tape.values import Handle, Operation, Region, Value, WeakList
+from lowtide.tape.values import Handle, Operation, Value, WeakList
 
 if TYPE_CHECKING:
     from lowtide.loop import Loop

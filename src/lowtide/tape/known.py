@@ -17,7 +17,8 @@ import torch
 
 from lowtide import _compat
 from lowtide.tape.pieces import Pieces
-from lowtide.tape.values import Kept, Operation, Ref, Value, common_region, tensors_in
+from lowtide.tape.regions import common_region
+from lowtide.tape.values import Kept, Operation, Ref, Value, tensors_in
 from lowtide.tape.watch import hold, overwriting, watch
 
 if TYPE_CHECKING:

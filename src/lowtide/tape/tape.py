@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lowtide.tape.values import Handle, Region, Value
+from lowtide.tape.regions import Region
+from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:
     from lowtide.running.where import Where

@@ -4,8 +4,8 @@ Problem: storage is the unit of memory, yet one storage has different contents o
 content is seen through many views. Invariant: a `Value` is one content of one storage; references
 run handle -> value -> operation -> input values, never back, so reference counts alone decide how
 long anything lives: when autograd drops its last handle, what only that handle needed is freed
-(rule 8). Imports torch and `_compat`. Rejected: a list of all operations, which keeps everything
-until the step ends and leaks when a backward never comes.
+(rule 8). Imports torch, regions and `_compat`. Rejected: a list of all operations, which keeps
+everything until the step ends and leaks when a backward never comes.
 """
 
 from __future__ import annotations
@@ -19,42 +19,9 @@ import torch
 from lowtide import _compat
 from lowtide._compat.casting import Casting
 from lowtide._compat.switches import flushes_denormals
+from lowtide.tape.regions import Region
 
 R = TypeVar("R", "Value", "Handle")
-
-
-class Region:
-    """A part of the forward that is checkpointed (rule 9).
-
-    Nested regions form a chain of parents. A replay retains a value that was saved inside an inner
-    region only if the replay was requested from inside that region.
-    """
-
-    __slots__ = ("depth", "parent", "policy")
-
-    def __init__(self, parent: Region | None, policy: Any) -> None:
-        self.parent = parent
-        self.policy = policy
-        self.depth: int = 0 if parent is None else parent.depth + 1
-
-    def contains(self, other: Region) -> bool:
-        """Whether `other` is this region or lies inside it."""
-        region: Region | None = other
-        while region is not None and region.depth > self.depth:
-            region = region.parent
-        return region is self
-
-
-def common_region(a: Region, b: Region) -> Region:
-    """The innermost region that contains both."""
-    while a is not b:
-        if a.depth >= b.depth and a.parent is not None:
-            a = a.parent
-        elif b.parent is not None:
-            b = b.parent
-        else:  # pragma: no cover - two roots never meet on one tape
-            break
-    return a
 
 
 class Value:
