@@ -64,6 +64,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
                  state->asks)));
+  if (has_other_counter(entry, tensor)) as<Handle>(handle.get())->counter = new_counter(tensor);
   packed(state, handle.get(), value);
   return handle.release();
 }

@@ -89,9 +89,16 @@ inline PyObject* value_handles(PyObject* self, PyObject*) {
   return list.release();
 }
 
-inline PyObject* value_hand_over(PyObject* self, PyObject* to) {
+// hand_over(to, handles=None)
+inline PyObject* value_hand_over(PyObject* self, PyObject* args) {
+  PyObject *to, *handles = Py_None;
+  if (!PyArg_ParseTuple(args, "O|O", &to, &handles)) return nullptr;
   return leave_error([&] {
-    hand_over(as<Value>(self), value_of(to));
+    hand_over(as<Value>(self), value_of(to), [&](Handle* handle) {
+      int chosen = is_none(handles) ? 1 : PySequence_Contains(handles, object_of(handle));
+      if (chosen < 0) throw py::error_already_set();
+      return chosen == 1;
+    });
     return Py_NewRef(Py_None);
   });
 }
@@ -117,7 +124,7 @@ inline PyMethodDef value_methods[] = {
     {"intact", value_intact, METH_NOARGS, nullptr},
     {"pending", value_pending, METH_NOARGS, nullptr},
     {"handles", value_handles, METH_NOARGS, nullptr},
-    {"hand_over", value_hand_over, METH_O, nullptr},
+    {"hand_over", value_hand_over, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 // For all records: Python may have weak references to them.
@@ -182,9 +189,10 @@ inline void handle_delete(PyObject* self) {
   auto* handle = as<Handle>(self);
   Value* value = unlink(handle);  // first: what is told that it is gone may ask its value for handles
   leave<Handle>(self);
-  PyObject *region = handle->region, *tape = handle->tape;
+  PyObject *region = handle->region, *tape = handle->tape, *counter = handle->counter;
   free_record<Handle>(self);
   give_up(object_of(value));
+  Py_XDECREF(counter);
   Py_XDECREF(region);
   Py_XDECREF(tape);
 }
@@ -203,6 +211,7 @@ inline PyGetSetDef handle_getset[] = {
     {"value", handle_value, nullptr},
     {"region", get_object<Handle, &Handle::region>, nullptr},
     {"tape", get_object<Handle, &Handle::tape>, nullptr},
+    {"counter", get_object<Handle, &Handle::counter>, set_object<Handle, &Handle::counter>},
     {"sequence", get_number<Handle, &Handle::sequence>, nullptr},
     {}};
 

@@ -197,6 +197,7 @@ struct Handle : Record {
   Geometry geometry;
   PyObject* region = nullptr;
   PyObject* tape = nullptr;
+  PyObject* counter = nullptr;  // a `Counter`, if it is not the one that is known of the storage
   int64_t sequence = 0;
   bool told = false;  // whether every request is reported to the decisions
   Handle *before = nullptr, *after = nullptr;  // others of the same value
@@ -220,17 +221,20 @@ inline Value* unlink(Handle* handle) {
   return value;
 }
 
-// As `Value.hand_over`. The handles are linked to `next`, the newest first.
-inline void hand_over(Value* from, Value* next) {
+// As `Value.hand_over`; `chosen` may tell which handles, else all.
+template <class Chosen>
+void hand_over(Value* from, Value* next, Chosen chosen) {
   Owned kept(Py_NewRef(object_of(from)));
   c10::SmallVector<Handle*, 4> moved;
-  for (Handle* handle = from->handles; handle != nullptr; handle = handle->after) moved.push_back(handle);
+  for (Handle* handle = from->handles; handle != nullptr; handle = handle->after) {
+    if (chosen(handle)) moved.push_back(handle);
+  }
   while (!moved.empty()) {  // the oldest first, which keeps their order
     Py_DECREF(object_of(unlink(moved.back())));
     link(moved.back(), next);
     moved.pop_back();
   }
-  from->saved = false;
+  from->saved = from->handles != nullptr;
   next->saved = true;
 }
 

@@ -25,7 +25,8 @@ struct Written {
   at::Tensor tensor;
   int input = -1;       // its position among the inputs, if the new content can be replayed
   bool hidden = false;  // running statistics, written without a new version
-  bool behind = false;  // through another version counter than that of what autograd has saved
+  bool elsewhere = false;  // the counter that is known of the storage does not move
+  bool unnoticed = false;  // nor do those of what autograd has saved of it
 
   Entry* entry() const { return as<Entry>(owner.get()); }
 };
@@ -94,14 +95,29 @@ inline Value* saved_in(const Entry* entry) {
   return value != nullptr && value->handles != nullptr ? value : nullptr;
 }
 
-// Whether Python has to see to what autograd has saved of a storage that is about to be written. Of what is
-// written through the saved tensor's own counter, autograd tells by itself; `Writes._hide` and an external
-// are left to Python, as are statistics: what is held of them is left to autograd (`_leave_to_autograd`).
-inline bool is_intricate(const Value* saved, const at::Tensor& tensor, bool statistic, bool behind) {
+// As `_unnoticing` of Python: how many of the handles a write is not shown to, and of how many.
+inline std::pair<int, int> unnoticing(const Value* saved, const at::Tensor& tensor, bool elsewhere) {
+  int unnoticed = 0, all = 0;
+  for (const Handle* handle = saved->handles; handle != nullptr; handle = handle->after, ++all) {
+    bool apart = handle->counter == nullptr
+        ? elsewhere
+        : !same_counter(as<Counter>(handle->counter)->version, counter_of(tensor));
+    unnoticed += apart;
+  }
+  return {unnoticed, all};
+}
+
+// Whether Python has to see to what autograd has saved of a storage that is about to be written: what is
+// unnoticed of an external, for a part of it, or by what is held (`Writes._hide`); and statistics, unless
+// they are held, which is left to autograd (`_leave_to_autograd`).
+inline bool is_intricate(const Value* saved, Written& written, bool statistic) {
   if (saved == nullptr) return false;
   if (statistic) return !saved->held.defined();
-  if (!behind) return false;
-  return saved->op == nullptr || (saved->held.defined() && same_counter(saved->held, tensor));
+  auto [unnoticed, all] = unnoticing(saved, written.tensor, written.elsewhere);
+  written.unnoticed = unnoticed > 0;
+  if (unnoticed == 0) return false;
+  bool shown = saved->held.defined() && same_counter(saved->held, written.tensor);
+  return unnoticed < all || saved->op == nullptr || shown;
 }
 
 // Whether a view is the whole of a storage, each element once; as `covers` of `tape/pieces.py`.
@@ -137,14 +153,15 @@ inline bool find_written(
     for (const Written& other : written) {
       if (other.entry() == entry) return false;
     }
-    bool behind = !statistics && has_other_counter(entry, tensor);
-    if (is_intricate(saved_in(entry), tensor, statistics, behind)) return false;
+    Written found{Owned(Py_NewRef(object_of(entry))), place, tensor, -1, statistics};
+    found.elsewhere = !statistics && has_other_counter(entry, tensor);
+    if (is_intricate(saved_in(entry), found, statistics)) return false;
     // A part of uninitialized memory: see `Pieces`.
     if (entry->unwritten() &&
         !(contains(fact.fills, place) && covers(Geometry(tensor), entry->nbytes))) {
       return false;
     }
-    written.push_back({Owned(Py_NewRef(object_of(entry))), place, tensor, -1, statistics, behind});
+    written.push_back(std::move(found));
   }
   return true;
 }
@@ -223,7 +240,7 @@ inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
 // As `Writes._follow_live`: after a write that autograd did not notice, what it saved of `old` is the new
 // content.
 inline void follow_live(State* state, Value* old, const Written& each) {
-  if (old == nullptr || old->held.defined()) return;  // a held alias shows the new content
+  if (old == nullptr || !each.unnoticed || old->held.defined()) return;  // a held alias shows the new content
   Entry* entry = each.entry();
   Owned owner(Py_NewRef(object_of(value_in(entry))));
   auto* now = as<Value>(owner.get());
@@ -231,7 +248,7 @@ inline void follow_live(State* state, Value* old, const Written& each) {
   for (Handle* handle = old->handles; handle != nullptr; handle = handle->after) {
     handles.emplace_back(Py_NewRef(object_of(handle)));
   }
-  hand_over(old, now);
+  hand_over(old, now, [](Handle*) { return true; });
   Py_XDECREF(std::exchange(now->scope, Py_NewRef(old->scope != nullptr ? old->scope : now->region)));
   if (now->op == nullptr || now->keep || shall_hold(state, now)) {
     auto apart = each.tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), false);
@@ -245,15 +262,11 @@ inline void follow_live(State* state, Value* old, const Written& each) {
 inline void all_rewritten(State* state, Operation* op, std::vector<Written>& written, Made& made) {
   for (Written& each : written) {
     Entry* entry = each.entry();
-    if (!each.behind) {
-      rewritten(state, op, each, made);
-      continue;
-    }
     Value* saved = saved_in(entry);
     Owned kept(saved == nullptr ? nullptr : Py_NewRef(object_of(saved)));
     auto [version, loose] = std::make_pair(entry->version, entry->loose);
     rewritten(state, op, each, made);
-    std::tie(entry->version, entry->loose) = std::make_pair(version, loose);  // no counter of autograd's moved
+    if (each.elsewhere) std::tie(entry->version, entry->loose) = std::make_pair(version, loose);
     follow_live(state, saved, each);
   }
 }

@@ -28,7 +28,7 @@ from lowtide.tape.pieces import Pieces
 from lowtide.tape.retry import called_with_room
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, tensors_in
-from lowtide.tape.writes import reads_moved
+from lowtide.tape.writes import Behind, reads_moved
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -213,10 +213,10 @@ class Recorder(Encoding, _compat.Mode):
         behind = self._behind(facts, written, args, kwargs, statistics)
         for entry, place in written:
             if place != facts.fills_saved:
-                saved, _ = behind.get(entry.key, (None, None))
+                unnoticed = behind.get(entry.key)
                 hidden = place in statistics and place not in facts.writes
-                hidden = hidden or facts.unversioned
-                self._overwriting(entry, hidden or (saved is not None and saved.op is None))
+                hidden = hidden or facts.unversioned or _of_external(unnoticed)
+                self._overwriting(entry, hidden)
         if self.before is not None and (facts.makes or not written):
             self.before(facts, func, args, kwargs)
         try:
@@ -235,9 +235,11 @@ class Recorder(Encoding, _compat.Mode):
             old = self.value_in(entry) if place == facts.fills_saved else None
             version = entry.version, entry.loose
             self._rewritten(op, through.get(entry.key) if through else None, entry, made)
-            if entry.key in behind:
-                entry.version, entry.loose = version  # autograd's counter did not move
-                self._follow_live(*behind[entry.key], entry)
+            unnoticed = behind.get(entry.key)
+            if unnoticed is not None:
+                if unnoticed.elsewhere:
+                    entry.version, entry.loose = version  # the known counter did not move
+                self._follow_live(unnoticed, entry)
             elif old is not None:
                 self._rebind(old, self.value_in(entry))
                 filled = entry
@@ -310,8 +312,8 @@ class Recorder(Encoding, _compat.Mode):
             self._read = {}
         behind = self._behind(facts, written, args, kwargs, ()) if written else {}
         for entry, _ in written:
-            saved, _ = behind.get(entry.key, (None, None))
-            self._overwriting(entry, facts.unversioned or (saved is not None and saved.op is None))
+            hidden = facts.unversioned or _of_external(behind.get(entry.key))
+            self._overwriting(entry, hidden)
         if self.accelerated:
             read_unrecorded(self, args, kwargs)
         if self.kept is not None:
@@ -326,9 +328,11 @@ class Recorder(Encoding, _compat.Mode):
         for entry, _ in written:
             version = entry.version, entry.loose
             self._rewritten(None, None, entry, [])
-            if entry.key in behind:
-                entry.version, entry.loose = version  # autograd's counter did not move
-                self._follow_live(*behind[entry.key], entry)
+            unnoticed = behind.get(entry.key)
+            if unnoticed is not None:
+                if unnoticed.elsewhere:
+                    entry.version, entry.loose = version  # the known counter did not move
+                self._follow_live(unnoticed, entry)
         self._register(None, result, [])
         if self.kept is not None:
             self.kept(facts, args, kwargs, True)
@@ -378,6 +382,12 @@ class Recorder(Encoding, _compat.Mode):
         self.writes_were_seen()
         self._wholes = []
         self.table.clear()
+
+
+def _of_external(unnoticed: Behind | None) -> bool:
+    """Whether autograd goes on with the new content of what the tape did not make."""
+    saved = None if unnoticed is None or not unnoticed.handles else unnoticed.saved
+    return saved is not None and saved.op is None
 
 
 def _of_fsdp(name: str, args: tuple[Any, ...]) -> bool:

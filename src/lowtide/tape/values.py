@@ -112,12 +112,13 @@ class Value:
             return handles[0]() is not None
         return any(weak() is not None for weak in handles)
 
-    def hand_over(self, to: Value) -> None:
-        """Make autograd's handles on this value mean another one."""
-        handles = self.handles()
-        self._handles = None  # no backward will request it
+    def hand_over(self, to: Value, handles: list[Handle] | None = None) -> None:
+        """Make autograd's handles on this value, or some of them, mean another one."""
+        moved = self.handles() if handles is None else handles
+        left = [handle for handle in self.handles() if handle not in moved]
+        self._handles = [_weak_handle(handle) for handle in left] or None  # none: never requested
         to._handles = to._handles or []
-        for handle in handles:
+        for handle in moved:
             handle.ref.value = to
             to._handles.append(_weak_handle(handle))
 
@@ -283,9 +284,12 @@ class RareOperation(Operation):
 
 
 class Handle:
-    """What autograd holds in place of a saved tensor."""
+    """What autograd holds in place of a saved tensor.
 
-    __slots__ = ("__weakref__", "ref", "region", "sequence", "tape")
+    `counter`: the tensor's version counter, if it is not the one that is known of its storage.
+    """
+
+    __slots__ = ("__weakref__", "counter", "ref", "region", "sequence", "tape")
 
     def __init__(self, ref: Ref, region: Region, tape: Any, sequence: int) -> None:
         assert ref.value is not None
@@ -293,6 +297,7 @@ class Handle:
         self.sequence = sequence
         self.region = region
         self.tape = tape
+        self.counter: _compat.Counter | None = None
         ref.value.add_handle(self)
 
     def __del__(self) -> None:

@@ -10,7 +10,7 @@ the wrong content.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,26 @@ from lowtide import _compat
 from lowtide.tape.known import Entry, Known
 from lowtide.tape.operators import Facts, hidden_statistics
 from lowtide.tape.pieces import covers
-from lowtide.tape.values import Ref, Value, flatten, tensors_in
+from lowtide.tape.values import Handle, Ref, Value, flatten, tensors_in
+from lowtide.tape.watch import hold
 
 Tensor = torch.Tensor
 
 FILLED = (0, "out")
 """The places of arguments that a call may overwrite piece by piece: see `Pieces`."""
+
+
+class Behind(NamedTuple):
+    """A storage that is written without autograd noticing, or not for all that it saved of it."""
+
+    saved: Value | None
+    """What is in it, if autograd has saved that."""
+    tensor: Tensor
+    """What is written."""
+    handles: list[Handle]
+    """Those that go on with the new content: none or all."""
+    elsewhere: bool
+    """Whether the counter that is known of the storage does not move."""
 
 
 class Writes(Known):
@@ -61,17 +75,16 @@ class Writes(Known):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         statistics: tuple[int, ...],
-    ) -> dict[int, tuple[Value | None, Tensor]]:
-        """The storages that a call is about to write without autograd noticing: for each, the value
-        in it if autograd has saved that, and the tensor that is written.
+    ) -> dict[int, Behind]:
+        """The storages that a call is about to write without autograd noticing, by key.
 
         Running statistics are written without a new version. `.data` has a version counter of its
         own, and so has each chunk of an `unsafe_chunk`, and a sparse tensor, which may share the
         memory of the dense ones it was made of: autograd does not notice that what it saved
-        changes, or the memory around it, and goes on with the new content, as in the plain step
-        (rule 4).
+        through another counter changes, and goes on with the new content, as in the plain step
+        (rule 4). What it saved through this one keeps the old content.
         """
-        found: dict[int, tuple[Value | None, Tensor]] = {}
+        found: dict[int, Behind] = {}
         for entry, place in written:
             hidden = place in statistics and place not in facts.writes
             argument = kwargs.get(place) if isinstance(place, str) else args[place]
@@ -82,12 +95,32 @@ class Writes(Known):
                     if self.entry_of(dense) is not entry:
                         continue
                     apart = dense is not tensor and not tensor.is_nested
-                    if hidden or apart or self._other_counter(entry, dense):
-                        saved = self._saved(entry)
-                        if saved is not None and not hidden:
+                    elsewhere = hidden or apart or self._other_counter(entry, dense)
+                    saved = self._saved(entry)
+                    handles = [] if saved is None else saved.handles()
+                    if not (hidden or apart):
+                        handles = _unnoticing(handles, dense, elsewhere)
+                    if saved is not None and handles and not hidden:
+                        if len(handles) < len(saved.handles()):
+                            self._part(saved, dense, handles)
+                            handles = []
+                        else:
                             self._hide(saved, dense)
-                        found[entry.key] = (saved, dense)
+                    if elsewhere or handles:
+                        found[entry.key] = Behind(saved, dense, handles, elsewhere)
         return found
+
+    def _part(self, saved: Value, written: Tensor, handles: list[Handle]) -> None:
+        """Some of what autograd saved of a value goes on with what is in memory, and some does
+        not: the former is another value, which shows what is written."""
+        live = self.new_value(None, saved.nbytes, saved.region)
+        live.scope = saved.scope
+        with _compat.disable_dispatch():
+            hold(live, self._uncounted(written))
+        saved.hand_over(live, handles)
+        if self._asks:
+            for handle in handles:
+                self.decisions.packed(handle, live)
 
     def _hide(self, saved: Value, written: Tensor) -> None:
         """Where what is held of a saved value would show a write that autograd does not notice,
@@ -106,15 +139,17 @@ class Writes(Known):
         written = self._written(facts, args, kwargs, ())
         behind = self._behind(facts, written, args, kwargs, ())
         for entry, _ in written:
-            if facts.unversioned or entry.key in behind:
-                self._overwriting(entry, hidden=True)
+            unnoticed = behind.get(entry.key)
+            if facts.unversioned or unnoticed is not None:
+                hidden = facts.unversioned or bool(unnoticed and unnoticed.handles)
+                self._overwriting(entry, hidden)
 
-    def _follow_live(self, old: Value | None, tensor: Tensor, entry: Entry) -> None:
-        """After a write that autograd did not notice: what it saved of `old` is the new content."""
-        if old is None or not old.saved or old.held is not None:
+    def _follow_live(self, unnoticed: Behind, entry: Entry) -> None:
+        """After a write that autograd did not notice: what it saved is the new content."""
+        old, tensor, handles = unnoticed.saved, unnoticed.tensor, unnoticed.handles
+        if old is None or not handles or old.held is not None:
             return  # nothing was saved, or a held alias shows the new content
         new = self.value_in(entry)
-        handles = old.handles()
         self._rebind(old, new)
         keep = new.op is None or new.keep or (
             self._asks and self.decisions.saved(new, self.region)
@@ -231,6 +266,16 @@ class Writes(Known):
         """The value in a storage, if autograd still has a handle on it."""
         value = entry.value or (entry.weak() if entry.weak is not None else None)
         return value if value is not None and value.pending() else None
+
+
+def _unnoticing(handles: list[Handle], written: Tensor, elsewhere: bool) -> list[Handle]:
+    """The handles on tensors whose version counters a write does not move. `elsewhere`: nor does it
+    move the one that is known of the storage."""
+    return [
+        handle
+        for handle in handles
+        if (elsewhere if handle.counter is None else not handle.counter.shares(written))
+    ]
 
 
 def _dense(tensor: Tensor) -> list[Tensor]:
