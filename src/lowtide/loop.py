@@ -78,7 +78,8 @@ class Loop(Planning):
         for decisions in tuple(self._active):
             self._finish(decisions)
         for found in self._beside.found():
-            self._plans.add(found)
+            if not self._partings.lacks_room(found):
+                self._plans.add(found)
         if self._ranks is not None:
             self._agree(self._ranks)
         if self._refusal is not None:
@@ -372,7 +373,10 @@ class Loop(Planning):
         self._alike = 0 if followed is None else self._alike + 1
         if followed is not None:
             measured = observer is not None and observer.memory is not None
-            self._effort.followed(followed, covered=decisions.covered, measured=measured)
+            strange = decisions.strange is not None
+            self._effort.followed(
+                followed, covered=decisions.covered, measured=measured, strange=strange
+            )
             asked = decisions.event + 1
             if observer is not None:
                 pass  # its requests were noted
