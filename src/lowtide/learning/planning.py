@@ -431,17 +431,19 @@ class Planning:
             return
         if self.keeps_wrappers:
             return
-        least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
+        later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
             graph = sparingly(observer, observer.graph)
             found = from_held(forward_over(graph, ()), set(), 0).result.peak
-            least = max(least, min(found, minimum(graph).peak))
+            later = max(later, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)
         # The less is known, the more is added: else each retry gets a few operations further.
         rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
-        named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
-        least += to_come + before
+        # What the operation itself takes is known, and no model's margin is left free for it.
+        named = max(live + need + rest, int((later + rest + to_come) / (1 - margins.MODELLED)))
+        named += before
+        least = max(live + need, later) + to_come + before
         refused = too_small(name, live, need, limit, count, least, named, before)
         self._halfway = refused.again()
         try:
