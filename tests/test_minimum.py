@@ -275,10 +275,10 @@ class Watching(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize(("at", "share"), [(1, 1.0), (7, 0.8)])
+@pytest.mark.parametrize(("at", "share"), [(1, 1.05), (7, 0.8)])
 def test_a_refusal_halfway_adds_no_models_margin_to_what_is_known(at: int, share: float) -> None:
-    """What an operation of the forward takes is not modelled: with a margin on that as well, more
-    than the plain step's peak was named."""
+    """What an operation of the forward takes is not modelled: with a margin on that as well, 1.1 of
+    the plain step's peak was named."""
     torch.manual_seed(0)
     model, x = Watching(at), torch.randn(512, 64)
 

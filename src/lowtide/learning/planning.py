@@ -439,10 +439,10 @@ class Planning:
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)
         # The less is known, the more is added: else each retry gets a few operations further.
-        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + to_come + before
+        share = 1 - margins.MODELLED
         # What the operation itself takes is known, and no model's margin is left free for it.
-        named = max(live + need + rest, int((later + rest + to_come) / (1 - margins.MODELLED)))
-        named += before
+        named = max(int((live + rest) / share) + need, int((later + rest) / share))
         least = max(live + need, later) + to_come + before
         refused = too_small(name, live, need, limit, count, least, named, before)
         self._halfway = refused.again()
