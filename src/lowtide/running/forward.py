@@ -113,8 +113,9 @@ class ForwardDecisions:
 
     def _unrecorded(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
         """A call that is not recorded is about to run, or is `over`."""
-        if not over and self.tape is not None and self.tape.recorder is not None:
-            self.calls.append((self.tape.recorder.sequence, facts.name))
+        recorder = None if self.tape is None else self.tape.recorder
+        if not (over or self.begun or self.ended) and recorder is not None:
+            self.calls.append((recorder.sequence, facts.name))
         if self._room is not None:
             self._room.kept(facts, args, kwargs, over)
 
