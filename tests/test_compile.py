@@ -369,6 +369,33 @@ def test_checkpointed_modules_in_compiled_code() -> None:
     assert same(plain, step(model, torch.compile(model, backend="aot_eager", fullgraph=True)))
 
 
+class GivenPartly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(0.0)
+
+    def scaled(self, x: Tensor, by: float, and_more: float = 0.0) -> Tensor:
+        return self.net(x) * by + and_more
+
+    forward = functools.partialmethod(scaled, by=0.5)
+
+
+def test_a_forward_with_arguments_given_is_a_region_in_compiled_code() -> None:
+    """Dynamo does not trace how a `partialmethod` is bound."""
+    model = nn.Sequential(GivenPartly())
+    plain = step(model, model)
+    lowtide.checkpoint_modules(model, GivenPartly)
+    regions: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        regions.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert same(plain, step(model, compiled))
+    assert regions.count("tag_activation_checkpoint") == 1
+
+
 def test_inductor() -> None:
     """The default compiler. It does not run inside a region, so the bits are eager's."""
     model = Net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -257,6 +258,48 @@ def test_the_minimum_that_is_named_is_kept(name: str) -> None:
 
 
 @exact_workspaces
+class Watching(nn.Module):
+    """Makes something large for a moment, without a gradient: a statistic of its activations."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        pairs = [(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        self.layers, self.at = nn.ModuleList(layer for pair in pairs for layer in pair), at
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == self.at:
+                with torch.no_grad():
+                    x.repeat(1, 12).sum()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("at", "share"), [(1, 1.05), (7, 0.8)])
+def test_a_refusal_halfway_adds_no_models_margin_to_what_is_known(at: int, share: float) -> None:
+    """What an operation of the forward takes is not modelled: with a margin on that as well, 1.1 of
+    the plain step's peak was named."""
+    torch.manual_seed(0)
+    model, x = Watching(at), torch.randn(512, 64)
+
+    def step(budget: lowtide.Budget | None = None) -> int:
+        def go() -> None:
+            with budget or contextlib.nullcontext():
+                loss = model(x)
+            loss.backward()
+
+        model.zero_grad()
+        return lowtide.measure(go, device="cpu").peak_bytes
+
+    plain = max(step(), step())
+    with pytest.raises(lowtide.BudgetError, match="A limit that gets past") as caught:
+        step(lowtide.budget(plain // 2))
+    named = caught.value.minimum
+    assert named <= share * plain
+    budget = lowtide.budget(named)  # is not refused
+    assert max([step(budget) for _ in range(4)][1:]) <= named
+
+
 def test_a_first_step_that_drops_too_little_is_planned_for_the_next_time() -> None:
     """It decides while it runs; the plan from its first operation on needs a fifth less."""
     model, x = made("masked")

@@ -209,6 +209,47 @@ def test_forwards_that_are_no_methods(forward: Any) -> None:
     assert torch.equal(model(x), nn.Sequential(model[0], kind())(x))
 
 
+class Chosen(nn.Module):
+    """A forward that is looked up at each access, whatever the instance has under that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def one(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+    @property
+    def forward(self) -> Any:
+        return self.one
+
+
+class Asked(Chosen):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("one" if name == "forward" else name)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Chosen, "is a property"), (Asked, "is made anew at each access")]
+)
+def test_a_forward_that_cannot_be_put_around_is_refused(kind: type[nn.Module], what: str) -> None:
+    """A region that never runs would be silent."""
+    model = nn.Sequential(nn.Linear(8, 8), kind())
+    before = [dict(vars(module)) for module in model]
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoint_modules(model, nn.Module),
+        lambda: ActivationCheckpointWrapper(model[1]),
+        lambda: lowtide.fit(model[1], 0.5),
+    ]
+    for call in calls:
+        with pytest.raises(lowtide.UsageError, match=f"of this {kind.__name__} {what}.*a method"):
+            call()
+    assert [dict(vars(module)) for module in model] == before
+
+
 def test_somebody_elses_patched_forward_is_kept(replayed: Callable[[], int]) -> None:
     model = net(1)
     block = model.layers[0]

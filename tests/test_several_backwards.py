@@ -357,3 +357,37 @@ def test_a_backward_in_a_nested_region_ends_no_step() -> None:
     budget = lowtide.budget(0.9)
     for _ in range(3):
         assert all(map(torch.equal, expected, step(budget)))
+
+
+@pytest.mark.parametrize("share", [0.37, 0.4])
+def test_a_second_backward_finds_room_beside_the_gradients_of_the_first(share: float) -> None:
+    """The first keeps the graph, and what it holds for good: another one may go through all of it,
+    and begins with the gradients that the first has made."""
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+        return nn.Sequential(*(layer for block in blocks for layer in block))
+
+    model, other, x = net(), net(), torch.randn(512, 64)
+
+    def step(model: nn.Module, context: Context) -> int:
+        model.zero_grad()
+
+        def go() -> None:
+            with context:
+                loss = model(x).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        return lowtide.measure(go, device="cpu").peak_bytes
+
+    step(other, contextlib.nullcontext())
+    limit = int(share * step(other, contextlib.nullcontext()))
+    budget = lowtide.budget(limit)
+    wanted = [parameter.grad for parameter in other.parameters()]
+    for _ in range(4):
+        assert step(model, budget) <= limit
+        found = [parameter.grad for parameter in model.parameters()]
+        assert all(map(torch.equal, found, wanted))
+    assert budget.report().replayed_operations > 0

@@ -253,3 +253,93 @@ def test_a_sparse_matrix_takes_no_memory_for_the_places_that_are_empty(
     assert expected is not None
     assert weights.grad is not None
     assert torch.equal(expected, weights.grad)
+
+
+@torch.library.custom_op(f"{_LIBRARY}::now_and_then", mutates_args=())
+def _now_and_then(x: Tensor, times: int) -> Tensor:
+    return x.repeat(1, times).sum().reshape(1)
+
+
+class _Logs(nn.Module):
+    """Takes memory that no recorder sees, in some of its steps only."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.wide = nn.ModuleList(nn.Linear(32, 128) for _ in range(6))
+        self.thin = nn.ModuleList(nn.Linear(128, 32) for _ in range(6))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for index, (wide, thin) in enumerate(zip(self.wide, self.thin, strict=True)):
+            x = x + thin(torch.nn.functional.gelu(wide(x)))
+            if index == 3 and times:
+                x = self.logged(x, times)
+        return x.square().mean()
+
+    def logged(self, x: Tensor, times: int) -> Tensor:
+        if self.how == "used":
+            return x + _now_and_then(x.detach(), times)
+        if self.how == "unused":
+            _now_and_then(x.detach(), times)
+        else:
+            with torch.inference_mode():
+                x.repeat(1, times).sum()
+        return x
+
+
+def _now_and_then_steps(
+    how: str, every: int, times: int, share: float
+) -> tuple[int, list[int | None]]:
+    """The limit, and the peaks of 24 steps of which each so many-th one logs; None: refused. Their
+    gradients have the plain step's bits."""
+    torch.manual_seed(0)
+    model, x = _Logs(how), torch.randn(256, 32, requires_grad=True)
+
+    def step(logs: bool, context: contextlib.AbstractContextManager[object]) -> int:
+        model.zero_grad()
+        x.grad = None
+
+        def go() -> None:
+            with context:
+                loss = model(x, times if logs else 0)
+            loss.backward()
+
+        return lowtide.measure(go, device="cpu").peak_bytes
+
+    step(False, contextlib.nullcontext())
+    plain = {}
+    peaks = []
+    for logs in (False, True):
+        peaks.append(step(logs, contextlib.nullcontext()))
+        plain[logs] = _gradients(model, x)
+    limit = int(share * max(peaks))
+    budget = lowtide.budget(limit)
+    found: list[int | None] = []
+    for number in range(24):
+        logs = number % every == every - 1
+        try:
+            found.append(step(logs, budget))
+        except lowtide.BudgetError:
+            found.append(None)
+            continue
+        assert all(map(torch.equal, _gradients(model, x), plain[logs]))
+    return limit, found
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("how", ["used", "unused", "inference"])
+def test_what_only_some_steps_take_unseen_is_known_once_it_was_measured(
+    how: str, every: int
+) -> None:
+    """Such a step has begun as another one: the plan of that one has room for it. The second one
+    that comes is awaited, and measured."""
+    limit, peaks = _now_and_then_steps(how, every, 24, 0.5)
+    assert all(peak is not None and peak <= limit for peak in peaks[2 * every :])
+
+
+@pytest.mark.parametrize("how", ["used", "unused"])
+def test_steps_are_not_refused_for_what_others_take_unseen(how: str) -> None:
+    limit, peaks = _now_and_then_steps(how, 3, 40, 0.5)
+    assert all(peak is None for peak in peaks[8::3])
+    others = [peak for number, peak in enumerate(peaks[7:], 7) if number % 3 != 2]
+    assert all(peak is not None and peak <= limit for peak in others)

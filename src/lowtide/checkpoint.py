@@ -90,7 +90,18 @@ class RegionDecisions:
         return scope is not value.region or value.pending()
 
     def replayed(self, operations: list[Operation], seconds: float) -> None:
-        pass
+        """What a policy keeps is needed to make other values. Once one of these is made and held,
+        it needs its operation no more, which would hold what is kept until the last handle on it
+        is gone: beside what a plain step holds, as a ReLU saves its result and not its input."""
+        based: set[Value] = set()
+        for op in operations:
+            if not any(value in based or _kept(value) for value in op.values()):
+                continue
+            for value in op.made():
+                if value.held is None:
+                    based.add(value)
+                elif value.op is op:
+                    value.settle()
 
     def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
         return False  # everything held here is needed
@@ -100,6 +111,11 @@ class RegionDecisions:
 
 
 _DECISIONS = RegionDecisions()
+
+
+def _kept(value: Value) -> bool:
+    """Whether it was made in the region and is held for good."""
+    return value.op is None and value.number >= 0
 
 
 class Selective:

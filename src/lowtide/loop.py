@@ -78,7 +78,8 @@ class Loop(Planning):
         for decisions in tuple(self._active):
             self._finish(decisions)
         for found in self._beside.found():
-            self._plans.add(found)
+            if not self._partings.lacks_room(found):
+                self._plans.add(found)
         if self._ranks is not None:
             self._agree(self._ranks)
         if self._refusal is not None:
@@ -299,7 +300,7 @@ class Loop(Planning):
                 rest = settled_in(rest, observer.settled())
             later = 0 if prepared is not None else self._for_later(observer, rest, held)
             found = with_margin(rest, held, limit - later, margin, search=strict)
-            if later and found.result.peak > limit - later:
+            if later and found.result.peak > limit:
                 found = with_margin(rest, held, limit, margin, search=strict)
         if found.result.peak > limit and decisions.covered:
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
@@ -313,11 +314,15 @@ class Loop(Planning):
     @staticmethod
     def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
         """Bytes that later backwards take more than this one, which keeps the graph for them: they
-        go through all of it, and cannot drop what this one holds for good."""
-        if not observer.passed or not _compat.backward_retains_graph():
+        may go through all of it, cannot drop what this one holds for good, and begin with the
+        gradients that this one makes."""
+        if not _compat.backward_retains_graph():
             return 0
+        gradients = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+        if not observer.passed:
+            return gradients
         whole = forward_over(observer.whole_graph(), held)
-        return max(0, plain_peak(whole) - plain_peak(graph))
+        return max(gradients, plain_peak(whole) - plain_peak(graph))
 
     def _refuse_backward(
         self,
@@ -372,7 +377,10 @@ class Loop(Planning):
         self._alike = 0 if followed is None else self._alike + 1
         if followed is not None:
             measured = observer is not None and observer.memory is not None
-            self._effort.followed(followed, covered=decisions.covered, measured=measured)
+            strange = decisions.strange is not None
+            self._effort.followed(
+                followed, covered=decisions.covered, measured=measured, strange=strange
+            )
             self._plans.followed(followed)
             asked = decisions.event + 1
             if observer is not None:

@@ -110,7 +110,7 @@ inline at::Tensor replayed(
     Value* value, PyObject* handle, PyObject* decisions, const Box* events, bool told) {
   static PyObject* name = interned("replayed");
   auto began = std::chrono::steady_clock::now();
-  std::optional<Replay> replay(std::in_place, value, handle, decisions, events);
+  std::optional<Replay> replay(std::in_place, value, handle, decisions, events, !told);
   at::Tensor base;
   for (int attempt = 0;; ++attempt) {
     std::exception_ptr failed;
@@ -124,7 +124,7 @@ inline at::Tensor replayed(
       if (!error.matches(out_of_memory_error)) throw;
       of_python = Owned(Py_NewRef(error.value().ptr()));
     }
-    replay.emplace(value, handle, decisions, events);  // frees what it has made so far
+    replay.emplace(value, handle, decisions, events, !told);  // frees what it has made so far
     if (failed && !make_room(decisions, attempt)) std::rethrow_exception(failed);
     if (of_python.get() == nullptr) continue;
     PyException_SetTraceback(of_python.get(), Py_None);  // its frames hold tensors

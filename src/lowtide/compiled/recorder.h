@@ -63,6 +63,7 @@ inline bool run_recorded(
   Owned owner(object_of(made));
   if (!find_written(state, fact, op.schema(), fact.writes, values, written, false)) return false;
   bool again = statistics || may_be_made(fact, written);
+  if (!again && fact.makes && !written.empty()) return false;  // see `Encoding._moves_state`
   if (again) {
     if (!encode(state, made, fact, values, count, statistics)) return false;
     again = statistics || can_be_made(fact, made, written);

@@ -67,8 +67,9 @@ inline Owned ref_read_by(PyObject* op, Value* value) {
 class Replay {
  public:
   // `events`: if not null, the number of backward's last request, which decides what is retained.
-  Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events)
-      : value_(value), request_(request), decisions_(decisions), events_(events) {}
+  // `settles`: whether a region asks, which has no `Decisions.replayed` called; see `settle_made`.
+  Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events, bool settles)
+      : value_(value), request_(request), decisions_(decisions), events_(events), settles_(settles) {}
 
   at::Tensor run() {
     find_closure();
@@ -297,6 +298,25 @@ class Replay {
         value->held = tensor;
       }
     }
+    if (settles_) settle_made(op, made);
+  }
+
+  // As `RegionDecisions.replayed`: what is held needs its operation no more if that holds what a policy
+  // keeps.
+  void settle_made(PyObject* op, const Results& made) {
+    bool based = false;
+    each_input(op, [&](Value* value) {
+      based = based || (value->op == nullptr && value->number >= 0) || based_.count(value) != 0;
+    });
+    if (!based) return;
+    for (const auto& result : made) {
+      Value* value = value_of(result.first.get());
+      if (!value->held.defined()) {
+        based_.insert(value);
+      } else if (value->op == op) {
+        settle(value);
+      }
+    }
   }
 
   // As `Decisions.retained`.
@@ -313,6 +333,8 @@ class Replay {
   Value* value_;
   PyObject *request_, *decisions_;
   const Box* events_;
+  bool settles_;
+  std::unordered_set<Value*> based_;  // made from what a policy keeps, and not held
   std::vector<Owned> operations_;
   std::unordered_map<Value*, int> readers_;
   std::unordered_map<Value*, at::Tensor> live_;

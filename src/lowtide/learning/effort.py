@@ -41,6 +41,7 @@ class Effort:
         self._barren = 0  # plans that were made and not followed
         self._cost = 0.0  # seconds that the last plan took to make
         self._debt = 0.0  # seconds that plans took and have not brought back
+        self._strange = False  # whether an unmeasured step did what its plan knows nothing of
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
@@ -59,7 +60,7 @@ class Effort:
                 self._skipped = 0
                 return True
             self._skipped += 1
-        return self._awaited.is_due or (self._awaited.waits and unmeasured())
+        return self._awaited.is_due or (self._awaited.waits and (self._strange or unmeasured()))
 
     def begins(self, step: int) -> None:
         """The step of this number begins."""
@@ -103,19 +104,24 @@ class Effort:
         self._cost = seconds
         self._debt += seconds
 
-    def followed(self, prepared: Prepared, *, covered: bool, measured: bool) -> None:
+    def followed(
+        self, prepared: Prepared, *, covered: bool, measured: bool, strange: bool = False
+    ) -> None:
         """A step followed one of the plans: its own, or that of a larger one, which covers it.
-        `measured`: whether it was measured itself."""
+        `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
+        of."""
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
         self._awaited.followed()
-        if covered or prepared.measured:
+        if covered or (prepared.measured and not strange):
             return
         if measured:
             self._awaited.met()
+            self._strange = False
         else:  # it recurs: measure it when it comes next
-            self._awaited.missed(prepared.digest)
+            self._awaited.missed(hash((prepared.digest, strange)))
+            self._strange = self._strange or strange
 
     def again(self, prepared: Prepared) -> bool:
         """Whether to plan again a step that followed its plan and was measured."""

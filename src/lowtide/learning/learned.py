@@ -30,7 +30,7 @@ from lowtide.planner import (
     solve,
 )
 from lowtide.planner.polish import Polish
-from lowtide.running.prepared import Prepared, Signature, plain_seconds
+from lowtide.running.prepared import Prepared, Signature, plain_seconds, signatures_of
 
 LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
 _NOTABLE = 0.01  # a share of the step's time
@@ -48,6 +48,7 @@ class Learned:
         measured: whether its memory was measured, or modelled from sizes.
         lessons: how many measured steps like it there were, itself included.
         grown: whether it is a larger step than the watched one, see `larger`.
+        own: if the graph has room for what other steps took, see `Partings`: that without it.
     """
 
     graph: Graph
@@ -56,6 +57,7 @@ class Learned:
     measured: bool
     lessons: int
     grown: bool = False
+    own: Graph | None = None
 
     @staticmethod
     def of(prepared: Prepared) -> Learned:
@@ -93,9 +95,17 @@ class Learned:
         )
 
     @cached_property
+    def signatures(self) -> tuple[Signature, ...]:
+        return signatures_of(self.seen.ops)
+
+    def alone(self) -> Learned:
+        """The same, without room for what other steps took."""
+        return self if self.own is None else replace(self, graph=self.own, own=None)
+
+    @cached_property
     def plain_peak(self) -> int:
         """The peak with nothing recomputed."""
-        return plain_peak(self.graph)
+        return plain_peak(self.graph if self.own is None else self.own)
 
     @cached_property
     def outside(self) -> float:
@@ -200,6 +210,7 @@ class Learned:
             ran=None,
             lessons=LESSONS,
             grown=True,
+            own=None,
         )
 
     def of_sizes(self, seen: Sequence[Signature]) -> Learned:

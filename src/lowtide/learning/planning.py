@@ -25,6 +25,7 @@ from lowtide.learning.effort import Effort
 from lowtide.learning.guesses import sparingly
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
+from lowtide.learning.partings import Partings
 from lowtide.learning.ranks import Ranks, Step
 from lowtide.learning.refusals import Refusals
 from lowtide.memory import margins
@@ -58,6 +59,7 @@ class Planning:
         self._effort = Effort()
         self._check_ups = CheckUps()
         self._depth = Depth()
+        self._partings = Partings()
         self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
@@ -180,6 +182,8 @@ class Planning:
             if timeline.peak <= self.allowance.of(plain, before, covered=covered):
                 followed = self._plans.tried(followed)
         usual = as_planned(followed, None if timeline is None else timeline.peak)
+        if timeline is not None and followed is not None and timeline.peak <= followed.peak:
+            usual = usual or self._partings.concern(followed)
         if decisions.check_up and not decisions.covered:
             self._check_ups.seen(new=not usual)
         if self._depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
@@ -204,6 +208,10 @@ class Planning:
         limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
         over = timeline is not None and not kept
+        if self._ranks is None:
+            if over and (parted := decisions.parted or decisions.strange) is not None:
+                self._make_room(*parted, learned, limit)
+            learned = self._partings.with_room(learned)
         worth = covered or over or self._worth_planning(decisions, learned, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
@@ -216,6 +224,13 @@ class Planning:
             self._plan_better(learned, followed, limit, only_if_faster=decisions.check_up and usual)
         else:
             self._plan_next(learned, kept=kept and followed is None)
+
+    def _make_room(self, left: Prepared, index: int, learned: Learned, limit: int) -> None:
+        """A step took more than its limit. It left a plan at an operation, or did there what that
+        plan knows nothing of: it took this beside what that plan held, and will again."""
+        found = self._partings.note(left, index, learned, limit)
+        if found is not None:
+            self._plans.add(found)
 
     def _asked_in_part(self, followed: Prepared) -> None:
         """The backward of a step that followed its plan asked for less than planned: what it passed
@@ -290,6 +305,9 @@ class Planning:
         if self._ranks is None:
             self._effort.spent_first(time.perf_counter() - begin)
         allowed = self.allowance.of(learned.plain_peak, before)
+        if peak > allowed and learned.own is not None:
+            learned = learned.alone()
+            plan, peak = learned.solve(limit)
         if peak <= allowed:
             self.allowance.shortage.needs(peak + before)
         elif learned.measured and kept:
@@ -397,9 +415,14 @@ class Planning:
     def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
         """The refusal of a step that was measured before and that no plan can fit."""
         observer = decisions.observer
-        if decisions.ended or observer is None:
+        if decisions.ended or not self._refused:
             return None
-        return self._refused.of(decisions.seen, observer.leaves.gradients, observer.before)
+        if observer is None and decisions.strange is not None:
+            observer = decisions.watched(decisions.operations)  # the plan is another step's
+        if observer is None:
+            return None
+        gradients = observer.leaves.gradients
+        return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
         """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
@@ -408,17 +431,19 @@ class Planning:
             return
         if self.keeps_wrappers:
             return
-        least = max(live + need, sum(nbytes for _, nbytes in observer.leaves.gradients.values()))
+        later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
             graph = sparingly(observer, observer.graph)
             found = from_held(forward_over(graph, ()), set(), 0).result.peak
-            least = max(least, min(found, minimum(graph).peak))
+            later = max(later, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)
         count = len(observer.ops)
         # The less is known, the more is added: else each retry gets a few operations further.
-        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count)
-        named = int((least + rest + to_come + before) / (1 - margins.MODELLED))
-        least += to_come + before
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + to_come + before
+        share = 1 - margins.MODELLED
+        # What the operation itself takes is known, and no model's margin is left free for it.
+        named = max(int((live + rest) / share) + need, int((later + rest) / share))
+        least = max(live + need, later) + to_come + before
         refused = too_small(name, live, need, limit, count, least, named, before)
         self._halfway = refused.again()
         try:

@@ -2,8 +2,8 @@
 
 Problem: a refused step leaves no plan, so the next one like it would run as an unknown step, which
 stays inside the limit only as far as its modelled backward is right. Invariant: a step is refused
-again only if it is the same one, operation by operation, with no fewer gradients to allocate and no
-more room left by the steps before it.
+again only if it is the same one, operation by operation and call by call (those that are not
+recorded), with no fewer gradients to allocate and no more room left by the steps before it.
 Imports errors and prepared. Rejected: refusing whatever comes next, which may be a smaller batch.
 """
 
@@ -17,33 +17,43 @@ from lowtide.running.prepared import Signature, signatures_of
 
 _KEPT = 16
 
+_Step = tuple[tuple[Signature, ...], tuple[tuple[int, str], ...]]
+
 
 class Refusals:
     """The latest refusals."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Signature, ...], tuple[Seen, BudgetError]] = {}
+        self._known: dict[_Step, tuple[Seen, BudgetError]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
 
     def add(self, seen: Seen, error: BudgetError) -> None:
         """Remember a step that no plan brings under the limit."""
         forward = signatures_of(seen.ops[: seen.forward])
-        self._known[forward] = seen, error
+        self._known[forward, seen.calls] = seen, error
         if len(self._known) > _KEPT:
             del self._known[next(iter(self._known))]
 
     def of(
-        self, forward: Iterable[Signature], to_come: Container[int], before: int
+        self,
+        forward: Iterable[Signature],
+        calls: Iterable[tuple[int, str]],
+        to_come: Container[int],
+        before: int,
     ) -> BudgetError | None:
         """The error with which this forward was refused before, or None.
 
         Args:
             forward: its operations.
+            calls: its calls that are not recorded, as in `Seen`.
             to_come: leaves that have no gradient yet.
             before: bytes that earlier steps of the same context have left.
         """
         if not self._known:
             return None
-        seen, error = self._known.get(tuple(forward), (None, None))
+        seen, error = self._known.get((tuple(forward), tuple(calls)), (None, None))
         if seen is None or error is None or before < seen.before:
             return None
         if any(leaf not in to_come for leaf in seen.parameters):

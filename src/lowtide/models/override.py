@@ -4,8 +4,8 @@ Problem: a region has to start where a module's forward starts. A wrapper module
 below it, another class changes `type(module)`, and a hook cannot enclose the call. Invariant
 (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module. Only a few
 entries of the instance's `__dict__` change, and each of them removes itself from every copy.
-Imports _compat. Rejected: a strong reference to the module, a cycle that keeps a deleted model
-in memory until the garbage collector runs.
+Imports _compat and errors. Rejected: a strong reference to the module, a cycle that keeps a deleted
+model in memory until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide import _compat
+from lowtide.errors import UsageError
 
 Call = Callable[..., Any]
 
@@ -221,6 +223,7 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
 
     at_first = reference()
     takes_module = None if at_first is None else _takes_module(at_first)
+    partly = None if at_first is None else _given_partly(at_first)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         module = reference()
@@ -234,6 +237,8 @@ def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
             return type(module).forward(module, *args, **kwargs)
         if takes_module is False:
             return type(module).forward(*args, **kwargs)
+        if partly is not None and torch.compiler.is_compiling():
+            return partly.func(module, *partly.args, *args, **{**partly.keywords, **kwargs})
         return _compat.forward_of_class(module)(*args, **kwargs)
 
     return forward
@@ -252,6 +257,18 @@ def _takes_module(module: nn.Module) -> bool | None:
         return True
     bound_without = isinstance(found, (staticmethod, classmethod))
     return False if bound_without or not hasattr(found, "__get__") else None
+
+
+def _given_partly(module: nn.Module) -> functools.partialmethod[Any] | None:
+    """A forward that is a function with some arguments given: Dynamo does not trace how it is
+    bound, and runs it as a part of no region."""
+    if _compat.is_script(module):
+        return None
+    found = inspect.getattr_static(type(module), "forward")
+    whole = isinstance(found, functools.partialmethod) and isinstance(
+        found.func, types.FunctionType
+    )
+    return found if whole else None
 
 
 def _unbound(module: nn.Module) -> Call:
@@ -308,11 +325,17 @@ def override_forward(
     module's own `forward` or the layer below. `kind` tells layers apart, see `find_layer`.
     `for_replica` replaces it on the replicas that `nn.DataParallel` makes. Neither `make_call` nor
     what it returns should hold a strong reference to the module.
+
+    Raises:
+        UsageError: the module's class decides at each access what its forward is.
     """
     override = find_override(module)
     if override is None:
         override = _ForwardOverride(module)
         override.install()
+        if module.forward is not override:
+            override.uninstall()
+            raise _not_shadowed(module)
     for entry in override.companions:
         entry.install()
     layer = Restore(override, make_call, kind, for_replica or make_call)
@@ -323,6 +346,17 @@ def override_forward(
         layer.remove()
         raise
     return layer
+
+
+def _not_shadowed(module: nn.Module) -> UsageError:
+    kind = type(module).__name__
+    found = inspect.getattr_static(type(module), "forward")
+    what = "a property" if isinstance(found, property) else "made anew at each access"
+    return UsageError(
+        f"the forward of this {kind} is {what}, so a call of the module would never reach what "
+        "lowtide puts around it. Make it a method (which may call whatever the property chose), or "
+        "set self.forward in __init__."
+    )
 
 
 def add_entry(entry: InstanceEntry) -> None:

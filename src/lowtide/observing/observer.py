@@ -56,6 +56,7 @@ class Observer(Lives):
         self.pinned: set[int] = set()
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
+        self.calls: list[tuple[int, str]] = []  # as in `Seen`
         self.leaves = Leaves()
         self.externals = Externals()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
@@ -112,8 +113,10 @@ class Observer(Lives):
             observer.saved(handle.value, handle)
         return observer
 
-    def attach(self, recorder: Recorder) -> None:
-        """Take the recorder of the forward to watch, once it is open."""
+    def attach(self, recorder: Recorder, calls: list[tuple[int, str]] | None = None) -> None:
+        """Take the recorder of the forward to watch, once it is open, and the list that gets its
+        calls that are not recorded."""
+        self.calls = self.calls if calls is None else calls
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
 
@@ -133,6 +136,7 @@ class Observer(Lives):
             self.place,
             self.before,
             self.retains,
+            tuple(self.calls),
         )
 
     # ------------------------------------------------------------------ forward

@@ -45,6 +45,8 @@ class Seen:
     """Bytes that the steps before it had left in memory."""
     retains: bool = False
     """Whether its backward released nothing that was saved (`retain_graph=True`)."""
+    calls: tuple[tuple[int, str], ...] = ()
+    """Calls that are not recorded (rule 5): the operation before which each came, and its name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: without leaves and operators, which cannot be sent, but with what
@@ -56,7 +58,7 @@ class Seen:
         parameters = {-1 - place: pair for place, pair in enumerate(self.parameters.values())}
         return Seen, (
             ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
-            self.before, self.retains,
+            self.before, self.retains, self.calls,
         )  # fmt: skip
 
     def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:

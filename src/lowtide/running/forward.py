@@ -10,6 +10,7 @@ the forward is over, which is too late to keep the limit.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class ForwardDecisions:
         self.switched = False  # changed from one plan to another or to none
         self.ended = False  # a backward has run to its end
         self.covered = False  # the plan is that of a larger step
+        self.parted: tuple[Prepared, int] | None = None  # the plan it left first, and where
+        self.calls: list[tuple[int, str]] = []  # not recorded: before which operation, and whose
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
         self._event = [-1]  # the last of backward's requests for a recorded value
@@ -87,8 +90,9 @@ class ForwardDecisions:
         assert tape.recorder is not None
         self.tape = tape
         self.live = tape.recorder.live
+        tape.recorder.kept = self._unrecorded
         if self.observer is not None:
-            self.observer.attach(tape.recorder)
+            self.observer.attach(tape.recorder, self.calls)
         if self.prepared is None:
             self._watch_room()
             return
@@ -105,8 +109,29 @@ class ForwardDecisions:
         assert self.tape.recorder is not None
         assert self.observer is not None
         room = self._room = Room(self.owner, self.observer, self.live, self._drop)
-        self.tape.recorder.before, self.tape.recorder.kept = room.before, room.kept
+        self.tape.recorder.before = room.before
         return room
+
+    def _unrecorded(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
+        """A call that is not recorded is about to run, or is `over`."""
+        recorder = None if self.tape is None else self.tape.recorder
+        if not (over or self.begun or self.ended) and recorder is not None:
+            self.calls.append((recorder.sequence, facts.name))
+        if self._room is not None:
+            self._room.kept(facts, args, kwargs, over)
+
+    @property
+    def strange(self) -> tuple[Prepared, int] | None:
+        """The plan that the step follows, and the first operation before which it made a call that
+        is not recorded and that this plan does not know of."""
+        if self.prepared is None:
+            return None
+        known = Counter(self.prepared.seen.calls)
+        for call in self.calls:
+            known[call] -= 1
+            if known[call] < 0:
+                return self.prepared, call[0]
+        return None
 
     def _ceiling(self, prepared: Prepared) -> int | None:
         """Bytes that a planned forward may have live: its plan's peak, or the limit less a small
@@ -139,6 +164,7 @@ class ForwardDecisions:
                 self._handles.alive(),
                 None if self.tape is None else self.tape.recorder,
             )
+            self.observer.calls = self.calls
             self.observer.only(self.where)
             self.observer.place = self.prepared.seen.place
             self.observer.before = self.owner.allowance.before
@@ -233,6 +259,8 @@ class ForwardDecisions:
         turns change plans all the time, so a step that does is watched no more than others.
         """
         left = self.prepared
+        if left is not None and self.parted is None:
+            self.parted = left, index
         if found is None or left is None or self.observer is not None:
             self._on_our_own()
             self.watched(index)

@@ -9,6 +9,7 @@ decides what to do with each call.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ import torch
 from lowtide import _compat
 from lowtide.tape.known import Entry, is_lazy, weak_value
 from lowtide.tape.operators import Facts
+from lowtide.tape.regions import Region
 from lowtide.tape.saves import Saves
 from lowtide.tape.values import Operation, Ref, Value, flatten
 from lowtide.tape.writes import FILLED
 
 Tensor = torch.Tensor
+
+_MUCH = 16  # times what a call changes, at least, is what it reads, see `_moves_state`
+_NO_REGION = Region(None, None)
 
 
 class Encoding(Saves):
@@ -83,6 +88,7 @@ class Encoding(Saves):
 
     def _freeze(self, into: list[Any], places: tuple[int, ...]) -> None:
         """Read running statistics from a copy: they are written without a new version (rule 4).
+        So is a state that the call itself is about to change.
 
         What autograd itself saves of them stays the live buffer, as in the plain step.
         """
@@ -92,6 +98,30 @@ class Encoding(Saves):
                 value = self.new_value(None, copied.untyped_storage().nbytes(), self.region)
                 value.held, value.version = copied, _compat.version_of(copied)
                 into[place] = Ref(value, copied)
+
+    def _moves_state(
+        self, facts: Facts, written: list[tuple[Entry, int | str]], args: tuple[Any, ...]
+    ) -> tuple[int, ...]:
+        """The arguments that a call with results of its own changes on the way, if these are small
+        beside what it reads: the range that a fake quantizer observes. A replay works on copies of
+        what was in them. Empty: there are none, or they are no such arguments."""
+        if not written or not facts.makes or facts.fills or facts.statistics is not None:
+            return ()
+        places = tuple([place for _, place in written if isinstance(place, int)])
+        if len(places) < len(facts.writes):  # two in one storage, or given by keyword
+            return ()
+        moved = {entry.key: entry for entry, _ in written}
+        if any(self.value_in(entry).op is not None for entry in moved.values()):
+            return ()
+        read = 0
+        for place, argument in enumerate(args):
+            if isinstance(argument, Tensor) and place not in places:
+                entry = self.entry_of(argument)
+                if entry is None or entry.key in moved:
+                    return ()
+                read += entry.nbytes
+        small = _MUCH * sum(entry.nbytes for entry in moved.values()) <= read
+        return places if small else ()
 
     @staticmethod
     def _scratch(statistic: Tensor) -> Ref:
@@ -152,6 +182,11 @@ class Encoding(Saves):
                         op.outputs.append((place, weak_value(value)))
                         made.append(value)
             place += 1
+
+
+def nowhere() -> weakref.ref[Value]:
+    """In place of a value that an operation makes: nothing needs what a replay writes there."""
+    return weak_value(Value(None, 0, _NO_REGION))
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, keeps
 from lowtide.tape import bodies
-from lowtide.tape.encoding import Encoding
+from lowtide.tape.encoding import Encoding, nowhere
 from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
@@ -180,16 +180,20 @@ class Recorder(Encoding, _compat.Mode):
         statistics = hidden_statistics(facts, args) if facts.statistics is not None else ()
         written = self._written(facts, args, kwargs, statistics)
         template, named = list(args), kwargs
-        known = self._can_be_made(facts, written, args, bool(statistics))
+        moved = self._moves_state(facts, written, args)
+        known = bool(moved) or self._can_be_made(facts, written, args, bool(statistics))
         if statistics and reads_moved(args, statistics):
             known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])
+            self._freeze(template, moved)
             found = self._encode_around(args, kwargs, facts, template, refs, statistics, written)
             known = found is not None
             named = found or kwargs
-        through = self._write_refs(facts, written, refs, bool(statistics)) if known else None
+        through = None
+        if known:
+            through = {} if moved else self._write_refs(facts, written, refs, bool(statistics))
         if facts.random and through is not None and self.draws is not None:
             self.draws()
         draws = states_before(args, kwargs) if facts.random and known else ()
@@ -202,6 +206,7 @@ class Recorder(Encoding, _compat.Mode):
                                self._ambient() if facts.ambient else None)  # fmt: skip
             op.draws = draws or ()
             op.casting = _compat.casting_now()
+            op.writes.extend((template[place], nowhere()) for place in moved)
             if draws and self.drawn is not None:
                 self.drawn()
             if self.accelerated:
