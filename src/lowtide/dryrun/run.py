@@ -24,6 +24,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide._compat.switches import without_anomalies
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
 from lowtide.dryrun.standins import OWN, Found, RealState, StandIns
@@ -317,7 +318,7 @@ def _fake_or_why_not(
 ) -> Dry | str:
     """The step on fake tensors, or why it has to be run on real ones."""
     try:
-        with _no_collector():
+        with _no_collector(), without_anomalies():
             return _fake(stand, costs, function, args, kwargs, witness)
     except LowtideError:
         raise
