@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,8 @@ class Dry:
         seconds: forward and backward together, modelled or measured.
         source: "fake", or "recorded" if a real step had to be run.
         device: the device that `seconds` refers to.
+        lossless: autograd has saved something, but nothing that the step returned requires grad:
+            there was no backward.
     """
 
     graph: Graph
@@ -63,6 +65,7 @@ class Dry:
     seconds: float
     source: str
     device: str
+    lossless: bool = False
 
 
 # ---------------------------------------------------------------------------- recording
@@ -78,6 +81,7 @@ class _Watching(Observer):
         self._names = names
         self._inside: list[str] = []
         self.modules: list[str] = []
+        self.lossless = False
         self.witness = witness
         if witness is not None:
             witness.inside = self._inside
@@ -183,6 +187,8 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
         return [t for part in result.values() for t in tensors_in(part)]
     if isinstance(result, list | tuple):
         return [t for part in result for t in tensors_in(part)]
+    if is_dataclass(result) and not isinstance(result, type):
+        return [t for part in fields(result) for t in tensors_in(getattr(result, part.name))]
     return []
 
 
@@ -231,9 +237,11 @@ def _record(
     if not decisions.begun:  # else the function ran backward itself
         loss = loss_of(result)
         del result
+        observer.lossless = bool(observer.last_save)
         if loss is not None and loss.grad_fn is not None:
             leaves = [t for t in _compat.leaves_behind([loss]) if not fakes.is_fake(t)]
             before = [(leaf, leaf.grad) for leaf in leaves]
+            observer.lossless = False
             loss.backward()
             if observer.witness is not None:
                 observer.witness.collected(leaves)
@@ -284,6 +292,8 @@ def dry_run(
             StandIns(found, device, mode), costs, function, args, kwargs, witness, real
         )
     if isinstance(step, Dry):
+        if real:
+            _tell_of_no_loss(step)
         return step
     reason = step
     # If the error is the user's own, the real step raises it again.
@@ -304,7 +314,19 @@ def dry_run(
         DryRunWarning,
         stacklevel=users_frame(),
     )
+    _tell_of_no_loss(step)
     return step
+
+
+def _tell_of_no_loss(step: Dry) -> None:
+    if step.lossless:
+        warnings.warn(
+            "the step saved tensors for a backward, but returned nothing that a backward could "
+            "start from, so this is about its forward alone. Return the loss itself (not its "
+            "item(), and not detached), alone or in tuples, lists, dicts or dataclasses.",
+            DryRunWarning,
+            stacklevel=users_frame(),
+        )
 
 
 def _fake_or_why_not(
@@ -442,4 +464,12 @@ def _dry(observer: _Watching, seconds: float, source: str, device: str) -> Dry:
     graph = observer.graph()
     if not observer.requests:  # no backward asked for anything, so the graph's events are guesses
         graph = replace(graph, events=())
-    return Dry(graph, observer.seen(), tuple(observer.modules), seconds, source, device)
+    return Dry(
+        graph,
+        observer.seen(),
+        tuple(observer.modules),
+        seconds,
+        source,
+        device,
+        observer.lossless,
+    )
