@@ -23,6 +23,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Signature, ...], tuple[Seen, BudgetError]] = {}
+        self._spared: dict[tuple[Signature, ...], None] = {}
 
     def add(self, seen: Seen, error: BudgetError) -> None:
         """Remember a step that no plan brings under the limit."""
@@ -30,6 +31,17 @@ class Refusals:
         self._known[forward] = seen, error
         if len(self._known) > _KEPT:
             del self._known[next(iter(self._known))]
+
+    def not_yet(self, seen: Seen) -> bool:
+        """Whether this is the first time that a step is asked about. If it is refused only when it
+        comes again, it may have allocated something that it then finds there."""
+        forward = signatures_of(seen.ops[: seen.forward])
+        if forward in self._spared:
+            return False
+        self._spared[forward] = None
+        if len(self._spared) > _KEPT:
+            del self._spared[next(iter(self._spared))]
+        return True
 
     def of(
         self, forward: Iterable[Signature], to_come: Container[int], before: int
