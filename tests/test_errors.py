@@ -84,6 +84,11 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (np.bool_(True), f"a limit is {FORMS}; got {np.True_!r} of type "),
     (torch.tensor(0.5), f"a limit is {FORMS}; got tensor(0.5000) of type Tensor."),
     ([1], f"a limit is {FORMS}; got [1] of type list."),
+    (
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))),
+        f"a limit is {FORMS}; got an object of type Sequential. For a limit on every training "
+        "forward of a model: lowtide.fit(model, limit).",
+    ),
     (1 + 2j, f"a limit is {FORMS}; got (1+2j) of type complex."),
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import budgeted
+from lowtide.backward import operation
 from lowtide.kernels.workspace import kernel_workspace
 from test_modelled import compare_memory, modelled_and_measured, others
 
@@ -234,6 +235,30 @@ def test_a_first_step_that_is_refused_is_told_its_plain_peak() -> None:
     said = re.search(r"Its plain peak is (\d+\.\d) MiB", str(caught.value))
     assert said is not None
     assert abs(float(said[1]) * (1 << 20) / plain - 1) <= 0.05
+
+
+def test_anomaly_detection_does_not_look_at_backwards_without_memory(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """It asks each gradient whether it has NaNs: a fake one has no answer."""
+    known: dict[operation.Call, operation.Cost | None] = {}
+    monkeypatch.setattr(operation, "_known", known)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(64, 32)
+
+    def step() -> Tensor:
+        return model(x).square().mean()
+
+    expected = lowtide.plan(step, limit=0.9).peak
+    with torch.autograd.set_detect_anomaly(True):
+        assert lowtide.plan(step, limit=0.9).peak == expected
+        with lowtide.budget(0.9):
+            loss = step()
+        loss.backward()
+        assert torch.is_anomaly_enabled()
+    assert known
+    assert None not in known.values()
+    assert not list(recwarn)
 
 
 def test_a_step_that_saves_only_externals_is_planned_with_its_backward() -> None:

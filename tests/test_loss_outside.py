@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,23 @@ def test_the_limit_holds_once_the_loss_was_seen(loss: Loss, share: float) -> Non
     assert report.planned_peak == peaks[-1]
     assert report.measured_peak in peaks[1:]  # of the last that was measured
     assert 0 < report.replayed_operations < report.recorded_operations
+
+
+@pytest.mark.parametrize("share", [0.6, 0.7, 0.8])
+def test_a_result_that_the_loss_saves_too_stays_until_the_loss_releases_it(share: float) -> None:
+    """The ReLU at the end saves what it returns, so a plan may drop that; the loss has it too, and
+    nothing else has once its backward is over."""
+    torch.manual_seed(0)
+    blocks = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(6)]
+    model, x = nn.Sequential(*itertools.chain(*blocks)), torch.randn(4, 8, 24, 24)
+    (plain, *_), expected = train(copy.deepcopy(model), x, squares)
+    limit = int(share * plain)
+    budget = lowtide.fit(model, limit)
+    peaks, found = train(model, x, squares)
+    assert max(peaks) <= limit
+    assert all(map(torch.equal, expected, found))
+    assert budget.report().planned_peak == peaks[-1]
+    assert budget.report().replayed_operations
 
 
 @pytest.mark.parametrize("share", [0.7, 0.8, 0.9])

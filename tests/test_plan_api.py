@@ -10,7 +10,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import BudgetError, Plan, UsageError, engine
+from lowtide import BudgetError, DryRunWarning, Plan, UsageError, engine
 from lowtide.dryrun.run import Dry
 from lowtide.frontier import curve_of
 from lowtide.observing.observer import Observer
@@ -76,6 +76,44 @@ def test_a_plan_without_a_limit_recomputes_nothing() -> None:
     assert plain.peak == plain.plain_peak
     assert plain.overhead == plain.gap == 0
     assert {op.choice for op in plain.operations} == {"keep", "release"}
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+def test_a_loss_is_found_in_a_dataclass() -> None:
+    model = network()
+
+    def step(x: Tensor) -> Output:
+        y = model(x)
+        return Output(y.detach(), [y.square().mean()])
+
+    assert lowtide.plan(step, batch()).peak == lowtide.plan(loss_on(model), batch()).peak
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("look", [lowtide.plan, lowtide.curve, lowtide.explain])
+def test_a_step_that_returns_no_loss_is_told(look: Callable[..., Any], real: bool) -> None:
+    """What the answer says is about the forward alone, which a plan brings far down for nothing."""
+    model = network()
+
+    def step(x: Tensor) -> float | None:
+        loss = model(x).square().mean()
+        return loss.item() if real else None
+
+    with pytest.warns(DryRunWarning) as told:
+        look(step, batch())
+    assert "Return the loss itself" in str(told[-1].message)
+    assert [each.filename for each in told] == [__file__] * len(told)
+    assert len(told) == 1 + real
+
+
+def test_a_forward_that_saves_nothing_needs_no_loss() -> None:
+    model = network().requires_grad_(False)
+    assert lowtide.plan(model, batch()).peak
 
 
 def test_a_plan_under_a_limit(planned: Plan) -> None:

@@ -83,5 +83,5 @@ class UncountedWarning(UserWarning):
 
 
 class DryRunWarning(UserWarning):
-    """A real step was run, because the step cannot run on fake tensors; or real steps that were
-    asked for have moved parameters."""
+    """A real step was run, because the step cannot run on fake tensors; real steps that were asked
+    for have moved parameters; or the step returned no loss, so that its backward is left out."""

@@ -29,6 +29,7 @@ _UNITS = {
 }
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
+_SHOWN = 100  # characters of a wrong limit, which may be a whole model or a batch
 _MOST = 2**63 - 1  # the most that byte counters hold
 _NO_LIMIT = "To limit nothing, leave the limit (or the budget) out."
 
@@ -45,7 +46,12 @@ def parse_limit(limit: object) -> int | float:
     if nbytes is not None:
         return _in_range(nbytes)
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
-        raise UsageError(f"a limit is {_FORMS}; got {limit!r} of type {type(limit).__name__}.")
+        kind, shown = type(limit).__name__, repr(limit)
+        got = f"{shown} of type {kind}" if len(shown) <= _SHOWN else f"an object of type {kind}"
+        hint = ""
+        if callable(getattr(limit, "forward", None)):
+            hint = " For a limit on every training forward of a model: lowtide.fit(model, limit)."
+        raise UsageError(f"a limit is {_FORMS}; got {got}.{hint}")
     number: Any = limit  # to a type checker, a Real cannot be compared
     fraction = float(number) if 0 < number <= 1 else 0.0
     if not fraction:

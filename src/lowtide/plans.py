@@ -296,8 +296,9 @@ def plan(
     Args:
         fn: the forward and the loss: a module, or any callable that reaches its modules through
             arguments, closures, globals that it names, bound methods or ``functools.partial``.
-            Backward starts from the sum of everything that it returns, in any nesting, that
-            requires grad.
+            Backward starts from the sum of everything that it returns, in any nesting of tuples,
+            lists, dicts and dataclasses, that requires grad. If it returns nothing of the kind but
+            has saved something for a backward, a `DryRunWarning` says so.
         args: its positional arguments.
         kwargs: its keyword arguments.
         limit: as for `lowtide.budget`: bytes, text or a fraction of the plain peak. None: nothing

@@ -108,7 +108,7 @@ def _chosen(values: Sequence[int], which: bool | Sequence[int]) -> list[int]:
 def _sums(
     nbytes: Sequence[int], first: Sequence[int], last: Sequence[int], count: int
 ) -> list[int]:
-    steps = [0] * (count + 1)
+    steps = [0] * (count + 2)
     for size, a, b in zip(nbytes, first, last, strict=True):
         if a >= 0:
             steps[a] += size
@@ -263,7 +263,7 @@ def random_graph(seed: int, ops: int) -> Graph:
         )
     for value in values[1:]:
         if rng.random() < 0.3:
-            tape.named[value] = rng.randint(tape.producer[value], ops - 1)
+            tape.named[value] = rng.randint(tape.producer[value], ops)
     return with_owned(tape.close(), rng, rng.choice((0, 0, 1, 2)))
 
 

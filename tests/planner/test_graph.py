@@ -94,10 +94,10 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
         (VALUES, (OpNode("f", 1.0, (), ()),), (), "names producer 0, which does not list it"),
         ((ValueNode(-8, -1),), (), (), "value 0 has a size of -8 bytes"),
         (
-            (ValueNode(8, -1), ValueNode(8, 0, named=1)),
+            (ValueNode(8, -1), ValueNode(8, 0, named=2)),
             (OP,),
             (),
-            "value 1 is named up to operation 1; the graph has 1 operations",
+            "value 1 is named up to operation 2; the graph has 1 operations",
         ),
         ((ValueNode(8, -1, named=-2),), (), (), "value 0 is named up to operation -2"),
         ((ValueNode(8, -1, named=1, owned=True),), (), (), "value 0 is named up to operation 1"),

@@ -116,7 +116,7 @@ def test_the_lowest_peak_may_take_two_moves_at_once(
     assert minimum(graph).peak > least
 
 
-@pytest.mark.parametrize(("seed", "ops"), [(3, 8), (7, 8), (10, 4), (42, 8), (100, 6)])
+@pytest.mark.parametrize(("seed", "ops"), [(3, 8), (7, 8), (10, 4), (13, 8), (100, 6)])
 def test_all_pairs_are_tried_where_there_is_work_left(
     seed: int, ops: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,18 @@ lock = threading.RLock()
 dtype. A replay on another thread would take what it finds for the program's and leave it behind."""
 
 
+@contextlib.contextmanager
+def without_anomalies() -> Iterator[None]:
+    """Anomaly detection off for backwards on tensors without memory. It belongs to the process, and
+    asks whether a gradient has NaNs, which such a gradient cannot say: the backward fails, and a
+    warning blames an operator of the program."""
+    if not torch.is_anomaly_enabled():
+        yield
+        return
+    with torch.autograd.set_detect_anomaly(False):
+        yield
+
+
 def ambient() -> tuple[Any, ...]:
     """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
     return (

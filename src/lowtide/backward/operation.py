@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide._compat.switches import without_anomalies
 from lowtide.kernels.grouped import any_type, on_shapes
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.memory.filled import Filled
@@ -120,8 +121,9 @@ def costs(calls: Iterable[Call]) -> dict[Call, Cost | None]:
         # A thread of its own has no dispatch modes, hooks, autocast or inference mode, and is not
         # inside a backward, as the caller may be.
         thread = threading.Thread(target=_run_all, args=(unknown,), name="lowtide-backward-costs")
-        thread.start()
-        thread.join()
+        with without_anomalies():
+            thread.start()
+            thread.join()
     found = {call: _known.get(call) for call in wanted}
     while len(_known) > _REMEMBERED:
         _known.pop(next(iter(_known)), None)

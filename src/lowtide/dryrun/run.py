@@ -23,6 +23,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide._compat.switches import without_anomalies
 from lowtide.dryrun.memory import FakeMemory
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
 from lowtide.dryrun.standins import Found, RealState, StandIns
@@ -51,6 +52,8 @@ class Dry:
         seconds: forward and backward together, modelled or measured.
         source: "fake", or "recorded" if a real step had to be run.
         device: the device that `seconds` refers to.
+        lossless: autograd has saved something, but nothing that the step returned requires grad:
+            there was no backward.
     """
 
     graph: Graph
@@ -59,6 +62,7 @@ class Dry:
     seconds: float
     source: str
     device: str
+    lossless: bool = False
 
 
 def dry_run(
@@ -99,6 +103,8 @@ def dry_run(
             StandIns(found, device, mode), costs, function, args, kwargs, witness, real
         )
     if isinstance(step, Dry):
+        if real:
+            _tell_of_no_loss(step)
         return step
     reason = step
     # If the error is the user's own, the real step raises it again.
@@ -119,7 +125,19 @@ def dry_run(
         DryRunWarning,
         stacklevel=users_frame(),
     )
+    _tell_of_no_loss(step)
     return step
+
+
+def _tell_of_no_loss(step: Dry) -> None:
+    if step.lossless:
+        warnings.warn(
+            "the step saved tensors for a backward, but returned nothing that a backward could "
+            "start from, so this is about its forward alone. Return the loss itself (not its "
+            "item(), and not detached), alone or in tuples, lists, dicts or dataclasses.",
+            DryRunWarning,
+            stacklevel=users_frame(),
+        )
 
 
 def _fake_or_why_not(
@@ -133,7 +151,7 @@ def _fake_or_why_not(
 ) -> Dry | str:
     """The step on fake tensors, or why it has to be run on real ones."""
     try:
-        with _no_collector():
+        with _no_collector(), without_anomalies():
             return _fake(stand, costs, function, args, kwargs, witness)
     except LowtideError:
         raise
@@ -257,4 +275,12 @@ def _dry(observer: Watching, seconds: float, source: str, device: str) -> Dry:
     graph = observer.graph()
     if not observer.requests:  # no backward asked for anything, so the graph's events are guesses
         graph = replace(graph, events=())
-    return Dry(graph, observer.seen(), tuple(observer.modules), seconds, source, device)
+    return Dry(
+        graph,
+        observer.seen(),
+        tuple(observer.modules),
+        seconds,
+        source,
+        device,
+        observer.lossless,
+    )

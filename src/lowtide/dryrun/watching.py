@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Watching(Observer):
         self._names = names
         self._inside: list[str] = []
         self.modules: list[str] = []
+        self.lossless = False
         self.witness = witness
         if witness is not None:
             witness.inside = self._inside
@@ -145,6 +147,8 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
         return [t for part in result.values() for t in tensors_in(part)]
     if isinstance(result, list | tuple):
         return [t for part in result for t in tensors_in(part)]
+    if is_dataclass(result) and not isinstance(result, type):
+        return [t for part in fields(result) for t in tensors_in(getattr(result, part.name))]
     return []
 
 
@@ -193,9 +197,11 @@ def record(
     if not decisions.begun:  # else the function ran backward itself
         loss = loss_of(result)
         del result
+        observer.lossless = bool(observer.last_save)
         if loss is not None and loss.grad_fn is not None:
             leaves = [t for t in _compat.leaves_behind([loss]) if not fakes.is_fake(t)]
             before = [(leaf, leaf.grad) for leaf in leaves]
+            observer.lossless = False
             loss.backward()
             if observer.witness is not None:
                 observer.witness.collected(leaves)

@@ -223,7 +223,7 @@ class Planning:
         if followed is not None and kept:
             self._plan_better(learned, followed, limit, only_if_faster=decisions.check_up and usual)
         else:
-            self._plan_next(learned, kept=kept and followed is None)
+            self._plan_next(learned, kept=kept and followed is None, left=observer.left())
 
     def _make_room(self, left: Prepared, index: int, learned: Learned, limit: int) -> None:
         """A step took more than its limit. It left a plan at an operation, or did there what that
@@ -290,11 +290,13 @@ class Planning:
         return self._effort.first(decisions.seen, learned.seconds)
 
     def _plan_next(
-        self, learned: Learned, ranks: Ranks | None = None, *, kept: bool = False
+        self, learned: Learned, ranks: Ranks | None = None, *, kept: bool = False, left: int = 0
     ) -> None:
         """Plan the next step like this one, or refuse it. `kept`: this one kept the limit without
         a plan: its backwards were planned one by one, from what was there when each began. No plan
-        for all of them may do that, and then the next one goes without a plan as well."""
+        for all of them may do that, and then the next one goes without a plan as well. `left`:
+        bytes of neither gradients nor results that this one has left, such as the state of an
+        optimizer whose steps are hooks of the backward."""
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self.allowance.planned(learned.plain_peak, before)
@@ -312,6 +314,13 @@ class Planning:
             self.allowance.shortage.needs(peak + before)
         elif learned.measured and kept:
             return
+        elif (
+            learned.measured
+            and self._ranks is None
+            and peak - left <= allowed
+            and self._refused.not_yet(learned.seen)
+        ):
+            return  # what it has left is allocated once: the next one like it will tell
         elif learned.measured:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph

@@ -25,6 +25,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._known: dict[_Step, tuple[Seen, BudgetError]] = {}
+        self._spared: dict[_Step, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -35,6 +36,17 @@ class Refusals:
         self._known[forward, seen.calls] = seen, error
         if len(self._known) > _KEPT:
             del self._known[next(iter(self._known))]
+
+    def not_yet(self, seen: Seen) -> bool:
+        """Whether this is the first time that a step is asked about. If it is refused only when it
+        comes again, it may have allocated something that it then finds there."""
+        step = signatures_of(seen.ops[: seen.forward]), seen.calls
+        if step in self._spared:
+            return False
+        self._spared[step] = None
+        if len(self._spared) > _KEPT:
+            del self._spared[next(iter(self._spared))]
+        return True
 
     def of(
         self,

@@ -32,11 +32,14 @@ class Names:
 
     Attributes:
         until: for each value that the program had after an operation: the last such operation.
+        returned: the values that it had when the recording closed, such as an output that a loss
+            outside reads.
         table: the open recorder's table of live storages; it is emptied when recording ends.
     """
 
     def __init__(self) -> None:
         self.until: dict[int, int] = {}
+        self.returned: set[int] = set()
         self.table: dict[int, Entry] = {}
         self._open: dict[int, None] = {}  # keys of storages that the program has, or may have
         self._gradients: set[int] = set()  # those of them that were made in a running backward
@@ -76,7 +79,10 @@ class Names:
         return 0 if any(0 < nbytes <= _SCALAR for nbytes in found) else max(found, default=0)
 
     def forward_ends(self) -> None:
-        """Keep weak references to what is in memory now, as the table will be emptied."""
+        """Keep weak references to what is in memory now, as the table will be emptied, and note
+        which of it the program has."""
+        had = [self._had(key) for key in self._open]
+        self.returned = {value.number for value in had if value is not None}
         self._left = [
             (entry.key, entry.counted, weakref.ref(storage))
             for entry in list(self.table.values())  # storages are freed meanwhile, as by threads

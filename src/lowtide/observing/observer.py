@@ -353,6 +353,14 @@ class Observer(Lives):
 
         memory.stop(arrived)
 
+    def left(self) -> int:
+        """Bytes that the step was measured to leave in memory, besides gradients and what its
+        forward made; 0 if what autograd has saved may be among them."""
+        if self.timeline is None or self.retains or self.lasting():
+            return 0
+        gradients = sum(nbytes for _, nbytes in self.leaves.gradients.values())
+        return max(0, self.timeline.final - gradients - self.elsewhere)
+
     def graph_from(self, first: int) -> Graph:
         """The step before a backward whose first request is for something that was saved after
         `first` operations. Autograd goes from the newest node to the oldest, so that what was saved

@@ -131,6 +131,8 @@ def rebuild(seen: Observer) -> Graph:
     for number, until in seen.names.until.items():
         if number < count:
             stays[number] = max(stays[number], until)
+    for number in lent_to_the_loss(seen):
+        stays[number] = len(seen.ops)
     overwritten = {number for log in seen.ops for number in log.overwrites}
     values = tuple(
         ValueNode(
@@ -153,6 +155,13 @@ def rebuild(seen: Observer) -> Graph:
     asked = [(value, op) for value, op, *_ in seen.requests] or None
     events, _ = modelled_events(seen, sizes, asked)
     return with_externals(Graph(values, ops, events), externals)
+
+
+def lent_to_the_loss(seen: Observer) -> set[int]:
+    """Values that the program had when the forward was over and has no more when backward first
+    asks for something. What is between the two, such as a loss that saves its input and releases it
+    in its backward, has them in memory whatever a plan says; until when is not known."""
+    return (seen.names.returned & seen.reached) - seen.pinned
 
 
 def recorded(seen: Observer) -> int:
@@ -389,9 +398,11 @@ def _turn(seen: Observer, sizes: list[int]) -> int:
     peak = max(_without(seen.fell, seen.timeline.peaks)[begin:entry], default=0)
     peak = max(peak, _unseen(seen.timeline, last, begin, begin))
     levels = _without(seen.fell, seen.timeline.levels)
-    if peak <= max(levels[begin], *levels[entry : entry + 1], 0):
+    lent = lent_to_the_loss(seen)
+    gone = sum(sizes[number] for number in lent)  # under a plan that does not hold them, by entry
+    if peak <= max([levels[begin], 0, *(level - gone for level in levels[entry : entry + 1])]):
         return 0
-    return max(0, peak - sum(sizes[number] for number in seen.reached))
+    return max(0, peak - sum(sizes[number] for number in seen.reached - lent))
 
 
 def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:

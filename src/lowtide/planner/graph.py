@@ -43,7 +43,8 @@ class ValueNode:
     """A later operation writes its storage in place, so it cannot be held from the forward on."""
     named: int = -1
     """The last operation of the forward during which something outside the tape holds its storage:
-    dropping it before then frees nothing. -1 unless that is known to be after its last use."""
+    dropping it before then frees nothing. -1 unless that is known to be after its last use. The
+    number of operations: until backward's first event, as with what a loss outside has."""
     forgotten: int = -1
     """If the autograd graph that saved it dies before any backward: the last operation of the
     forward during which that graph lives; else -1. A plain step holds it until then; a plan does

@@ -328,7 +328,7 @@ def _returns(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[i
     for _, value in ranked:
         at = trace.start[value]
         stop = split + at if at != ABSENT else min(split + trace.alive[value] + 1, end)
-        begin = sim.stays[value] + 1
+        begin = min(sim.stays[value] + 1, split)
         size = sim.nbytes[value]
         if profile.highest(begin, stop) + size > limit:
             continue

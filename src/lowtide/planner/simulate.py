@@ -126,6 +126,8 @@ class Simulator:
         self.replayable = [op.replayable for op in graph.ops]
         for value in graph.owned:
             self._make_before(value)
+        if len(self.cost) in graph.stays:  # in memory until after the last operation: one more
+            self._make_nothing()
         self.release = list(graph.release)
         self.last_use = list(graph.last_use)
         self.stays = list(graph.stays)
@@ -146,9 +148,12 @@ class Simulator:
         """Give an external that counts bytes a producer of its own, which cannot be replayed. It
         is one more entry after those of the operations, and is none of the forward."""
         self.producer[value] = len(self.cost)
+        self._make_nothing((value,))
+
+    def _make_nothing(self, outputs: tuple[int, ...] = ()) -> None:
         self.reads.append(())
-        self.outputs.append((value,))
-        self.work.append(self.nbytes[value])
+        self.outputs.append(outputs)
+        self.work.append(sum(self.nbytes[value] for value in outputs))
         self.overwrites.append(())
         self.cost.append(0.0)
         self.replayable.append(False)

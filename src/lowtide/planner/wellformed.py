@@ -62,8 +62,8 @@ def _check_values(graph: Graph) -> None:
     made = {value for op in graph.ops for value in op.outputs}
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
-        for what, until in (("named", node.named), ("saved", node.forgotten)):
-            if not -1 <= until < len(graph.ops) + node.owned:
+        for what, until, end in (("named", node.named, 1), ("saved", node.forgotten, node.owned)):
+            if not -1 <= until < len(graph.ops) + end:
                 raise UsageError(
                     f"value {value} is {what} up to operation {until}; the graph has "
                     f"{len(graph.ops)} operations"
