@@ -13,6 +13,17 @@ from lowtide.learning.beside import Beside, Search
 from once import FIRST_OF_TWO, search_less
 
 
+def pytest_collection() -> None:
+    gc.disable()  # next to nothing of what is imported becomes garbage
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was imported: else each full collection scans it, for half a second."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Search for plans synchronously, so that which step first follows a plan does not depend on
