@@ -73,9 +73,11 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def thawed() -> None:
+def thawed() -> Iterator[None]:
     """Unfreeze all: for tests of what is found among all objects of the process."""
     gc.unfreeze()
+    yield
+    freeze()
 
 
 @pytest.fixture(scope="module")
