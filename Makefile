@@ -21,8 +21,11 @@ ENGINES ?= python compiled
 
 BIN := $(VENV)/bin
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
-# Most of the 17,000 modules that come with torch and the others are never imported: not compiled.
+# Most of the 17,000 modules that come with torch and the others are never imported: each is compiled
+# when it first is. Containers often forbid Python to write that down; then each of the processes
+# that tests start would compile thousands again.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # The compiled recorder is kept inside the environment.
 export LOWTIDE_CACHE := $(abspath $(VENV))/lowtide
 # One thread a process: WORKERS processes share the cores, and sums keep one order. Nor does Inductor

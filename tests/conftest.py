@@ -12,6 +12,35 @@ from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
 from once import FIRST_OF_TWO, search_less
 
+# Files of tests that take up to a minute and a half each: most start processes or compile.
+LONG = (
+    "test_ranks", "test_accelerator", "test_distributed", "test_stages", "test_operators",
+    "test_examples", "test_packaging", "test_torchrun", "test_inductor", "test_solve",
+    "test_polish", "test_suite",
+)  # fmt: skip
+FROZEN: dict[str, int] = {}  # how many objects were frozen when garbage was last looked for
+
+
+def pytest_collection() -> None:
+    gc.disable()  # next to nothing of what is imported becomes garbage
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was imported: else each full collection scans it, for half a second."""
+    gc.enable()
+    freeze()
+
+
+def freeze() -> None:
+    gc.collect()
+    gc.freeze()
+    FROZEN["at last"] = gc.get_freeze_count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run long tests first, so that at the end no process waits for another one's."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 @pytest.fixture(autouse=True)
 def in_turn(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
@@ -44,13 +73,24 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def thawed() -> None:
-    """Unfreeze objects from the tests of another file, which may be garbage by now."""
+def thawed() -> Iterator[None]:
+    """Unfreeze all: for tests of what is found among all objects of the process."""
     gc.unfreeze()
+    yield
+    freeze()
+
+
+@pytest.fixture(scope="module")
+def thawed_at_times() -> None:
+    """Unfreeze objects from the tests of other files, which may be garbage by now, if they are
+    many: the collection that follows takes half a second."""
+    if gc.get_freeze_count() > FROZEN.get("at last", 0) + 100_000:
+        gc.unfreeze()
+        freeze()
 
 
 @pytest.fixture
-def one_thread(thawed: None) -> Iterator[None]:
+def one_thread(thawed_at_times: None) -> Iterator[None]:
     """Run on one thread: for small nets several are slower, and they allocate memory."""
     gc.collect()  # budgets that other tests abandoned after a forward may still be measuring
     gc.freeze()  # else each collection scans everything that was imported, for half a second

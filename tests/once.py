@@ -25,8 +25,9 @@ on_one_recorder = pytest.mark.skipif(FIRST_OF_TWO, reason="runs with the compile
 
 
 def search_less(monkeypatch: pytest.MonkeyPatch, part: int = 20) -> None:
-    """Reduce the search for plans to this part of the work."""
-    for name in ("search.WORK", "auto.EXCHANGE_WORK", "polish.WORK"):
+    """Reduce the search for plans, and for what can be proved of them, to this part of the work."""
+    search, proof = ("search.WORK", "auto.EXCHANGE_WORK"), ("prove.WORK", "prove.COMPILED_WORK")
+    for name in (*search, "polish.WORK", *proof):
         module, constant = name.split(".")
         usual = getattr(importlib.import_module(f"lowtide.planner.{module}"), constant)
         monkeypatch.setattr(f"lowtide.planner.{name}", usual // part)

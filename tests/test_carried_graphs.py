@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 import lowtide
 
-pytestmark = pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
+    pytest.mark.usefixtures("short_search"),
+]
 
 
 class _Spiking(nn.Module):

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.planner import Graph
 
-pytestmark = pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
+    pytest.mark.usefixtures("short_search"),
+]
 
 
 def _mlp(width: int) -> nn.Sequential:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 CALLS: list[type] = []  # not restored after a dry run, as what a net caches itself would be
 
 
@@ -42,7 +44,7 @@ def batch() -> Tensor:
     return torch.randn(512, 64)
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x,), lambda x: {"x": x}])
 def test_the_first_step_is_planned(
     pack: Callable[[Tensor], Any], replayed: Callable[[], int]
@@ -129,7 +131,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(out, labels), out
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_an_output_that_has_a_name_until_the_step_is_over() -> None:
     """User code holds it, so it is in memory while backward runs."""
     net, x, labels = Classifier(), torch.randn(512, 64), torch.randint(400, (512,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -50,14 +51,17 @@ def made(name: str = "a step", limit: float | None = 0.5) -> dict[str, Any]:
     return dict(json.loads(json.dumps(data)))
 
 
-DOCUMENT = made()
+@functools.cache
+def shown() -> dict[str, Any]:
+    """The document of most tests here, none of which changes it."""
+    return made()
 
 
 # ---------------------------------------------------------------------------- without a browser
 
 
 def test_it_is_one_file_that_asks_for_nothing() -> None:
-    text = page(DOCUMENT)
+    text = page(shown())
     assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", text)
     assert not re.search(r"@import|url\((?!#)|fetch\(|XMLHttpRequest|WebSocket", text)
     assert "default-src 'none'" in text
@@ -66,7 +70,7 @@ def test_it_is_one_file_that_asks_for_nothing() -> None:
 
 def test_names_cannot_break_out_of_their_place() -> None:
     name = "</script><script>alert(1)</script><!-- %JS% &"
-    text = page({**DOCUMENT, "name": name})
+    text = page({**shown(), "name": name})
     inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert inside is not None
     assert json.loads(inside[1])["name"] == name
@@ -87,7 +91,7 @@ def tab() -> Iterator[browser.Tab]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     place = tmp_path / "report.html"
-    place.write_text(page(DOCUMENT), encoding="utf-8")
+    place.write_text(page(shown()), encoding="utf-8")
     return place
 
 
@@ -123,9 +127,9 @@ def test_every_figure_is_that_of_the_json(tab: browser.Tab, path: Path) -> None:
         assert f"{which.lower()}.holders.0.nbytes" in names
         for name, value, text in found:
             if name == "standing":
-                expected = sum(DOCUMENT["standing"].values())
+                expected = sum(shown()["standing"].values())
             else:
-                expected = looked_up(DOCUMENT, name)
+                expected = looked_up(shown(), name)
             assert float(value) == expected, name
             if isinstance(expected, int):
                 assert text == format_bytes(expected), name
@@ -137,7 +141,7 @@ def test_every_figure_is_that_of_the_json(tab: browser.Tab, path: Path) -> None:
     )
     modules = [
         [m["kept_bytes"], m["recomputed_bytes"]]
-        for m in DOCUMENT["plan"]["modules"]
+        for m in shown()["plan"]["modules"]
         if m["kept_bytes"] + m["recomputed_bytes"]
     ]
     assert strip == modules
@@ -150,19 +154,19 @@ def together(tab: browser.Tab) -> int:
 def test_the_timeline_is_walked_with_the_keyboard(tab: browser.Tab, path: Path) -> None:
     tab.open(path)
     tab.value("document.getElementById('time-chart').focus()")
-    moments = DOCUMENT["planned"]["moments"]
-    assert together(tab) == DOCUMENT["planned"]["peak"]  # the page opens at the peak
+    moments = shown()["planned"]["moments"]
+    assert together(tab) == shown()["planned"]["peak"]  # the page opens at the peak
     tab.key("Home")
     assert together(tab) == sum(moments[0][3:])
     tab.key("ArrowRight")
     assert together(tab) == sum(moments[1][3:])
-    operator, module, line = DOCUMENT["sites"][moments[1][2]]
+    operator, module, line = shown()["sites"][moments[1][2]]
     said = tab.value("document.getElementById('readout').textContent")
     assert all(part in said for part in (operator, module, line))
     tab.key("End")
     assert together(tab) == sum(moments[-1][3:])
     tab.key("p")
-    assert together(tab) == DOCUMENT["planned"]["peak"]
+    assert together(tab) == shown()["planned"]["peak"]
 
 
 def test_it_is_pointed_at(tab: browser.Tab, path: Path) -> None:
@@ -215,13 +219,13 @@ def test_the_labels_of_an_early_peak_and_its_limit_are_apart(
     tab: browser.Tab, tmp_path: Path
 ) -> None:
     """The limit is just above a peak in the first operation."""
-    moments = [list(moment) for moment in DOCUMENT["planned"]["moments"]]
-    peak = DOCUMENT["planned"]["peak"]
+    moments = [list(moment) for moment in shown()["planned"]["moments"]]
+    peak = shown()["planned"]["peak"]
     moments[0][KEPT] += peak - sum(moments[0][KEPT:])
-    planned = {**DOCUMENT["planned"], "moments": moments, "at": 0}
-    plan = {**DOCUMENT["plan"], "limit": peak + peak // 50}
+    planned = {**shown()["planned"], "moments": moments, "at": 0}
+    plan = {**shown()["plan"], "limit": peak + peak // 50}
     path = tmp_path / "early.html"
-    path.write_text(page({**DOCUMENT, "planned": planned, "plan": plan}), encoding="utf-8")
+    path.write_text(page({**shown(), "planned": planned, "plan": plan}), encoding="utf-8")
     for width in (PHONE, 900, WIDE):
         tab.open(path, width=width)
         for _ in range(2):
@@ -232,12 +236,12 @@ def test_the_labels_of_an_early_peak_and_its_limit_are_apart(
 def test_letters_that_share_a_place_at_the_edge_stay_in_the_chart(
     tab: browser.Tab, tmp_path: Path
 ) -> None:
-    peak = DOCUMENT["plain"]["peak"]
-    plan = {**DOCUMENT["plan"], "limit": peak - 1}
-    options = [{**option, "peak": peak, "overhead": 0.1} for option in DOCUMENT["options"]]
+    peak = shown()["plain"]["peak"]
+    plan = {**shown()["plan"], "limit": peak - 1}
+    options = [{**option, "peak": peak, "overhead": 0.1} for option in shown()["options"]]
     assert len(options) > 4
     path = tmp_path / "edge.html"
-    path.write_text(page({**DOCUMENT, "plan": plan, "options": options}), encoding="utf-8")
+    path.write_text(page({**shown(), "plan": plan, "options": options}), encoding="utf-8")
     tab.open(path, width=PHONE)
     outside = tab.value(
         "(() => { const b = document.querySelector('#curve-chart').getBoundingClientRect();"
@@ -271,7 +275,7 @@ def test_a_page_without_a_plan_draws_itself_too(tab: browser.Tab, tmp_path: Path
 
 def test_a_plan_that_did_not_hold_is_said_at_the_top(tab: browser.Tab, tmp_path: Path) -> None:
     path = tmp_path / "refused.html"
-    path.write_text(page({**DOCUMENT, "trial_refused": "it needs more"}), encoding="utf-8")
+    path.write_text(page({**shown(), "trial_refused": "it needs more"}), encoding="utf-8")
     tab.open(path)
     assert "the plan did not hold" in tab.value("document.querySelector('h1').textContent")
     assert "it needs more" in tab.value("document.getElementById('trial-refused').textContent")
@@ -282,7 +286,7 @@ def test_large_sizes_and_small_errors_are_written_as_in_the_text(
 ) -> None:
     path = tmp_path / "large.html"
     trial = {"label": "plain", "predicted": 1101863431, "measured": 1101863432, "seconds": 1.0}
-    path.write_text(page({**DOCUMENT, "trials": [trial]}), encoding="utf-8")
+    path.write_text(page({**shown(), "trials": [trial]}), encoding="utf-8")
     tab.open(path)
     text = tab.value("document.getElementById('trials').textContent")
     assert format_bytes(1101863432) in text

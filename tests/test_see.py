@@ -31,6 +31,8 @@ from lowtide.tracing import memory_snapshot, trace_events
 from once import on_one_recorder
 from test_dryrun import STEPS
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 def saved_for_real(function: Callable[..., Any], *args: Any) -> int:
     """Bytes autograd holds after a real forward, each storage once; not parameters and inputs."""

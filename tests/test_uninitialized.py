@@ -20,7 +20,10 @@ from lowtide.tape.pieces import Pieces
 from lowtide.tape.values import Ref
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-pytestmark = pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
+    pytest.mark.usefixtures("short_search"),
+]
 
 
 # ---------------------------------------------------------------------- which parts were written

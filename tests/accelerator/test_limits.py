@@ -25,6 +25,8 @@ from lowtide.memory.events import Timeline
 from lowtide.memory.marks import start_marks
 from once import search_less
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 ZERO, ONE = torch.device("emulated", 0), torch.device("emulated", 1)
 
 
