@@ -35,6 +35,7 @@ class Effort:
         self._awaited = Awaited()
         self._vain = 0  # steps that were measured, and did not follow the plan in question
         self._skipped = 0  # steps that might have followed it since, and were not measured
+        self._hoped = False  # whether a step is measured because it may follow that plan
         self._row = 0, 0  # the last step that followed the plan for a larger one; times in a row
         self._between = _BETWEEN  # how many follow a much too large plan before one is planned
         self._far = _BETWEEN  # how many have since the last that was planned
@@ -57,7 +58,7 @@ class Effort:
             return True
         if _to_learn(expected):
             if self._skipped >= _skips(self._vain):
-                self._skipped = 0
+                self._skipped, self._hoped = 0, True
                 return True
             self._skipped += 1
         return self._awaited.is_due or (self._awaited.waits and (self._strange or unmeasured()))
@@ -68,8 +69,11 @@ class Effort:
 
     def measured(self, followed: Prepared | None) -> None:
         """A measured step followed this plan, as it was when the step began, or none."""
-        learned = followed is not None and _to_learn(followed)
-        self._vain = self._vain // 2 if learned else min(self._vain + 1, _VAIN)
+        if followed is not None and _to_learn(followed):
+            self._vain //= 2
+        elif self._hoped:
+            self._vain = min(self._vain + 1, _VAIN)
+        self._hoped = False
         self._awaited.waited()
 
     def smaller(self, larger: Prepared, seen: Sequence[Signature], *, measured: bool) -> bool:

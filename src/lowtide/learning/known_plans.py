@@ -74,7 +74,7 @@ class KnownPlans:
         is on its way.
         """
         return any(
-            not (prepared.measured or prepared.lessons)
+            not (prepared.measured or prepared.tried)
             and not any(known.measured and known.same_forward(prepared) for known in self._plans)
             for prepared in self._plans
         )
