@@ -135,7 +135,7 @@ def test_what_one_backward_keeps_for_good_the_next_cannot_drop(
         return with_margin(replace(graph, ops=ops), *args, **kwargs)
 
     limit = lowtide.budget(int(0.4 * older_first(net, None)))
-    monkeypatch.setattr("lowtide.loop.with_margin", planned)
+    monkeypatch.setattr("lowtide.learning.settling.with_margin", planned)
     assert older_first(net, limit) <= limit.limit
 
 

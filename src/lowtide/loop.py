@@ -3,7 +3,7 @@
 Problem: a backward may come after its forward's recording has closed, inside it, late, in part or
 never, and several steps may be under way at once. Invariant: a step is learned from once, after its
 backward has ended, and a refused step teaches nothing; a backward ends a step, also while the
-recording is open, and what is saved after it belongs to the next step. Imports step, planning,
+recording is open, and what is saved after it belongs to the next step. Imports step, settling,
 decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
 """
 
@@ -17,20 +17,16 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
-from lowtide.learning.guesses import least_peak, sparing_graph
 from lowtide.learning.known_plans import PLACES
-from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
-from lowtide.learning.rests import Rests
-from lowtide.memory import leftover, margins
+from lowtide.learning.settling import Settling
+from lowtide.memory import leftover
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
-from lowtide.planner import Graph, plain_peak
-from lowtide.planner.resume import forward_over, settled_in, with_margin
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
 from lowtide.running.earlier import Earlier
-from lowtide.running.forward import Tally
+from lowtide.running.making_room import Tally
 from lowtide.running.prepared import Prepared
 from lowtide.running.shortage import Shortage
 from lowtide.running.where import Where
@@ -42,7 +38,7 @@ if TYPE_CHECKING:
 _LEARNING_STEPS = 2
 
 
-class Loop(Planning):
+class Loop(Settling):
     """The steps under one limit, one after the other.
 
     Attributes:
@@ -63,7 +59,6 @@ class Loop(Planning):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
-        self._rests = Rests()
 
     def follow(self, plan: Prepared) -> None:
         """Let steps like the plan's follow it, from the first one on."""
@@ -269,96 +264,6 @@ class Loop(Planning):
         if not watched:
             observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
-
-    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
-        """The step differs from its plan: plan its backward from what is still held. `again`: it
-        had another one, which has decided for good what it held."""
-        prepared = decisions.prepared
-        graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
-        held = observer.held_from_forward()
-        if not graph.events:
-            return
-        measured = prepared is not None and prepared.measured
-        margin = margins.MEASURED if measured else margins.MODELLED
-        plain = (
-            plain_peak(graph)
-            if prepared is None or prepared.of_plain is not None
-            else prepared.plain_peak
-        )
-        before = self.allowance.before
-        if self.allowance.plain_peak is None:
-            self.allowance.plain_peak = plain
-        limit = self.allowance.planned(plain, before)
-        # A fraction of a modelled peak is not refused before that peak is measured.
-        of_bytes = isinstance(self.allowance.limit, int)
-        strict = measured or (of_bytes and not decisions.keeps_wrappers)
-        if prepared is not None and not again:
-            found = self._rests.of(graph, held, limit, margin, search=strict)
-        else:
-            rest = forward_over(graph, held)
-            if again:
-                rest = settled_in(rest, observer.settled())
-            later = 0 if prepared is not None else self._for_later(observer, rest, held)
-            found = with_margin(rest, held, limit - later, margin, search=strict)
-            if later and found.result.peak > limit:
-                found = with_margin(rest, held, limit, margin, search=strict)
-        if found.result.peak > limit and decisions.covered:
-            decisions.prepared, decisions.covered = None, False  # this smaller step may need less
-            self._settle(decisions, observer, again=again)
-            return
-        if found.result.peak > self.allowance.of(plain, before) and strict:
-            self._refuse_backward(decisions, observer, graph, held, found.retain)
-        self.allowance.shortage.needs(found.result.peak + before)
-        decisions.settle(found.retain[: graph.recorded])
-
-    @staticmethod
-    def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
-        """Bytes that later backwards take more than this one, which keeps the graph for them: they
-        may go through all of it, cannot drop what this one holds for good, and begin with the
-        gradients that this one makes."""
-        if not _compat.backward_retains_graph():
-            return 0
-        gradients = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
-        if not observer.passed:
-            return gradients
-        whole = forward_over(observer.whole_graph(), held)
-        return max(gradients, plain_peak(whole) - plain_peak(graph))
-
-    def _refuse_backward(
-        self,
-        decisions: StepDecisions,
-        observer: Observer,
-        whole: Graph,
-        held: set[int],
-        retain: list[int],
-    ) -> None:
-        """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
-        only a guess says so."""
-        prepared, plain, before = decisions.prepared, plain_peak(whole), self.allowance.before
-        allowed, least = self.allowance.of(plain, before), None
-        graphs = [whole]
-        sparing = sparing_graph(observer, decisions.first) if prepared is None else None
-        if sparing is not None:
-            limit = self.allowance.planned(plain, before)
-            least = least_peak(sparing, held, limit, margins.MODELLED)
-            if least <= allowed:
-                return
-            graphs.append(sparing)
-        observer.mark_end()
-        decisions.begun = False  # a second call of backward is refused again
-        again = prepared is None and any(
-            self.planned_from_the_start(graph, observer) for graph in graphs
-        )
-        raise self._refusing(
-            forward_over(whole, held),
-            allowed,
-            retain,
-            before,
-            measured=prepared is not None and prepared.measured,
-            again=again,
-            plain=plain,
-            least=least,
-        )
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run; called outside of any backward.

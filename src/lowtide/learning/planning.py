@@ -22,7 +22,6 @@ from lowtide.learning.beside import Beside
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
 from lowtide.learning.effort import Effort
-from lowtide.learning.guesses import sparingly
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
 from lowtide.learning.partings import Partings
@@ -32,13 +31,10 @@ from lowtide.memory import margins
 from lowtide.observing.observer import Observer
 from lowtide.observing.rebuild import with_gradients
 from lowtide.observing.seen import Seen
-from lowtide.planner import Graph, minimum, solve
-from lowtide.planner.resume import forward_over, from_held
-from lowtide.report import refusal, too_small, unrecorded
+from lowtide.planner import Graph, solve
+from lowtide.report import refusal, unrecorded
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
-
-_ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
 
 
 class Planning:
@@ -409,62 +405,3 @@ class Planning:
         graph: Graph, limit: int, retain: Sequence[int], before: int, **known: Any
     ) -> BudgetError:
         return refusal(graph, limit + before, retain, before=before, **known)
-
-    def planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:
-        """An unplanned step is refused at its backward, as its forward has dropped too little:
-        whether there is a plan for it that fits, which the next step like it will follow."""
-        if self._ranks is not None:  # the other ranks would not know
-            return False
-        learned = Learned(graph, observer.seen(), None, measured=False, lessons=0)
-        found = learned.search(self.allowance.planned(learned.plain_peak, self.allowance.before))
-        if found is not None:
-            self._plans.add(found)
-        return found is not None
-
-    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
-        """The refusal of a step that was measured before and that no plan can fit."""
-        observer = decisions.observer
-        if decisions.ended or not self._refused:
-            return None
-        if observer is None and decisions.strange is not None:
-            observer = decisions.watched(decisions.operations)  # the plan is another step's
-        if observer is None:
-            return None
-        gradients = observer.leaves.gradients
-        return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
-
-    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
-        """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
-        limit, before = self.allowance.limit, self.allowance.before
-        if not isinstance(limit, int) or live + need <= limit - before:
-            return
-        if self.keeps_wrappers:
-            return
-        later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
-        if observer.last_save:
-            graph = sparingly(observer, observer.graph)
-            found = from_held(forward_over(graph, ()), set(), 0).result.peak
-            later = max(later, min(found, minimum(graph).peak))
-        to_come = self.gradients_to_come(observer)
-        count = len(observer.ops)
-        # The less is known, the more is added: else each retry gets a few operations further.
-        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + to_come + before
-        share = 1 - margins.MODELLED
-        # What the operation itself takes is known, and no model's margin is left free for it.
-        named = max(int((live + rest) / share) + need, int((later + rest) / share))
-        least = max(live + need, later) + to_come + before
-        refused = too_small(name, live, need, limit, count, least, named, before)
-        self._halfway = refused.again()
-        try:
-            raise refused
-        finally:
-            del refused  # otherwise its traceback and this frame would hold each other
-
-    @property
-    def keeps_wrappers(self) -> bool:
-        """See `Tape.kept_whole`: such a step is never refused, and nothing is learned from it."""
-        return False
-
-    def gradients_to_come(self, observer: Observer) -> int:
-        """Bytes of gradients to be allocated for leaves that no operation has read so far."""
-        return 0

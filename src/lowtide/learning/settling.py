@@ -1,0 +1,189 @@
+"""How a budget plans the rest of a step, or refuses it: when its backward begins, or halfway.
+
+Problem: a step that does not go as planned comes to its backward with whatever is still held, and
+one that nobody knows may have nothing left to drop. Invariant: the rest is planned from what is
+held; a step is refused only if no plan for the rest keeps the limit, and the error names a limit
+under which it would run, or says that this is an estimate. Imports planning, guesses, rests,
+planner, report. Rejected: going on, which is how other tools run out of memory.
+"""
+
+from __future__ import annotations
+
+from lowtide import _compat
+from lowtide.errors import BudgetError
+from lowtide.learning.guesses import least_peak, sparing_graph, sparingly
+from lowtide.learning.learned import Learned
+from lowtide.learning.planning import Planning
+from lowtide.learning.ranks import Ranks
+from lowtide.learning.rests import Rests
+from lowtide.memory import margins
+from lowtide.observing.observer import Observer
+from lowtide.planner import Graph, minimum, plain_peak
+from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
+from lowtide.report import too_small
+from lowtide.running.decide import StepDecisions
+
+_ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
+
+
+class Settling(Planning):
+    """The part of a budget that deals with steps that are not as planned."""
+
+    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
+        super().__init__(limit, ranks)
+        self._rests = Rests()
+
+    # ------------------------------------------------------------------ when backward begins
+
+    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
+        """The step differs from its plan: plan its backward from what is still held. `again`: it
+        had another one, which has decided for good what it held."""
+        prepared = decisions.prepared
+        graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
+        held = observer.held_from_forward()
+        if not graph.events:
+            return
+        measured = prepared is not None and prepared.measured
+        margin = margins.MEASURED if measured else margins.MODELLED
+        plain = (
+            plain_peak(graph)
+            if prepared is None or prepared.of_plain is not None
+            else prepared.plain_peak
+        )
+        before = self.allowance.before
+        if self.allowance.plain_peak is None:
+            self.allowance.plain_peak = plain
+        limit = self.allowance.planned(plain, before)
+        # A fraction of a modelled peak is not refused before that peak is measured.
+        of_bytes = isinstance(self.allowance.limit, int)
+        strict = measured or (of_bytes and not decisions.keeps_wrappers)
+        if prepared is not None and not again:
+            found = self._rests.of(graph, held, limit, margin, search=strict)
+        else:
+            rest = forward_over(graph, held)
+            if again:
+                rest = settled_in(rest, observer.settled())
+            later = 0 if prepared is not None else self._for_later(observer, rest, held)
+            found = with_margin(rest, held, limit - later, margin, search=strict)
+            if later and found.result.peak > limit:
+                found = with_margin(rest, held, limit, margin, search=strict)
+        if found.result.peak > limit and decisions.covered:
+            decisions.prepared, decisions.covered = None, False  # this smaller step may need less
+            self._settle(decisions, observer, again=again)
+            return
+        if found.result.peak > self.allowance.of(plain, before) and strict:
+            self._refuse_backward(decisions, observer, graph, held, found.retain)
+        self.allowance.shortage.needs(found.result.peak + before)
+        decisions.settle(found.retain[: graph.recorded])
+
+    @staticmethod
+    def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
+        """Bytes that later backwards take more than this one, which keeps the graph for them: they
+        may go through all of it, cannot drop what this one holds for good, and begin with the
+        gradients that this one makes."""
+        if not _compat.backward_retains_graph():
+            return 0
+        gradients = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+        if not observer.passed:
+            return gradients
+        whole = forward_over(observer.whole_graph(), held)
+        return max(gradients, plain_peak(whole) - plain_peak(graph))
+
+    def _refuse_backward(
+        self,
+        decisions: StepDecisions,
+        observer: Observer,
+        whole: Graph,
+        held: set[int],
+        retain: list[int],
+    ) -> None:
+        """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
+        only a guess says so."""
+        prepared, plain, before = decisions.prepared, plain_peak(whole), self.allowance.before
+        allowed, least = self.allowance.of(plain, before), None
+        graphs = [whole]
+        sparing = sparing_graph(observer, decisions.first) if prepared is None else None
+        if sparing is not None:
+            limit = self.allowance.planned(plain, before)
+            least = least_peak(sparing, held, limit, margins.MODELLED)
+            if least <= allowed:
+                return
+            graphs.append(sparing)
+        observer.mark_end()
+        decisions.begun = False  # a second call of backward is refused again
+        again = prepared is None and any(
+            self.planned_from_the_start(graph, observer) for graph in graphs
+        )
+        raise self._refusing(
+            forward_over(whole, held),
+            allowed,
+            retain,
+            before,
+            measured=prepared is not None and prepared.measured,
+            again=again,
+            plain=plain,
+            least=least,
+        )
+
+    def planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:
+        """An unplanned step is refused at its backward, as its forward has dropped too little:
+        whether there is a plan for it that fits, which the next step like it will follow."""
+        if self._ranks is not None:  # the other ranks would not know
+            return False
+        learned = Learned(graph, observer.seen(), None, measured=False, lessons=0)
+        found = learned.search(self.allowance.planned(learned.plain_peak, self.allowance.before))
+        if found is not None:
+            self._plans.add(found)
+        return found is not None
+
+    # ------------------------------------------------------------------ halfway
+
+    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
+        """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
+        limit, before = self.allowance.limit, self.allowance.before
+        if not isinstance(limit, int) or live + need <= limit - before:
+            return
+        if self.keeps_wrappers:
+            return
+        later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
+        if observer.last_save:
+            graph = sparingly(observer, observer.graph)
+            found = from_held(forward_over(graph, ()), set(), 0).result.peak
+            later = max(later, min(found, minimum(graph).peak))
+        to_come = self.gradients_to_come(observer)
+        count = len(observer.ops)
+        # The less is known, the more is added: else each retry gets a few operations further.
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + to_come + before
+        share = 1 - margins.MODELLED
+        # What the operation itself takes is known, and no model's margin is left free for it.
+        named = max(int((live + rest) / share) + need, int((later + rest) / share))
+        least = max(live + need, later) + to_come + before
+        refused = too_small(name, live, need, limit, count, least, named, before)
+        self._halfway = refused.again()
+        try:
+            raise refused
+        finally:
+            del refused  # otherwise its traceback and this frame would hold each other
+
+    # ------------------------------------------------------------------ what is known
+
+    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
+        """The refusal of a step that was measured before and that no plan can fit."""
+        observer = decisions.observer
+        if decisions.ended or not self._refused:
+            return None
+        if observer is None and decisions.strange is not None:
+            observer = decisions.watched(decisions.operations)  # the plan is another step's
+        if observer is None:
+            return None
+        gradients = observer.leaves.gradients
+        return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
+
+    @property
+    def keeps_wrappers(self) -> bool:
+        """See `Tape.kept_whole`: such a step is never refused, and nothing is learned from it."""
+        return False
+
+    def gradients_to_come(self, observer: Observer) -> int:
+        """Bytes of gradients to be allocated for leaves that no operation has read so far."""
+        return 0
