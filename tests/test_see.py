@@ -642,8 +642,11 @@ def test_an_option_costs_what_it_costs_when_it_is_run(name: str) -> None:
     else:
         handle = lowtide.checkpoint_levels(model, 2)
     with handle:
-        assert options[name].peak == pytest.approx(measured_peak(step, batch), rel=0.03)
-    if "products" not in name:
+        measured = measured_peak(step, batch)
+    if "products" in name:  # which are counted up to the last use of what is made of them
+        assert measured < options[name].peak < 1.08 * measured
+    else:
+        assert options[name].peak == pytest.approx(measured, rel=0.03)
         assert options[name].peak < 0.8 * lowtide.plan(step, batch).peak
 
 

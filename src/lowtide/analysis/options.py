@@ -39,7 +39,8 @@ class Option:
         name: "per block", "level 3", ...
         how: the line of code that does it.
         regions: how many regions it makes.
-        peak: predicted, in bytes.
+        peak: predicted, in bytes. What a policy keeps is counted until nothing that is made of it
+            is needed; the engine frees it as soon as that is there, so the step may take less.
         overhead: replayed time as a share of the plain step's.
     """
 
