@@ -25,7 +25,7 @@ from lowtide.traced import traced_region
 if TYPE_CHECKING:
     from lowtide.tape.operators import Facts
     from lowtide.tape.regions import Region
-from lowtide.tape.values import Handle, Operation, Value
+    from lowtide.tape.values import Handle, Operation, Value
 
 P = ParamSpec("P")
 R = TypeVar("R")

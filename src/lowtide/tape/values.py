@@ -115,7 +115,7 @@ class Value:
     def hand_over(self, to: Value, handles: list[Handle] | None = None) -> None:
         """Make autograd's handles on this value, or some of them, mean another one."""
         moved = self.handles() if handles is None else handles
-        left = [handle for handle in self.handles() if handle not in moved]
+        left = [] if handles is None else [one for one in self.handles() if one not in handles]
         self._handles = [_weak_handle(handle) for handle in left] or None  # none: never requested
         to._handles = to._handles or []
         for handle in moved:
