@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import tape_records
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, UncountedWarning
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -391,3 +391,47 @@ def test_a_second_backward_finds_room_beside_the_gradients_of_the_first(share: f
         found = [parameter.grad for parameter in model.parameters()]
         assert all(map(torch.equal, found, wanted))
     assert budget.report().replayed_operations > 0
+
+
+def twin_losses(limit: int, *, late: bool = True) -> list[int]:
+    """Peaks of steps in which a fitted model is called twice, before one backward or (not `late`)
+    before one each."""
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.GELU())))
+    lowtide.fit(net, limit)
+    one, other = torch.randn(256, 64), torch.randn(256, 64)
+
+    def step() -> None:
+        net.zero_grad()
+        loss = net(one).square().mean()
+        if not late:
+            loss.backward()
+            loss = loss.detach()
+        (net(other).mean() + loss).backward()
+
+    return [lowtide.measure(step, device="cpu").peak_bytes for _ in range(3)]
+
+
+@pytest.mark.filterwarnings("default::lowtide.errors.UncountedWarning")
+def test_forwards_that_share_no_limit_are_told_once() -> None:
+    plain = max(twin_losses(1 << 30))
+    with pytest.warns(UncountedWarning, match=r"another forward .* held .* KiB") as told:
+        peaks = twin_losses(plain // 3)
+    assert max(peaks) > plain // 3  # what the warning is about
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_forwards_that_fit_into_a_limit_together_are_not_told() -> None:
+    assert max(twin_losses(1 << 30)) < 1 << 30
+    assert max(twin_losses(1 << 30, late=False)) < 1 << 30
+
+
+def test_a_loss_that_is_left_without_a_backward_is_not_told() -> None:
+    net = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.GELU())))
+    x = torch.randn(256, 64)
+    limit = lowtide.measure(lambda: net(x).square().mean().backward(), device="cpu").peak_bytes // 2
+    budget = lowtide.budget(limit)
+    for number in range(4):
+        with budget:
+            loss = net(x).square().mean()
+        if number % 2:  # as where it is not finite
+            loss.backward()

@@ -13,7 +13,8 @@ import sys
 
 
 def users_frame() -> int:
-    """The `stacklevel` of the nearest frame outside lowtide, for a warning by the caller."""
+    """The `stacklevel` of the nearest frame outside lowtide, and outside torch that has called it,
+    for a warning by the caller."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -21,7 +22,7 @@ def users_frame() -> int:
 
 
 def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("lowtide", "contextlib", "functools")
+    return module.split(".")[0] in ("lowtide", "torch", "contextlib", "functools")
 
 
 class LowtideError(Exception):
@@ -78,8 +79,9 @@ class DeviceWarning(UserWarning):
 
 
 class UncountedWarning(UserWarning):
-    """The forward of a fitted model has saved nothing, so that its budget has nothing to count: it
-    returns what is evaluated later (rule 13)."""
+    """There is memory that a limit does not count (rule 13): the forward of a fitted model has
+    saved nothing, as it returns what is evaluated later; or several forwards came before one
+    backward, each a step that may take the whole limit."""
 
 
 class DryRunWarning(UserWarning):

@@ -68,6 +68,13 @@ class StepDecisions(ForwardDecisions):
             value.held = None
         return bool(found)
 
+    def holds(self) -> int:
+        """Bytes of what was recorded that are in memory for a backward that has not begun."""
+        if self.begun or self.ended:
+            return 0
+        made = self._made.alive() if self.observer is None else self.observer.alive()
+        return sum(value.nbytes for value in made if value.held is not None)
+
     def stop_measuring(self) -> None:
         if self.observer is not None:
             self.observer.stop_measuring()
