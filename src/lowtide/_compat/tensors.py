@@ -28,6 +28,8 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 recorder reads it several times per operation.
 """
 
+_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """`storage_id` of a tensor's storage.
@@ -47,8 +49,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def storage_holders(storage: torch.UntypedStorage) -> int:
     """How many owners a storage has, its Python wrapper included; 0 if torch cannot tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return int(count(storage_id(storage))) if count is not None else 0
+    return 0 if _use_count is None else _use_count(storage_id(storage))
 
 
 _ENGINES_ALONE = 4  # owners of a tensor, as a mode below counts them, that only autograd has

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.backward import deadgraphs, functions, reads
@@ -69,7 +68,7 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
 
 def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
     used = tuple([number in carries_grad for number in log.outputs])
-    return replace(call, used=used) if any(used) and not all(used) else call
+    return call._replace(used=used) if any(used) and not all(used) else call
 
 
 def modelled_events(

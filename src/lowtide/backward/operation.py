@@ -15,7 +15,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,9 +30,8 @@ from lowtide.tape.values import tensors_in
 _REMEMBERED = 1 << 14  # calls
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """A tensor argument as numbers."""
+class Like(NamedTuple):
+    """A tensor argument as numbers. A tuple, as one is made and hashed for every argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -40,8 +39,7 @@ class Like:
     grad: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """An operation as numbers: equal ones cost the same.
 
     `used`: for each storage that it makes, in order, whether it gets a gradient; (): not known, so

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small the tensors are
+_MOST = 1 << 14  # calls that are remembered
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 # The backward of these is a formula of several operators, with temporaries.
 _SEVERAL_STEPS = frozenset(
@@ -308,6 +309,28 @@ def kernel_workspace(
         passes,
         biased=not backward and len(tensors) > 2,
     )
+
+
+_known: dict[Hashable, int] = {}  # calls and their workspace
+
+
+def remembered_workspace(
+    call: Hashable, name: str, func: Any, args: Any, kwargs: dict[str, Any], made: int
+) -> int:
+    """`kernel_workspace` of a call, with the scratchpad, worked out once for all that equal `call`,
+    which says what there is to know of the tensors and where they are. If it is None, nothing is
+    remembered."""
+    types = (*map(type, args), *map(type, kwargs.values()))  # as 1 == 1.0 == True
+    key = call, types, made, torch.get_num_threads(), torch.get_default_dtype()
+    found = None if call is None else _known.get(key)
+    if found is None:
+        read = read_by(func, args, kwargs)
+        found = kernel_workspace(name, read, args, made) + scratchpad(name)
+        if call is not None:
+            if len(_known) >= _MOST:
+                _known.clear()
+            _known[key] = found
+    return found
 
 
 def _flash(tensors: list[torch.Tensor], backward: bool) -> int:

@@ -108,11 +108,14 @@ class Names:
     def _look(self, operation: int) -> None:
         """Check the open storages. One that only the tape has is not checked again."""
         still = self._open
+        in_turn = len(still) > _AT_ONCE
         for key in tuple(islice(still, _AT_ONCE)):
-            del still[key]
             value = self._had(key)
             if value is not None:
                 self.until[value.number] = operation
+            if value is None or in_turn:
+                del still[key]
+            if value is not None and in_turn:
                 still[key] = None
 
     def _had(self, key: int) -> Value | None:
@@ -121,13 +124,14 @@ class Names:
         storage = None if entry is None else entry()
         if entry is None or storage is None:
             return None
-        value = _value_in(entry)
+        value = entry.value or (entry.weak() if entry.weak is not None else None)
         if value is None or value.number < 0:
             return None
-        held = value.held
-        ours = held is not None and _compat.storage_key(held) == key
-        # One is the storage's Python object.
-        return value if _compat.storage_holders(storage) > 1 + ours else None
+        holders = _compat.storage_holders(storage)  # one is the storage's Python object
+        if holders != 2:
+            return value if holders > 2 else None
+        held = value.held  # what the tape holds is the other one, if it is in this storage
+        return None if held is not None and _compat.storage_key(held) == key else value
 
 
 def _value_in(entry: Entry) -> Value | None:

@@ -22,12 +22,7 @@ from lowtide import _compat
 from lowtide.backward.functions import runs_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, writes_through
-from lowtide.kernels.workspace import (
-    backward_temporaries,
-    kernel_workspace,
-    read_by,
-    scratchpad,
-)
+from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
 from lowtide.observing.externals import Externals
@@ -180,10 +175,16 @@ class Observer(Lives):
         """Note what the operation takes besides its results, and what its backward will take."""
         wanted = [t for t in tensors if t.requires_grad]
         if not tensors or self._counts(tensors[0]):
-            self._look_at_memory(log, op, args, kwargs, wanted)
             device = tensors[0].device.type if tensors else "cpu"
             call = describe(op.facts, args, kwargs, device)
             log.kind = None if call is None else self._calls.setdefault(call, call)
+            made = sum(log.sizes)
+            grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
+            log.workspace = remembered_workspace(
+                log.kind, log.name, op.facts.func, args, kwargs, made
+            )
+            log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
+            log.left = log.temporaries
         elif self._where is not None:
             self._where.computes_on(tensors[0].device)
         if not torch.is_grad_enabled():
@@ -201,15 +202,6 @@ class Observer(Lives):
             if len(op.refs) == len(tensors):  # running statistics are not among the refs
                 look_at_reads(log, op.refs, tensors, op.facts.chunks, self._made_anew)
             log.call, log.lent = log.kind, log.kind is None
-
-    def _look_at_memory(
-        self, log: OpLog, op: Operation, args: Any, kwargs: Any, wanted: list[torch.Tensor]
-    ) -> None:
-        made, read = sum(log.sizes), read_by(op.facts.func, args, kwargs)
-        grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
-        log.workspace = kernel_workspace(log.name, read, args, made) + scratchpad(log.name)
-        log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
-        log.left = log.temporaries
 
     def _made_anew(self, value: Value, tensor: torch.Tensor) -> bool:
         """Whether `value` was written through a view, and is now read through one for the first

@@ -70,7 +70,6 @@ class Recorder(Encoding, _compat.Mode):
         self.draws: Callable[[], None] | None = None  # called before a random state is read
         self.drawn: Callable[[], None] | None = None  # called when it was read
         self._switches: tuple[object, ...] = ()
-        self._careful = self.timed or self.accelerated
 
     # ------------------------------------------------------------------ operators
 
@@ -107,7 +106,7 @@ class Recorder(Encoding, _compat.Mode):
             or torch.is_inference_mode_enabled()
         ):
             return self._run_unrecorded(facts, func, args, kwargs)
-        if facts.simple and not self._careful:
+        if facts.simple and not self.accelerated:
             return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
 
@@ -158,14 +157,23 @@ class Recorder(Encoding, _compat.Mode):
         else:
             named = kwargs
         if not known:
+            if self.timed and self.before is not None:
+                self.before(facts, func, args, kwargs)
             result = _compat.called(func, args, kwargs)
             self._register(None, result, [])
             return result
-        op = Operation(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
-                       self._ambient() if facts.ambient else None)  # fmt: skip
+        kind = RareOperation if self.timed else Operation
+        op = kind(facts, template, named, refs, self.sequence, torch.is_grad_enabled(),
+                  self._ambient() if facts.ambient else None)  # fmt: skip
         if self.before is not None:
             self.before(facts, func, args, kwargs)
-        result = _compat.called(func, args, kwargs)
+        if isinstance(op, RareOperation):
+            op.casting = _compat.casting_now()
+            start = time.perf_counter()
+            result = _compat.called(func, args, kwargs)
+            op.seconds = time.perf_counter() - start
+        else:
+            result = _compat.called(func, args, kwargs)
         self.sequence += 1  # only now: a call that raises is not an operation of the step
         made: list[Value] = []
         self._register(op, result, made)
