@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def test_budgets_on_threads_that_ended_while_others_were_refused() -> None:
         for budget in budgets[1:]:
             in_thread(lambda budget=budget: whole_steps(budget))  # not measured: only the first is
             assert budget.report().measured_peak is None
-        with pytest.raises(UsageError, match="another thread already records memory events"):
+        with pytest.raises(UsageError, match=r"another thread already records memory events"):
             peak_here()
         first(lambda: budgets[0].__exit__(None, None, None))
     assert peak_here() == 1024
@@ -143,7 +143,7 @@ def test_a_step_of_another_thread_that_no_backward_can_come_to_gives_way() -> No
 
     with other_thread() as run:
         loss = run(forward)
-        with pytest.raises(UsageError, match="another thread already records memory events"):
+        with pytest.raises(UsageError, match=r"another thread already records memory events"):
             peak_here()
         del loss
         assert peak_here() == 1024
@@ -207,3 +207,30 @@ def test_threads_that_come_and_go_at_once() -> None:
         thread.join()
     assert failed == []
     assert peak_here() == 1024
+
+
+def test_a_step_whose_backward_is_on_another_thread_is_measured_as_far_as_it_is_here() -> None:
+    # Its marks there would not be found, and the whole measurement would be lost.
+    net, x = nn.Linear(64, 64), torch.randn(32, 64)
+    budget = lowtide.budget("10 MB")
+
+    def step(limit: Any = budget) -> None:
+        with limit:
+            loss = net(x).relu().square().mean()
+        net.zero_grad()
+        in_thread(loss.backward)
+
+    plain = lowtide.measure(lambda: step(nullcontext()), device="cpu")
+    first, second = (lowtide.measure(step, device="cpu") for _ in range(2))
+    assert plain.peak_bytes <= first.peak_bytes <= plain.peak_bytes + 1024
+    assert second.peak_bytes == first.peak_bytes
+
+
+def test_whose_recording_is_in_the_way_on_another_thread() -> None:
+    net = nn.Linear(8, 8)
+    with lowtide.budget("1 MB"):
+        loss = net(torch.randn(4, 8)).square().mean()
+    with pytest.raises(
+        UsageError, match=r"another thread already records .* of a step under a bud"
+    ):
+        in_thread(lambda: lowtide.measure(loss.backward, device="cpu"))

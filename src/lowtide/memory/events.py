@@ -180,6 +180,10 @@ class MemoryEvents:
         self._addresses.append(marker.data_ptr())
         return index
 
+    def sees_this_thread(self) -> bool:
+        """Whether a mark put here would be found: not on a thread that the program has started."""
+        return profiling.profiler_on_this_thread()
+
     def note(self, storage: torch.UntypedStorage) -> int:
         """Note a storage that was there at the last mark; returns its place in `known`."""
         # A fake tensor's storage is a meta one, and torch warns about its address.
@@ -315,7 +319,7 @@ def _obstacle() -> str:
         held = f"{'this' if here else 'another'} thread already records memory events"
         if here and not active.wanted():
             held += ", which cannot end inside of this backward"
-        elif here and active._step is not None:
+        elif active._step is not None:
             held += " of a step under a budget (run its backward first, or let go of its loss)"
         return held
     return "a torch profiler is active" if profiling.profiler_of_another() else ""

@@ -75,13 +75,18 @@ class SharedEvents:
     def __init__(self, events: MemoryEvents) -> None:
         self._events = events
         self._base = events.mark()
-        self._over = False
+        self._over = self._astray = False
         self._timeline: Timeline | None = None
         self._then: Arrived | None = None
         events.when_stopped(self._arrived)
 
     def mark(self) -> int:
-        return 0 if self._over else self._events.mark() - self._base
+        if self._over or self._astray:
+            return 0
+        if not self._events.sees_this_thread():  # such a mark would void the recording around
+            self._astray = True
+            return 0
+        return self._events.mark() - self._base
 
     def note(self, storage: torch.UntypedStorage) -> int:
         return self._events.note(storage)
@@ -100,7 +105,7 @@ class SharedEvents:
 
     def _arrived(self, timeline: Timeline | None) -> None:
         self._over = True
-        if timeline is not None:
+        if timeline is not None and not self._astray:
             zero = timeline.levels[self._base]
             self._timeline = Timeline(
                 [level - zero for level in timeline.levels[self._base :]],
