@@ -58,6 +58,9 @@ def unpack(packed: Any) -> Any:
         tape.decisions.requested(packed)
         value = packed.value
         base = in_memory(value)
+        if base is not None and packed.counter is not None and packed.counter.moved_over(base):
+            base = None  # it was written through the part that was saved, while nothing recorded
+            value.held = None if value.op is not None else value.held
         if base is None:
             if value.op is None:
                 raise _lost(value, packed.ref)

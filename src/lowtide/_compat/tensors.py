@@ -151,14 +151,19 @@ class Counter:
     and views share theirs. Goes when `.data` does.
     """
 
-    __slots__ = ("_alias",)
+    __slots__ = ("_alias", "_key", "_then")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._alias = with_counter_of(tensor)
+        self._alias, self._key = with_counter_of(tensor), storage_key(tensor)
+        self._then = version_of(self._alias)
 
     def shares(self, tensor: torch.Tensor) -> bool:
         """Whether a write through `tensor` moves this counter."""
         return shares_counter(self._alias, tensor)
+
+    def moved_over(self, held: torch.Tensor) -> bool:
+        """Whether it has moved since, and `held` is in the same memory: then so has its content."""
+        return version_of(self._alias) != self._then and storage_key(held) == self._key
 
 
 # A subclass that does not override dispatch carries this marker in place of a method.

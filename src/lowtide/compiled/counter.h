@@ -17,6 +17,8 @@ namespace lowtide {
 struct Counter {
   PyObject_HEAD
   c10::VariableVersion version;
+  const void* memory;  // the storage of the tensor that has it, which may be gone
+  uint32_t then;       // its number when this was made
 };
 
 inline PyTypeObject* counter_type;
@@ -25,6 +27,8 @@ inline PyObject* new_counter(const at::Tensor& tensor) {
   auto* made = PyObject_New(Counter, counter_type);
   if (made == nullptr) throw py::error_already_set();
   new (&made->version) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
+  made->memory = tensor.storage().unsafeGetStorageImpl();
+  made->then = made->version.enabled() ? made->version.current_version() : 0;
   return object_of(made);
 }
 
@@ -57,8 +61,22 @@ inline PyObject* counter_shares(PyObject* self, PyObject* wrapped) {
   END_HANDLE_TH_ERRORS
 }
 
+inline bool moved_over(const Counter* counter, const at::Tensor& held) {
+  const c10::VariableVersion& now = counter->version;
+  return now.enabled() && now.current_version() != counter->then &&
+      held.storage().unsafeGetStorageImpl() == counter->memory;
+}
+
+inline PyObject* counter_moved_over(PyObject* self, PyObject* wrapped) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(moved_over(reinterpret_cast<Counter*>(self), THPVariable_Unpack(wrapped)));
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyMethodDef counter_methods[] = {
-    {"shares", counter_shares, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+    {"shares", counter_shares, METH_O, nullptr},
+    {"moved_over", counter_moved_over, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 
 inline PyType_Slot counter_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(delete_counter)},

@@ -64,7 +64,10 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   Owned handle(object_of(
       new_handle(value, geometry_in(value, tensor), state->region, state->tape, state->sequence,
                  state->asks)));
-  if (has_other_counter(entry, tensor)) as<Handle>(handle.get())->counter = new_counter(tensor);
+  bool shown = !value->held.defined() || same_counter(value->held, tensor);
+  if (!shown || has_other_counter(entry, tensor)) {
+    as<Handle>(handle.get())->counter = new_counter(tensor);
+  }
   packed(state, handle.get(), value);
   return handle.release();
 }
@@ -155,6 +158,17 @@ inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
   return view;
 }
 
+// What was saved through a part of a storage with a counter of its own may have been written through it
+// while nothing recorded: then what is held is not its content any more.
+inline void look_at_counter(Handle* handle) {
+  Value* value = handle->value;
+  if (handle->counter == nullptr || !Py_IS_TYPE(handle->counter, counter_type)) return;
+  if (!value->held.defined()) return;
+  if (!moved_over(as<Counter>(handle->counter), value->held)) return;
+  if (value->op == nullptr) lost(value, Owned(new_ref(object_of(value), handle->geometry)).get());
+  value->held.reset();
+}
+
 inline at::Tensor unpack_handle(Handle* handle) {
   static PyObject *requested = interned("requested"), *answered = interned("answered"),
                   *adopt = interned("adopt");
@@ -168,6 +182,7 @@ inline at::Tensor unpack_handle(Handle* handle) {
   if (events != nullptr) events->number += handle->value->number >= 0;
   bool told = handle->told && events == nullptr;
   if (!told) {
+    look_at_counter(handle);
     if (const at::Tensor* held = in_memory(handle->value)) {
       order_after_its_stream(handle->value, *held);
       return as_saved(handle, *held);
@@ -176,6 +191,7 @@ inline at::Tensor unpack_handle(Handle* handle) {
   Locked locked(slot(tape, layout.tape_lock));
   Owned decisions(Py_NewRef(slot(tape, layout.tape_decisions)));
   if (told) tell(decisions.get(), requested, object_of(handle));
+  if (told) look_at_counter(handle);
   Owned owner(Py_NewRef(object_of(handle->value)));
   auto* value = as<Value>(owner.get());
   const at::Tensor* held = in_memory(value);

@@ -107,10 +107,11 @@ inline std::pair<int, int> unnoticing(const Value* saved, const at::Tensor& tens
   return {unnoticed, all};
 }
 
-// Whether Python has to see to what autograd has saved of a storage that is about to be written: what is
-// unnoticed of an external, for a part of it, or by what is held (`Writes._hide`); and statistics, unless
-// they are held, which is left to autograd (`_leave_to_autograd`).
-inline bool is_intricate(const Value* saved, Written& written, bool statistic) {
+// Note whether a storage is about to be written unnoticed by what autograd has saved of it; true if Python
+// has to see to that: to what is unnoticed of an external, for a part of it, or by what is held
+// (`Writes._hide`); and to statistics, unless they are held, which is left to autograd
+// (`_leave_to_autograd`).
+inline bool note_unnoticed(const Value* saved, Written& written, bool statistic) {
   if (saved == nullptr) return false;
   if (statistic) return !saved->held.defined();
   auto [unnoticed, all] = unnoticing(saved, written.tensor, written.elsewhere);
@@ -155,7 +156,7 @@ inline bool find_written(
     }
     Written found{Owned(Py_NewRef(object_of(entry))), place, tensor, -1, statistics};
     found.elsewhere = !statistics && has_other_counter(entry, tensor);
-    if (is_intricate(saved_in(entry), found, statistics)) return false;
+    if (note_unnoticed(saved_in(entry), found, statistics)) return false;
     // A part of uninitialized memory: see `Pieces`.
     if (entry->unwritten() &&
         !(contains(fact.fills, place) && covers(Geometry(tensor), entry->nbytes))) {

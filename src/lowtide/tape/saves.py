@@ -88,7 +88,10 @@ class Saves(Writes):
         if value.op is not None and entry.counter is None and value.held is None:
             entry.counter = self.new_counter(tensor)  # while held, its alias shows the counter
         handle = self.new_handle(Ref(value, tensor), region, self.tape, self.sequence)
-        if self._other_counter(entry, tensor):
+        held = value.held if entry.counter is not None else None
+        if self._other_counter(entry, tensor) or (
+            held is not None and not _compat.shares_counter(held, tensor)
+        ):
             handle.counter = self.new_counter(tensor)
         if self._asks:
             self.decisions.packed(handle, value)
