@@ -160,6 +160,17 @@ def is_tracing() -> bool:
     return torch._guards.CompileContext.current_compile_id() is not None
 
 
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_traced_by_fx() -> bool:
+    """Whether `make_fx` traces on this thread. `torch.compiler.is_compiling` says so only where
+    Dynamo or `torch.export` called it; unnecessary once that covers `make_fx`."""
+    if _mode(_PROXY) is not None:
+        return True
+    return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
+
+
 def is_compiled_in_place(module: object) -> bool:
     """Whether ``module.compile()`` was called. Unnecessary when torch tells."""
     return module.__dict__.get("_compiled_call_impl") is not None
