@@ -120,3 +120,23 @@ def test_an_exported_region_whose_function_has_a_keyword_of_torchs_checkpoint() 
     assert bits(torch.export.export(model, (x,)).module()(x)) == bits(model(x))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert bits(compiled(x)) == bits(model(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_autograd_calls_the_hooks_as_they_are(way: Way) -> None:
+    """It neither warns of what it cannot trace nor compiles what a request calls."""
+
+    def scenario(way: Way) -> Any:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        found: list[Tensor | None] = []
+        for _ in range(2):
+            loss = way(model, torch.randn(16, 8)).square().sum()
+            with torch._dynamo.compiled_autograd._enable(
+                lambda graph: torch.compile(graph, backend="eager")
+            ):
+                found += gradients(loss, *model.parameters())
+        return [None if t is None else t.clone() for t in found]
+
+    replayed = check(scenario, way)
+    assert replayed["tanh"] == 2 or way is not lowtide.checkpoint

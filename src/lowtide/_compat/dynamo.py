@@ -148,6 +148,7 @@ def constant_while_compiling(function: _F) -> _F:
 
 def never_compiled(function: Callable[..., Any]) -> None:
     """Keep Dynamo out of `function` and everything that it calls, without importing Dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it is called inline
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))

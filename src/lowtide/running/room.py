@@ -153,7 +153,7 @@ def elsewhere(owner: Loop, args: Any) -> bool:
 
 def _made_like(tensor: torch.Tensor) -> int:
     """Bytes of a result of this input's size; 0 for a parameter, which may be a large table, and
-    where a trace has a symbol for its size: torch ends the process if it is asked for such bytes."""
+    where a trace has a symbol for its size: torch ends the process if asked for such bytes."""
     if isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return 0
     if any(isinstance(size, torch.SymInt) for size in tensor.shape):
