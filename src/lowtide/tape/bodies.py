@@ -3,7 +3,8 @@
 Problem: torch finds what a body closes over by compiling it, which is off while lowtide records; an
 operator whose operands require no grad is then run below autograd, and the gradient of a parameter
 that its body reads is silently lost. Invariant: if a body runs below autograd while grad is enabled
-and reads a tensor that requires grad and is not an operand, it raises. Imports `_compat`, values.
+and reads a tensor that requires grad and is not an operand, it raises; so it does if bodies return
+what autograd takes for no tensors. Imports `_compat`, values.
 Rejected: refusing these operators altogether, although most calls are right.
 """
 
@@ -57,6 +58,24 @@ def watched(
         return _watching(name, body, operands)
 
     return tuple(map(watch, args)), {key: watch(value) for key, value in kwargs.items()}
+
+
+def refuse_structures(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """Raise if bodies returned a dictionary or the like, or one in a tuple. Compiling them would
+    have flattened it; to autograd it is no tensor, and the gradients through it would be lost."""
+    found = result if isinstance(result, tuple | list) else [result]
+    if all(isinstance(item, torch.Tensor | int | float | None) for item in found):
+        return
+    if any(tensor.requires_grad for tensor in tensors_in(args, kwargs)):
+        raise UnsupportedError(
+            f"the bodies of torch's higher-order operator {name} return something else than a "
+            "tuple of tensors (a dictionary, tuples in tuples). torch takes that apart by "
+            "compiling the bodies, which it does not do inside a lowtide budget or region: "
+            "gradients would be missing. Return a tuple of tensors, or call the operator outside "
+            "of it."
+        )
 
 
 def _watching(name: str, body: Callable[..., Any], operands: list[torch.Tensor]) -> Any:
