@@ -395,6 +395,11 @@ def test_bodies_that_return_what_autograd_takes_for_no_tensors(
         way(lambda x: region(x, inner), leaf(8))
     way(lambda x: region(x, inner), torch.ones(8))  # no gradient could be lost
 
+    from torch._higher_order_ops.map import map as each
+
+    with pytest.raises(UnsupportedError, match="map_impl return something else than a tuple of"):
+        way(lambda x: each(lambda row: row.sin(), x)[0].exp(), leaf(4, 2))  # of the first row
+
 
 @every_way
 def test_denormals_that_are_flushed_only_in_the_backward(way: Way) -> None:
