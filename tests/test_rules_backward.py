@@ -85,6 +85,22 @@ def test_several_losses_through_one_region(way: Way) -> None:
     check(scenario, way)
 
 
+def test_what_a_retaining_backward_has_recomputed_serves_the_next_one() -> None:
+    """Autograd still has its handles, so it stays; nothing is replayed twice."""
+
+    def scenario(way: Way, times: int = 3) -> list[Tensor | None]:
+        x, w = leaf(6, 6), leaf(6, 6)
+        y = way(lambda a, b: (a @ b).sin().exp(), way(lambda a, b: (a @ b).sin().exp(), x, w), w)
+        rows = [
+            torch.autograd.grad(y[row].sum(), (x, w), retain_graph=True) for row in range(times)
+        ]
+        return [gradient for row in rows for gradient in row]
+
+    once, thrice = check(lambda way: scenario(way, 1)), check(scenario)
+    assert once.operations == 6
+    assert thrice.operations == once.operations
+
+
 @every_way
 def test_retain_graph_and_the_error_without_it(way: Way) -> None:
     def scenario(way: Way) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -370,6 +371,34 @@ def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(
     parameter = nn.Parameter(weight.clone())
     with pytest.raises(UnsupportedError, match=r"map_impl reads a tensor of shape \(4, 4\) that"):
         way(lambda x: region(x, parameter), leaf(8))
+
+
+@every_way
+@pytest.mark.parametrize("inner", [lambda t: {"out": t}, lambda t: ((t,), t + 1)])
+def test_bodies_that_return_what_autograd_takes_for_no_tensors(
+    way: Way, inner: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes it apart by compiling the bodies, which is off inside a recording."""
+    monkeypatch.setattr(step, "_warned", True)  # given once per process; other tests want it
+
+    def region(x: Tensor, give: Callable[[Tensor], Any]) -> Tensor:
+        found = torch.cond(x.sum() > 0, lambda t: give(t.sin()), lambda t: give(t.cos()), (x,))
+        found = tree_leaves(found)[0]
+        return found.exp() + x
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8)
+        return gradients(way(lambda x: region(x, lambda t: (t,)), x).sum(), x)
+
+    check(scenario, way)
+    with pytest.raises(UnsupportedError, match="cond return something else than a tuple of"):
+        way(lambda x: region(x, inner), leaf(8))
+    way(lambda x: region(x, inner), torch.ones(8))  # no gradient could be lost
+
+    from torch._higher_order_ops.map import map as each
+
+    with pytest.raises(UnsupportedError, match="map_impl return something else than a tuple of"):
+        way(lambda x: each(lambda row: row.sin(), x)[0].exp(), leaf(4, 2))  # of the first row
 
 
 @every_way

@@ -277,12 +277,15 @@ def called_inside(context: _Context, function: Callable[[], R]) -> R:
 def recordable() -> bool:
     """Whether a backward could ask for anything that runs now (rule 12).
 
-    False while torch.compile traces, whose code is not recorded. Raises while a CUDA graph is
+    False while torch.compile or make_fx traces: what a replay makes is no part of the traced
+    graph, which would have the values of this one call in its place. Raises while a CUDA graph is
     captured.
     """
     if torch.compiler.is_compiling() or _open.off:
         return False
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if _compat.is_traced_by_fx():
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(

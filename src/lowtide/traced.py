@@ -33,6 +33,9 @@ def traced_region(
     """Run a region while torch's compiler traces: its policy may be any of `lowtide.policies`."""
     from torch.utils import checkpoint as torch_checkpoint
 
+    if "fn" in kwargs:  # torch's checkpoint has a parameter of this name inside
+        function, kwargs = functools.partial(function, fn=kwargs["fn"]), {**kwargs}
+        del kwargs["fn"]
     given = {**given, "use_reentrant": False}
     given.pop("respect_saved_tensors_hooks", None)  # torch 2.13 does not know it
     if policy is not None:

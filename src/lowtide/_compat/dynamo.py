@@ -148,6 +148,7 @@ def constant_while_compiling(function: _F) -> _F:
 
 def never_compiled(function: Callable[..., Any]) -> None:
     """Keep Dynamo out of `function` and everything that it calls, without importing Dynamo."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # where it is called inline
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
     dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, skip))
@@ -158,6 +159,17 @@ def is_tracing() -> bool:
     traced code only, not in what Dynamo asks of the objects that it meets there. Unnecessary once
     torch 2.10 is not supported: Dynamo of 2.13 traces an overridden forward without it."""
     return torch._guards.CompileContext.current_compile_id() is not None
+
+
+_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_traced_by_fx() -> bool:
+    """Whether `make_fx` traces on this thread. `torch.compiler.is_compiling` says so only where
+    Dynamo or `torch.export` called it; unnecessary once that covers `make_fx`."""
+    if _mode(_PROXY) is not None:
+        return True
+    return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
 
 
 def is_compiled_in_place(module: object) -> bool:

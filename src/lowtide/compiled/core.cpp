@@ -308,6 +308,7 @@ PyMethodDef functions[] = {
     {"leaf_states", leaf_states, METH_O, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},
     {"unpack", unpack, METH_O, nullptr},
+    {"unpack_through", unpack_through, METH_O, nullptr},
     {"aside", aside, METH_VARARGS, nullptr},
     {"anneal", planner::anneal, METH_VARARGS, nullptr},
     {"minimum_cut", planner::minimum_cut, METH_VARARGS, nullptr},

@@ -42,7 +42,14 @@ auto as_torch_throws(Do act) {
   throw_python_error();
 }
 
+// What compiled autograd is given in place of our `unpack`.
 inline PyObject* unpack_function;
+
+inline PyObject* unpack_through(PyObject*, PyObject* function) {
+  Py_XSETREF(unpack_function, Py_NewRef(function));
+  Py_RETURN_NONE;
+}
+
 inline int64_t packed_directly = 0;
 
 // The hooks of one saved variable, in place of torch's `PySavedVariableHooks`.

@@ -7,6 +7,7 @@
 
 #include "replay.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <chrono>
@@ -26,7 +27,13 @@ inline PyObject* call_python_pack(State* state, const at::Tensor& tensor) {
 
 inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
 
+// Whether `make_fx` traces on this thread.
+inline bool is_traced_by_fx() {
+  return c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();
+}
+
 inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
+  if (is_traced_by_fx()) return call_python_pack(state, tensor);
   if (current == nullptr || !is_ordinary(tensor) || state->lazy_bits || state->group != 0 ||
       !is_none(state->next_step)) {  // first: on another thread
     return call_python_pack(state, tensor);

@@ -11,6 +11,7 @@
 #include "facts.h"
 #include "record_types.h"
 
+#include <ATen/ops/_local_scalar_dense_native.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -104,15 +105,25 @@ inline bool is_compiled_operation(PyObject* object) { return Py_IS_TYPE(object, 
 
 // ---------------------------------------------------------------------- as Python sees it
 
-// Whether an argument was a Python number in place of a tensor.
+// Whether an argument was a Python number in place of a tensor. A fake tensor in place of a number has no
+// value.
 inline bool is_number(const c10::IValue& value) {
-  return value.isTensor() && value.toTensor().defined() &&
-      value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+  if (!value.isTensor() || !value.toTensor().defined()) return false;
+  const c10::TensorImpl* tensor = value.toTensor().unsafeGetTensorImpl();
+  return tensor->is_wrapped_number() && !tensor->is_python_dispatch();
+}
+
+// That number. Not asked of the dispatcher where it is on the CPU: while a kernel runs on fake tensors,
+// it would take the number for one of them, which have no value.
+inline at::Scalar number_of(const c10::IValue& value) {
+  const at::Tensor& tensor = value.toTensor();
+  bool here = tensor.has_storage() && tensor.storage().device().is_cpu();
+  return here ? at::native::_local_scalar_dense_cpu(tensor) : tensor.item();
 }
 
 // An argument as Python has it: a dtype is an integer to the dispatcher, and an object to Python.
 inline py::object to_python(const c10::Argument& argument, const c10::IValue& value) {
-  if (is_number(value)) return torch::jit::toPyObject(c10::IValue(value.toTensor().item()));
+  if (is_number(value)) return torch::jit::toPyObject(c10::IValue(number_of(value)));
   if (value.isInt() && argument.real_type()->kind() == c10::TypeKind::ScalarTypeType) {
     return py::reinterpret_borrow<py::object>(
         reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<c10::ScalarType>(value.toInt()))));

@@ -23,10 +23,19 @@ from lowtide.tape.values import tensors_in
 def recorder_class(core: Any) -> type[Recorder]:
     """The recorder over a loaded extension."""
 
+    def unpacked_here(packed: Any) -> torch.Tensor:
+        """Compiled autograd traces into the hooks that it is given. A function of the extension's
+        it would warn of, and compile the Python code that this calls."""
+        unpacked: torch.Tensor = core.unpack(packed)
+        return unpacked
+
+    _compat.never_compiled(unpacked_here)
+    core.unpack_through(unpacked_here)
+
     class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
         """Sees operators through a boxed fallback instead of a dispatch mode."""
 
-        unpack = staticmethod(core.unpack)
+        unpack = staticmethod(unpacked_here)
         takes_apart = False  # it sees operations on the parts, but not which wrapper they are of
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
 

@@ -168,9 +168,10 @@ inline bool know_counter(State* state, const c10::IValue& split) {
   return true;
 }
 
-// Bytes of a tensor of the usual layout; 0 for others.
+// Bytes of a tensor of the usual layout; 0 for others, and where a trace has a symbol for its size.
 inline int64_t dense_bytes(const at::Tensor& tensor) {
-  bool dense = tensor.layout() == c10::kStrided && !tensor.is_nested();
+  bool dense = tensor.layout() == c10::kStrided && !tensor.is_nested() &&
+      !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
   return dense ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
 
@@ -209,7 +210,7 @@ inline bool encode(
     const c10::IValue& value = values[place];
     if (is_number(value)) {
       op->own_rare().numbers.push_back(static_cast<int32_t>(place));
-      op->arguments.emplace_back(value.toTensor().item());
+      op->arguments.emplace_back(number_of(value));
     } else if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       int at = static_cast<int>(place);
@@ -248,7 +249,8 @@ inline void add_output(
   const at::Tensor& tensor = result.toTensor();
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
       tensor.unsafeGetTensorImpl()->is_inference() || !tensor.has_storage() ||
-      tensor.layout() != c10::kStrided || tensor.is_nested()) {
+      tensor.layout() != c10::kStrided || tensor.is_nested() ||
+      tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
     return;
   }
   int64_t key = key_number(tensor);

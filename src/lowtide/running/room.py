@@ -152,8 +152,11 @@ def elsewhere(owner: Loop, args: Any) -> bool:
 
 
 def _made_like(tensor: torch.Tensor) -> int:
-    """Bytes of a result of this input's size; 0 for a parameter, which may be a large table."""
+    """Bytes of a result of this input's size; 0 for a parameter, which may be a large table, and
+    where a trace has a symbol for its size: torch ends the process if asked for such bytes."""
     if isinstance(tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return 0
+    if any(isinstance(size, torch.SymInt) for size in tensor.shape):
         return 0
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 

@@ -3,12 +3,15 @@
 Problem: torch finds what a body closes over by compiling it, which is off while lowtide records; an
 operator whose operands require no grad is then run below autograd, and the gradient of a parameter
 that its body reads is silently lost. Invariant: if a body runs below autograd while grad is enabled
-and reads a tensor that requires grad and is not an operand, it raises. Imports `_compat`, values.
+and reads a tensor that requires grad and is not an operand, it raises; so it does if bodies return
+what autograd takes for no tensors. Imports `_compat`, values.
 Rejected: refusing these operators altogether, although most calls are right.
 """
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,8 @@ import torch
 from lowtide import _compat
 from lowtide.errors import UnsupportedError
 from lowtide.tape.values import tensors_in
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class _Reads(_compat.Mode):
@@ -57,6 +62,26 @@ def watched(
         return _watching(name, body, operands)
 
     return tuple(map(watch, args)), {key: watch(value) for key, value in kwargs.items()}
+
+
+def refuse_no_tuple(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    """Raise if bodies did not return a tuple of tensors. Compiling them would have flattened a
+    dictionary, or tuples in a tuple: to autograd they are no tensors, and the gradients through
+    them would be lost. Of a single tensor torch's autograd makes a tuple, of its rows."""
+    if isinstance(result, tuple | list) and all(
+        isinstance(item, torch.Tensor | int | float | None) for item in result
+    ):
+        return
+    if not any(isinstance(body, _FUNCTIONS) for body in (*args, *kwargs.values())):
+        return
+    if any(tensor.requires_grad for tensor in tensors_in(args, kwargs)):
+        raise UnsupportedError(
+            f"the bodies of torch's higher-order operator {name} return something else than a "
+            "tuple of tensors (a single one, a dictionary, tuples in tuples). torch takes that "
+            "apart by compiling the bodies, which it does not do inside a lowtide budget or "
+            "region: gradients would be missing. Return a tuple of tensors, or call the operator "
+            "outside of it."
+        )
 
 
 def _watching(name: str, body: Callable[..., Any], operands: list[torch.Tensor]) -> Any:

@@ -338,6 +338,8 @@ class Recorder(Encoding, _compat.Mode):
         except BaseException:
             self._raised(written)
             raise
+        if facts.has_bodies:
+            bodies.refuse_no_tuple(facts.name, args, kwargs, result)
         for entry, _ in written:
             version = entry.version, entry.loose
             self._rewritten(None, None, entry, [])

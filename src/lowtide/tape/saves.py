@@ -57,6 +57,8 @@ class Saves(Writes):
 
     def pack(self, tensor: Tensor) -> Any:
         """Saved-tensor hook: a handle in place of the tensor."""
+        if _compat.is_traced_by_fx():
+            return Kept(tensor)  # of any other tensor the traced graph knows the values only
         if self._elsewhere():
             return self._kept(tensor)
         if self.next_step is not None:

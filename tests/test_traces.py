@@ -1,0 +1,142 @@
+"""Regions and budgets where torch traces or computes on shapes alone: `make_fx`, fakes, export.
+
+What a replay makes is no part of a traced graph: a trace that took it for a constant would go on
+with the values of the one call that was traced. So nothing is recorded around which `make_fx`
+traces, and what a function that is traced inside saves is given back as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lowtide
+from against_plain import Way, bits, check, counted, gradients, half_the_peak, leaf, plainly
+
+MODES = ["real", "fake", "symbolic"]
+WAYS = [lowtide.checkpoint, half_the_peak]
+
+
+def slope(way: Way) -> Callable[[Tensor], Tensor]:
+    """A function with a backward inside, which a trace of it contains."""
+
+    def function(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = way(lambda y: (y.sin() * 2.0).exp(), x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    return function
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_traced_region_computes_with_what_the_graph_is_given(way: Way, mode: str) -> None:
+    """On other numbers than those it was traced with."""
+    torch.manual_seed(0)
+    first, second = torch.randn(4, 4), torch.randn(4, 4)
+    with counted() as replayed:
+        traced = make_fx(slope(way), tracing_mode=mode)(first)
+    plain = make_fx(slope(plainly), tracing_mode=mode)(first)
+    assert traced.code == plain.code
+    assert bits(traced(second)) == bits(slope(plainly)(second))
+    assert not replayed.operations
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_inside_computes_with_what_the_graph_is_given(way: Way, mode: str) -> None:
+    def scenario(way: Way) -> Any:
+        x, first, second = leaf(8, 8), torch.randn(8, 8), torch.randn(8, 8)
+        graphs = []
+
+        def function(y: Tensor) -> Tensor:
+            graphs.append(make_fx(slope(plainly), tracing_mode=mode)(first))
+            return y.sin().exp().cos()
+
+        loss = way(function, x).sum()
+        return [graphs[0](second), *gradients(loss, x)]
+
+    replayed = check(scenario, way)
+    assert max(replayed.names().values()) == 1
+
+
+@pytest.mark.parametrize("limit", [None, 0.7, 2**30])
+def test_a_step_on_fake_tensors(limit: float | None) -> None:
+    """Shapes, dtypes and whether there is a gradient, without memory."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        x = torch.randn(4, 8, requires_grad=True)
+        if limit is None:
+            (lowtide.checkpoint(model, x) * 2.0).sum().backward()
+        else:
+            budget = lowtide.budget(limit)
+            for _ in range(3):
+                with budget:
+                    loss = (model(x) * 2.0).sum()
+                loss.backward()
+        found = [x.grad, *(p.grad for p in model.parameters())]
+    for one, of in zip(found, [x, *model.parameters()], strict=True):
+        assert one is not None
+        assert (type(one), one.shape) == (type(x), of.shape)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fake_tensors_inside(way: Way) -> None:
+    """A forward that asks for the shape of something, with a number among the arguments."""
+
+    def scenario(way: Way) -> Any:
+        x, w = leaf(8, 8), leaf(8, 8)
+
+        def function(y: Tensor) -> Tensor:
+            FakeTensorMode.cache_clear()  # else the plain run's answers are given
+            with FakeTensorMode():
+                shape = (torch.empty(8, 8) * 2.0 + 1).sum(0, keepdim=True).shape
+            return (y @ w).sin().exp().expand(8, 8) * torch.ones(shape)
+
+        return gradients(way(function, x).sum(), x, w)
+
+    assert check(scenario, way)["sin"] == 1
+
+
+def test_an_exported_region_whose_function_has_a_keyword_of_torchs_checkpoint() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def part(self, x: Tensor, *, fn: float) -> Tensor:
+            return self.line(x).sin() * fn
+
+        def forward(self, x: Tensor) -> Tensor:
+            return lowtide.checkpoint(self.part, x, fn=2.0)
+
+    model, x = Model(), torch.randn(4, 8)
+    assert bits(torch.export.export(model, (x,)).module()(x)) == bits(model(x))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert bits(compiled(x)) == bits(model(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_autograd_calls_the_hooks_as_they_are(way: Way) -> None:
+    """It neither warns of what it cannot trace nor compiles what a request calls."""
+
+    def scenario(way: Way) -> Any:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        found: list[Tensor | None] = []
+        for _ in range(2):
+            loss = way(model, torch.randn(16, 8)).square().sum()
+            with torch._dynamo.compiled_autograd._enable(
+                lambda graph: torch.compile(graph, backend="eager")
+            ):
+                found += gradients(loss, *model.parameters())
+        return [None if t is None else t.clone() for t in found]
+
+    replayed = check(scenario, way)
+    assert replayed["tanh"] == 2 or way is not lowtide.checkpoint
