@@ -217,6 +217,8 @@ class Loop(Settling):
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
+        if decisions.observer is not None:
+            decisions.observer.behind = self.behind.nbytes
         prepared = decisions.prepared
         if (
             prepared is None
@@ -226,7 +228,7 @@ class Loop(Settling):
             self._freezes_inside = True  # the leaves differed from the plan's only when it began
         if prepared is not None and not decisions.switched:
             wanted = self._for_this_backward(prepared)
-            if wanted is prepared:
+            if wanted is prepared and not self._further_behind(prepared):
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.unsettled = True
@@ -277,6 +279,8 @@ class Loop(Settling):
             decisions.stop_measuring()
             return
         self._last = decisions
+        if not decisions.abandoned():
+            self.behind.add(*decisions.left_behind())
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1
