@@ -265,6 +265,20 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
         train(TwoHeads, lambda: tight)
 
 
+@pytest.mark.parametrize("share", [0.7, 0.8])
+def test_a_refusal_names_what_retained_graphs_may_hold_under_it(share: float) -> None:
+    """What they hold grows with the limit: without that, each retry was refused at a little more."""
+    plain, expected = train(TwoHeads, contextlib.nullcontext)
+    with pytest.raises(BudgetError, match="retained graphs of earlier steps") as refused:
+        tight = lowtide.budget(int(share * max(plain)))
+        train(TwoHeads, lambda: tight)
+    minimum = refused.value.minimum
+    budget = lowtide.budget(minimum)
+    peaks, found = train(TwoHeads, lambda: budget)
+    assert max(peaks) <= minimum
+    assert all(map(torch.equal, expected, found))
+
+
 class Retained:
     """From a certain step on, backward retains the graph for another backward."""
 

@@ -83,6 +83,7 @@ class Loop(Settling):
         leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
+        self.behind.context_begins()
         self.allowance.before = self.place = 0
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
@@ -217,8 +218,7 @@ class Loop(Settling):
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
-        if decisions.observer is not None:
-            decisions.observer.behind = self.behind.nbytes
+        self._look_behind(decisions.observer)
         prepared = decisions.prepared
         if (
             prepared is None
@@ -236,6 +236,7 @@ class Loop(Settling):
             prepared = decisions.prepared = wanted
             decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
+        self._look_behind(observer)
         known = self._known_refusal(decisions)
         if known is not None:
             observer.mark_end()
@@ -246,6 +247,10 @@ class Loop(Settling):
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
         self._settle(decisions, observer)
+
+    def _look_behind(self, observer: Observer | None) -> None:
+        if observer is not None:
+            observer.behind, observer.withheld = self.behind.nbytes, self.behind.dropped
 
     def asked_first(self, decisions: StepDecisions, number: int) -> None:
         """Called at the first request for a recorded value in a backward that began as planned.

@@ -136,7 +136,7 @@ class Settling(Planning):
             forward_over(whole, held),
             allowed,
             retain,
-            before,
+            observer.seen(),
             measured=prepared is not None and prepared.measured,
             again=again,
             plain=plain,

@@ -10,6 +10,8 @@ for good what it holds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lowtide.tape.values import Handle, WeakList
 
 
@@ -17,15 +19,35 @@ class Behind:
     """Steps that are over, whose graphs are still there for another backward."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[WeakList[Handle], int]] = []
+        self._known: list[_Step] = []
 
-    def add(self, handles: WeakList[Handle], nbytes: int) -> None:
+    def add(self, handles: WeakList[Handle], nbytes: int, dropped: int) -> None:
         """A step's backward is over, and has kept its graph, which has these handles: it took so
-        many bytes beside what the step still holds."""
-        self._known.append((handles, nbytes))
+        many bytes beside what the step still holds, and would hold `dropped` more if it might."""
+        self._known.append(_Step(handles, nbytes, dropped))
+
+    def context_begins(self) -> None:
+        """What the steps so far have in memory does not count towards the limit from here on."""
+        for step in self._alive():
+            step.dropped = 0
 
     @property
     def nbytes(self) -> int:
         """The most that a backward through one of them takes beside what they hold."""
-        self._known = [known for known in self._known if known[0].any()]
-        return max((nbytes for _, nbytes in self._known), default=0)
+        return max((step.nbytes for step in self._alive()), default=0)
+
+    @property
+    def dropped(self) -> int:
+        """What those of this context would hold more under a larger limit."""
+        return sum(step.dropped for step in self._alive())
+
+    def _alive(self) -> list[_Step]:
+        self._known = [step for step in self._known if step.handles.any()]
+        return self._known
+
+
+@dataclass
+class _Step:
+    handles: WeakList[Handle]
+    nbytes: int
+    dropped: int

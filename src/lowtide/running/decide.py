@@ -182,16 +182,19 @@ class StepDecisions(ForwardDecisions):
         self._event[0] = -1
         observer.begins_again()
 
-    def left_behind(self) -> tuple[WeakList[Handle], int]:
-        """The handles that its backward has left, as it kept its graph, and the bytes that this was
-        planned to take beside what the step holds now."""
+    def left_behind(self) -> tuple[WeakList[Handle], int, int]:
+        """The handles that its backward has left, as it kept its graph; the bytes that this was
+        planned to take beside what the step holds now; and those that autograd has saved and the
+        step does not hold."""
         peak = self.planned_peak
         if peak is None:
             peak = 0 if self.prepared is None else self.prepared.peak
         made = self._made.alive() if self.observer is None else self.observer.alive()
         held = sum(value.nbytes for value in made if value.held is not None)
         handles, self._handles = self._handles, WeakList()
-        return handles, max(0, peak - held)
+        saved = {handle.value.number: handle.value for handle in handles.alive()}
+        dropped = sum(value.nbytes for value in saved.values() if value.held is None)
+        return handles, max(0, peak - held), dropped
 
     def settle(self, chosen: list[int], peak: int) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
