@@ -219,7 +219,7 @@ class Loop(Settling):
             return
         decisions.complete()
         self._look_behind(decisions.observer)
-        prepared = decisions.prepared
+        prepared, as_planned = decisions.prepared, False
         if (
             prepared is None
             and not decisions.switched
@@ -228,7 +228,8 @@ class Loop(Settling):
             self._freezes_inside = True  # the leaves differed from the plan's only when it began
         if prepared is not None and not decisions.switched:
             wanted = self._for_this_backward(prepared)
-            if wanted is prepared and not self._further_behind(prepared):
+            as_planned = wanted is prepared
+            if as_planned and not self._further_behind(prepared):
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.unsettled = True
@@ -246,7 +247,7 @@ class Loop(Settling):
             finally:
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
-        self._settle(decisions, observer)
+        self._settle(decisions, observer, as_planned=as_planned)
 
     def _look_behind(self, observer: Observer | None) -> None:
         if observer is not None:

@@ -163,10 +163,10 @@ def refusal(
     `predicted`: the peak that a dry run predicted for the plan that was followed. `before`: bytes
     that earlier steps of the same context have left; they count towards the limit. `more`: bytes
     that they would leave besides under a larger one, as a retained graph then holds more.
-    `modules`: the name of the module that each operation ran in, if known. `named`: the smallest limit, if the
-    caller knows which one it accepts. `again`: the step was not planned, and now is: it fits when
-    it comes again. `plain`: the plain peak, if `graph` is only what is left of the step.
-    `least`: the peak, if custom Functions take less than `graph` says.
+    `modules`: the name of the module that each operation ran in, if known. `named`: the smallest
+    limit, if the caller knows which one it accepts. `again`: the step was not planned, and now is:
+    it fits when it comes again. `plain`: the plain peak, if `graph` is only what is left of the
+    step. `least`: the peak, if custom Functions take less than `graph` says.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain

@@ -42,9 +42,17 @@ class Settling(Planning):
 
     # ------------------------------------------------------------------ when backward begins
 
-    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
+    def _settle(
+        self,
+        decisions: StepDecisions,
+        observer: Observer,
+        *,
+        again: bool = False,
+        as_planned: bool = False,
+    ) -> None:
         """The step differs from its plan: plan its backward from what is still held. `again`: it
-        had another one, which has decided for good what it held."""
+        had another one, which has decided for good what it held. `as_planned`: its forward does
+        not differ, and it follows its plan if nothing else leaves more room behind it."""
         prepared = decisions.prepared
         graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
         held = observer.held_from_forward()
@@ -68,6 +76,9 @@ class Settling(Planning):
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)
             if later and found.result.peak > limit:
+                if as_planned:
+                    decisions.settle(prepared.plan.retain[: graph.recorded], prepared.peak)
+                    return
                 found = self._rests.of(graph, held, limit, margin, search=strict)
         else:
             rest = forward_over(graph, held)

@@ -10,7 +10,7 @@ from the one to the other at any operation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -196,12 +196,12 @@ class StepDecisions(ForwardDecisions):
         dropped = sum(value.nbytes for value in saved.values() if value.held is None)
         return handles, max(0, peak - held), dropped
 
-    def settle(self, chosen: list[int], peak: int) -> None:
+    def settle(self, chosen: Sequence[int], peak: int) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
         self.planned_peak = peak
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
-        self.observer.ran = chosen
+        self.observer.ran = list(chosen)
         for value in self.observer.alive():
             if value.held is None or value.op is None:
                 continue
