@@ -247,7 +247,10 @@ class Loop(Settling):
             finally:
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
-        self._settle(decisions, observer, as_planned=as_planned)
+        if as_planned and prepared is not None:
+            self._settle_with_room(decisions, observer, prepared)
+        else:
+            self._settle(decisions, observer)
 
     def _look_behind(self, observer: Observer | None) -> None:
         if observer is not None:

@@ -42,17 +42,9 @@ class Settling(Planning):
 
     # ------------------------------------------------------------------ when backward begins
 
-    def _settle(
-        self,
-        decisions: StepDecisions,
-        observer: Observer,
-        *,
-        again: bool = False,
-        as_planned: bool = False,
-    ) -> None:
+    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
         """The step differs from its plan: plan its backward from what is still held. `again`: it
-        had another one, which has decided for good what it held. `as_planned`: its forward does
-        not differ, and it follows its plan if nothing else leaves more room behind it."""
+        had another one, which has decided for good what it held."""
         prepared = decisions.prepared
         graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
         held = observer.held_from_forward()
@@ -76,9 +68,6 @@ class Settling(Planning):
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)
             if later and found.result.peak > limit:
-                if as_planned:
-                    decisions.settle(prepared.plan.retain[: graph.recorded], prepared.peak)
-                    return
                 found = self._rests.of(graph, held, limit, margin, search=strict)
         else:
             rest = forward_over(graph, held)
@@ -97,6 +86,21 @@ class Settling(Planning):
             self._refuse_backward(decisions, observer, graph, held, found.retain)
         self.allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded], found.result.peak)
+
+    def _settle_with_room(
+        self, decisions: StepDecisions, observer: Observer, prepared: Prepared
+    ) -> None:
+        """The step is as planned, but its backward may take more in the graphs of earlier ones: let
+        it hold less where that is possible, or else follow its plan."""
+        graph, held = prepared.graph, observer.held_from_forward()
+        limit = self.allowance.planned(prepared.plain_peak, self.allowance.before)
+        margin = margins.MEASURED if prepared.measured else margins.MODELLED
+        less = limit - self._further_behind(prepared)
+        found = self._rests.of(graph, held, less, margin, search=True)
+        if found.result.peak <= limit:
+            decisions.settle(found.retain[: graph.recorded], found.result.peak)
+        else:
+            decisions.settle(prepared.plan.retain[: graph.recorded], prepared.peak)
 
     def _further_behind(self, prepared: Prepared | None) -> int:
         """Bytes that this backward may take in the graphs of earlier steps, and that its plan has
