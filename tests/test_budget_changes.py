@@ -448,3 +448,22 @@ def test_steps_are_measured_in_vain_ever_more_seldom() -> None:
     assert steps(1_000) == [0, 1, 4, 11, 26, 57, 120, 247, 502, 757]
     effort.measured(due)  # type: ignore[arg-type]
     assert steps(100) == [0, 31, 94]  # one came after all: more patience than before
+
+
+def test_a_step_that_begins_under_another_ones_plan_is_measured_under_its_own() -> None:
+    """Both are at one place of the loop, and the one that comes seldom was measured before it had
+    the plan that it follows."""
+    seen = SimpleNamespace(parameters={})
+    plan = {"lessons": 2, "measured": True, "grown": False, "of_plain": None, "seconds": 0.0}
+    often = SimpleNamespace(**plan, tried=True, digest=1, seen=seen)
+    seldom = SimpleNamespace(**plan, tried=False, digest=2, seen=seen)
+    effort = Effort()
+    for number, follows in enumerate([often, often, often, seldom] * 3):
+        effort.begins(number)
+        measured = effort.to_measure(often, lambda: False)  # type: ignore[arg-type]
+        if measured:
+            effort.measured(follows)  # type: ignore[arg-type]
+        if follows is seldom and measured:
+            break
+        effort.followed(follows, covered=False, measured=measured)  # type: ignore[arg-type]
+    assert number == 7  # the second time that it came

@@ -107,7 +107,7 @@ def test_a_step_that_comes_often_gets_its_plan() -> None:
 
 def test_steps_that_follow_plans_bring_their_time_back() -> None:
     effort, number = at_the_end_of_its_patience()
-    followed = SimpleNamespace(seconds=0.01, measured=True, signatures=())
+    followed = SimpleNamespace(seconds=0.01, measured=True, tried=True, grown=False, of_plain=None)
     for _ in range(30):
         effort.followed(followed, covered=False, measured=False)  # type: ignore[arg-type]
     assert effort.first(a_step(number + 1), 0.01)

@@ -265,6 +265,19 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
         train(TwoHeads, lambda: tight)
 
 
+def test_a_refusal_names_what_retained_graphs_may_hold_under_it() -> None:
+    """What they hold grows with the limit: without that, each retry was refused at some more."""
+    plain, expected = train(TwoHeads, contextlib.nullcontext)
+    tight = lowtide.budget(int(0.8 * max(plain)))
+    with pytest.raises(BudgetError, match="retained graphs of earlier steps") as refused:
+        train(TwoHeads, lambda: tight)
+    minimum = refused.value.minimum
+    budget = lowtide.budget(minimum)
+    peaks, found = train(TwoHeads, lambda: budget)
+    assert max(peaks) <= minimum
+    assert all(map(torch.equal, expected, found))
+
+
 class Retained:
     """From a certain step on, backward retains the graph for another backward."""
 

@@ -90,6 +90,7 @@ class Loop(Settling):
         leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
+        self.behind.context_begins()
         self.allowance.before = self.place = 0
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
@@ -226,7 +227,8 @@ class Loop(Settling):
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
-        prepared = decisions.prepared
+        self._look_behind(decisions.observer)
+        prepared, as_planned = decisions.prepared, False
         if (
             prepared is None
             and not decisions.switched
@@ -235,7 +237,8 @@ class Loop(Settling):
             self._freezes_inside = True  # the leaves differed from the plan's only when it began
         if prepared is not None and not decisions.switched:
             wanted = self._for_this_backward(prepared)
-            if wanted is prepared:
+            as_planned = wanted is prepared
+            if as_planned and not self._further_behind(prepared):
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.unsettled = True
@@ -243,6 +246,7 @@ class Loop(Settling):
             prepared = decisions.prepared = wanted
             decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
+        self._look_behind(observer)
         known = self._known_refusal(decisions)
         if known is not None:
             observer.mark_end()
@@ -252,7 +256,14 @@ class Loop(Settling):
             finally:
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
-        self._settle(decisions, observer)
+        if as_planned and prepared is not None:
+            self._settle_with_room(decisions, observer, prepared)
+        else:
+            self._settle(decisions, observer)
+
+    def _look_behind(self, observer: Observer | None) -> None:
+        if observer is not None:
+            observer.behind, observer.withheld = self.behind.nbytes, self.behind.dropped
 
     def _say_waiting(self) -> None:
         """Say once, outside of a backward, that forwards were under way which share no limit."""
@@ -303,6 +314,8 @@ class Loop(Settling):
             decisions.stop_measuring()
             return
         self._last = decisions
+        if not decisions.abandoned():
+            self.behind.add(*decisions.left_behind())
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1

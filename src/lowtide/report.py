@@ -151,6 +151,7 @@ def refusal(
     measured: bool,
     predicted: int | None = None,
     before: int = 0,
+    more: int = 0,
     modules: Sequence[str] = (),
     named: int | None = None,
     again: bool = False,
@@ -160,21 +161,27 @@ def refusal(
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
 
     `predicted`: the peak that a dry run predicted for the plan that was followed. `before`: bytes
-    that earlier steps of the same context have left; they count towards the limit. `modules`: the
-    name of the module that each operation ran in, if known. `named`: the smallest limit, if the
-    caller knows which one it accepts. `again`: the step was not planned, and now is: it fits when
-    it comes again. `plain`: the plain peak, if `graph` is only what is left of the step.
-    `least`: the peak, if custom Functions take less than `graph` says.
+    that earlier steps of the same context have left; they count towards the limit. `more`: bytes
+    that they would leave besides under a larger one, as a retained graph then holds more.
+    `modules`: the name of the module that each operation ran in, if known. `named`: the smallest
+    limit, if the caller knows which one it accepts. `again`: the step was not planned, and now is:
+    it fits when it comes again. `plain`: the plain peak, if `graph` is only what is left of the
+    step. `least`: the peak, if custom Functions take less than `graph` says.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     if measured:  # a limit that the plain step keeps needs no recomputation
         minimum = min(minimum, max(plain, result.peak))
-    minimum = minimum + before if named is None else named
+    minimum = minimum + before + more if named is None else named
     known = ""
+    if more:
+        known = (
+            f" That has room for another {format_bytes(more)} that the retained graphs of earlier "
+            "steps in the same context may then hold."
+        )
     if graph.events and result.peak >= plain:
-        known = " No recomputation lowers this peak."
+        known += " No recomputation lowers this peak."
     if graph.events and not measured:
         known += " The memory of its backward is not measured yet, but computed from sizes."
     if least is not None:

@@ -43,6 +43,7 @@ class Effort:
         self._cost = 0.0  # seconds that the last plan took to make
         self._debt = 0.0  # seconds that plans took and have not brought back
         self._strange = False  # whether an unmeasured step did what its plan knows nothing of
+        self._untried = False  # whether one followed a plan under which no step was measured
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
@@ -61,7 +62,9 @@ class Effort:
                 self._skipped, self._hoped = 0, True
                 return True
             self._skipped += 1
-        return self._awaited.is_due or (self._awaited.waits and (self._strange or unmeasured()))
+        if self._awaited.is_due:
+            return True
+        return self._awaited.waits and (self._strange or self._untried or unmeasured())
 
     def begins(self, step: int) -> None:
         """The step of this number begins."""
@@ -113,19 +116,23 @@ class Effort:
     ) -> None:
         """A step followed one of the plans: its own, or that of a larger one, which covers it.
         `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
-        of."""
+        of. One that begins under another step's plan each time, as where both are at one place of a
+        loop, would never be measured under its own."""
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
         self._awaited.followed()
-        if covered or (prepared.measured and not strange):
+        untried = _untried(prepared)
+        if covered or (prepared.measured and not strange and not untried):
             return
         if measured:
             self._awaited.met()
-            self._strange = False
+            self._strange = self._untried = False
         else:  # it recurs: measure it when it comes next
-            self._awaited.missed(hash((prepared.digest, strange)))
+            gradients = frozenset(prepared.seen.parameters)  # to be allocated or there already
+            self._awaited.missed(hash((prepared.digest, gradients, strange)))
             self._strange = self._strange or strange
+            self._untried = self._untried or untried
 
     def again(self, prepared: Prepared) -> bool:
         """Whether to plan again a step that followed its plan and was measured."""
@@ -167,9 +174,13 @@ def _skips(vain: int) -> int:
 
 def _to_learn(prepared: Prepared) -> bool:
     """Whether there is something to learn from a measured step that follows this plan."""
+    return prepared.lessons < LESSONS or _untried(prepared)
+
+
+def _untried(prepared: Prepared) -> bool:
+    """Whether no step was measured under a plan that was made from a measured one."""
     bound = prepared.grown or prepared.of_plain is not None
-    untried = prepared.measured and not prepared.tried and not bound
-    return prepared.lessons < LESSONS or untried
+    return prepared.measured and not prepared.tried and not bound
 
 
 def _bytes(signature: Signature) -> int:

@@ -321,7 +321,7 @@ class Planning:
             followed = self._last.followed_unmeasured if self._last is not None else None
             graph = learned.graph
             refused = self._refusing(
-                graph, allowed, plan.retain, before, measured=True, predicted=followed
+                graph, allowed, plan.retain, learned.seen, measured=True, predicted=followed
             )
             if self._ranks is None or ranks is not None:  # else the other ranks would not know
                 self._refused.add(learned.seen, refused)
@@ -402,6 +402,7 @@ class Planning:
 
     @staticmethod
     def _refusing(
-        graph: Graph, limit: int, retain: Sequence[int], before: int, **known: Any
+        graph: Graph, limit: int, retain: Sequence[int], seen: Seen, **known: Any
     ) -> BudgetError:
-        return refusal(graph, limit + before, retain, before=before, **known)
+        before, more = seen.before, seen.withheld
+        return refusal(graph, limit + before, retain, before=before, more=more, **known)

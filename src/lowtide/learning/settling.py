@@ -21,17 +21,24 @@ from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
 from lowtide.report import too_small
+from lowtide.running.behind import Behind
 from lowtide.running.decide import StepDecisions
+from lowtide.running.prepared import Prepared
 
 _ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
 
 
 class Settling(Planning):
-    """The part of a budget that deals with steps that are not as planned."""
+    """The part of a budget that deals with steps that are not as planned.
+
+    Attributes:
+        behind: earlier steps through whose graphs a backward may go on.
+    """
 
     def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
         super().__init__(limit, ranks)
         self._rests = Rests()
+        self.behind = Behind()
 
     # ------------------------------------------------------------------ when backward begins
 
@@ -57,13 +64,17 @@ class Settling(Planning):
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
         strict = measured or (of_bytes and not decisions.keeps_wrappers)
+        later = self._further_behind(prepared)
         if prepared is not None and not again:
-            found = self._rests.of(graph, held, limit, margin, search=strict)
+            found = self._rests.of(graph, held, limit - later, margin, search=strict)
+            if later and found.result.peak > limit:
+                found = self._rests.of(graph, held, limit, margin, search=strict)
         else:
             rest = forward_over(graph, held)
             if again:
                 rest = settled_in(rest, observer.settled())
-            later = 0 if prepared is not None else self._for_later(observer, rest, held)
+            if prepared is None:
+                later = max(later, self._for_later(observer, rest, held))
             found = with_margin(rest, held, limit - later, margin, search=strict)
             if later and found.result.peak > limit:
                 found = with_margin(rest, held, limit, margin, search=strict)
@@ -74,7 +85,29 @@ class Settling(Planning):
         if found.result.peak > self.allowance.of(plain, before) and strict:
             self._refuse_backward(decisions, observer, graph, held, found.retain)
         self.allowance.shortage.needs(found.result.peak + before)
-        decisions.settle(found.retain[: graph.recorded])
+        decisions.settle(found.retain[: graph.recorded], found.result.peak)
+
+    def _settle_with_room(
+        self, decisions: StepDecisions, observer: Observer, prepared: Prepared
+    ) -> None:
+        """The step is as planned, but its backward may take more in the graphs of earlier ones: let
+        it hold less where that is possible, or else follow its plan."""
+        graph, held = prepared.graph, observer.held_from_forward()
+        limit = self.allowance.planned(prepared.plain_peak, self.allowance.before)
+        margin = margins.MEASURED if prepared.measured else margins.MODELLED
+        less = limit - self._further_behind(prepared)
+        found = self._rests.of(graph, held, less, margin, search=True)
+        if found.result.peak <= limit:
+            decisions.settle(found.retain[: graph.recorded], found.result.peak)
+        else:
+            decisions.settle(prepared.plan.retain[: graph.recorded], prepared.peak)
+
+    def _further_behind(self, prepared: Prepared | None) -> int:
+        """Bytes that this backward may take in the graphs of earlier steps, and that its plan has
+        no room for, as far as that was not measured."""
+        if prepared is None:
+            return self.behind.nbytes
+        return 0 if prepared.tried else max(0, self.behind.nbytes - prepared.seen.behind)
 
     @staticmethod
     def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
@@ -118,7 +151,7 @@ class Settling(Planning):
             forward_over(whole, held),
             allowed,
             retain,
-            before,
+            observer.seen(),
             measured=prepared is not None and prepared.measured,
             again=again,
             plain=plain,

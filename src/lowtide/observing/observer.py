@@ -63,6 +63,8 @@ class Observer(Lives):
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.sparing = False  # custom Functions hold no more in backward than in their forward
         self.retains = False  # backward releases nothing that was saved: it may run again
+        self.behind = 0  # bytes that backward may take in the graphs of earlier steps
+        self.withheld = 0  # bytes that those of this context would hold more under a larger limit
         self._missed = False  # whether the last request was for a value not in memory
         self._begin: int | None = None
         self._draws: int | None = None  # mark before a random state was read for an operation
@@ -132,6 +134,8 @@ class Observer(Lives):
             self.before,
             self.retains,
             tuple(self.calls),
+            self.behind,
+            self.withheld,
         )
 
     # ------------------------------------------------------------------ forward

@@ -47,6 +47,10 @@ class Seen:
     """Whether its backward released nothing that was saved (`retain_graph=True`)."""
     calls: tuple[tuple[int, str], ...] = ()
     """Calls that are not recorded (rule 5): the operation before which each came, and its name."""
+    behind: int = 0
+    """What its backward could take again in the graphs of earlier steps, which it went through."""
+    withheld: int = 0
+    """What those of them in its context would have left more under a larger limit."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: without leaves and operators, which cannot be sent, but with what
@@ -58,7 +62,8 @@ class Seen:
         parameters = {-1 - place: pair for place, pair in enumerate(self.parameters.values())}
         return Seen, (
             ops, self.carries_grad, parameters, {}, self.forward, self.saved, (), self.place,
-            self.before, self.retains, self.calls,
+            self.before, self.retains, self.calls, self.behind,
+            self.withheld,
         )  # fmt: skip
 
     def of_leaves(self, originals: Mapping[int, torch.Tensor]) -> Seen:

@@ -10,7 +10,7 @@ from the one to the other at any operation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from lowtide.memory import leftover
 from lowtide.observing.observer import Observer
 from lowtide.running.forward import ForwardDecisions
 from lowtide.running.prepared import Prepared
-from lowtide.tape.values import Handle, Operation, Value
+from lowtide.tape.values import Handle, Operation, Value, WeakList
 
 
 class StepDecisions(ForwardDecisions):
@@ -29,6 +29,7 @@ class StepDecisions(ForwardDecisions):
     asks = True
     first = 0  # operations recorded when what backward asked for first was saved
     unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
+    planned_peak: int | None = None  # of its backward, if that was planned when it began
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -188,11 +189,26 @@ class StepDecisions(ForwardDecisions):
         self._event[0] = -1
         observer.begins_again()
 
-    def settle(self, chosen: list[int]) -> None:
+    def left_behind(self) -> tuple[WeakList[Handle], int, int]:
+        """The handles that its backward has left, as it kept its graph; the bytes that this was
+        planned to take beside what the step holds now; and those that autograd has saved and the
+        step does not hold."""
+        peak = self.planned_peak
+        if peak is None:
+            peak = 0 if self.prepared is None else self.prepared.peak
+        made = self._made.alive() if self.observer is None else self.observer.alive()
+        held = sum(value.nbytes for value in made if value.held is not None)
+        handles, self._handles = self._handles, WeakList()
+        saved = {handle.value.number: handle.value for handle in handles.alive()}
+        dropped = sum(value.nbytes for value in saved.values() if value.held is None)
+        return handles, max(0, peak - held), dropped
+
+    def settle(self, chosen: Sequence[int], peak: int) -> None:
         """Follow `chosen` in this backward: a decision for each value, as in a `Retention`."""
+        self.planned_peak = peak
         self._settled = [max(choice, 0) for choice in chosen]
         assert self.observer is not None
-        self.observer.ran = chosen
+        self.observer.ran = list(chosen)
         for value in self.observer.alive():
             if value.held is None or value.op is None:
                 continue
