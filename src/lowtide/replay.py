@@ -23,6 +23,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
+from lowtide.tape.retained import free_once_asked
 from lowtide.tape.retry import with_room
 from lowtide.tape.streams import hand_over, replaying
 from lowtide.tape.values import (
@@ -79,6 +80,7 @@ def unpack(packed: Any) -> Any:
                 tape.recorder.adopt(value, base)
         hand_over(value, base)
         tape.decisions.answered(value)
+        free_once_asked(packed)
         ref = packed.ref
         if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
             return base

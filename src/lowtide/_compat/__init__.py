@@ -20,6 +20,7 @@ import torch
 from lowtide._compat.autograd import (
     Way,
     ask_whether_current,
+    backward_number,
     backward_retains_graph,
     base_is_contiguous,
     first_view,
@@ -158,6 +159,7 @@ __all__ = [
     "aten_operators",
     "available",
     "awaited",
+    "backward_number",
     "backward_retains_graph",
     "base_is_contiguous",
     "below_autograd",

@@ -88,6 +88,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def backward_number() -> int:
+    """A number of the backward that runs on this thread, which no other has; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def backward_retains_graph() -> bool:
     """Whether the backward that runs on this thread keeps the graph, as `retain_graph` asks.
 

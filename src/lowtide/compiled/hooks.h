@@ -9,6 +9,7 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
 
@@ -176,6 +177,20 @@ inline void look_at_counter(Handle* handle) {
   value->held.reset();
 }
 
+// As `free_once_asked` of `lowtide/tape/retained.py`.
+inline void free_once_asked(Handle* handle) {
+  int64_t backward = torch::autograd::get_current_graph_task_id();
+  if (handle->told || backward < 0 || !torch::autograd::get_current_graph_task_keep_graph()) return;
+  if (slot(handle->tape, layout.tape_recorder) != Py_None) return;
+  handle->asked_in = backward;
+  Value* value = handle->value;
+  if (value->op == nullptr || value->keep || value->scope != value->region) return;
+  for (const Handle* other = value->handles; other != nullptr; other = other->after) {
+    if (other->asked_in != backward) return;
+  }
+  value->held.reset();
+}
+
 inline at::Tensor unpack_handle(Handle* handle) {
   static PyObject *requested = interned("requested"), *answered = interned("answered"),
                   *adopt = interned("adopt");
@@ -191,8 +206,10 @@ inline at::Tensor unpack_handle(Handle* handle) {
   if (!told) {
     look_at_counter(handle);
     if (const at::Tensor* held = in_memory(handle->value)) {
-      order_after_its_stream(handle->value, *held);
-      return as_saved(handle, *held);
+      at::Tensor found = *held;
+      order_after_its_stream(handle->value, found);
+      free_once_asked(handle);
+      return as_saved(handle, found);
     }
   }
   Locked locked(slot(tape, layout.tape_lock));
@@ -220,6 +237,7 @@ inline at::Tensor unpack_handle(Handle* handle) {
   }
   order_after_its_stream(value, base);
   if (told) tell(decisions.get(), answered, owner.get());
+  free_once_asked(handle);
   return as_saved(handle, base);
 }
 

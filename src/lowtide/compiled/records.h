@@ -199,6 +199,7 @@ struct Handle : Record {
   PyObject* tape = nullptr;
   PyObject* counter = nullptr;  // a `Counter`, if it is not the one that is known of the storage
   int64_t sequence = 0;
+  int64_t asked_in = -1;  // the last backward that retains its graph and has asked for it
   bool told = false;  // whether every request is reported to the decisions
   Handle *before = nullptr, *after = nullptr;  // others of the same value
 };

@@ -70,8 +70,9 @@ class StepDecisions(ForwardDecisions):
         return bool(found)
 
     def holds(self) -> int:
-        """Bytes of what was recorded that are in memory for a backward that has not begun."""
-        if self.begun or self.ended:
+        """Bytes of what was recorded that are in memory for a backward that has not begun. One that
+        was refused had."""
+        if self._began_on or self.ended:
             return 0
         made = self._made.alive() if self.observer is None else self.observer.alive()
         return sum(value.nbytes for value in made if value.held is not None)

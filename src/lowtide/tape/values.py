@@ -286,10 +286,13 @@ class RareOperation(Operation):
 class Handle:
     """What autograd holds in place of a saved tensor.
 
-    `counter`: the tensor's version counter, if it is not the one that is known of its storage.
+    Attributes:
+        counter: the tensor's version counter, if it is not the one that is known of its storage.
+        asked_in: the last backward that retains its graph and has asked for it; see
+            `tape/retained.py`.
     """
 
-    __slots__ = ("__weakref__", "counter", "ref", "region", "sequence", "tape")
+    __slots__ = ("__weakref__", "asked_in", "counter", "ref", "region", "sequence", "tape")
 
     def __init__(self, ref: Ref, region: Region, tape: Any, sequence: int) -> None:
         assert ref.value is not None
@@ -298,6 +301,7 @@ class Handle:
         self.region = region
         self.tape = tape
         self.counter: _compat.Counter | None = None
+        self.asked_in = -1
         ref.value.add_handle(self)
 
     def __del__(self) -> None:
