@@ -55,6 +55,7 @@ def peak_here() -> int:
     return lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes
 
 
+@takes_over
 def test_a_thread_that_ends_ends_its_recording() -> None:
     events = MemoryEvents()
 
@@ -71,6 +72,7 @@ def test_a_thread_that_ends_ends_its_recording() -> None:
     assert timeline.peak == 400
 
 
+@takes_over
 def test_a_thread_that_ends_ends_a_recording_that_was_let_go() -> None:
     def start() -> None:
         assert MemoryEvents().start()
