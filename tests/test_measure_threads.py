@@ -97,7 +97,7 @@ def test_budgets_on_threads_that_ended_while_others_were_refused() -> None:
         for budget in budgets[1:]:
             in_thread(lambda budget=budget: whole_steps(budget))  # not measured: only the first is
             assert budget.report().measured_peak is None
-        with pytest.raises(UsageError, match=r"another thread already records memory events"):
+        with pytest.raises(UsageError, match="another thread already records memory events"):
             peak_here()
         first(lambda: budgets[0].__exit__(None, None, None))
     assert peak_here() == 1024
@@ -145,7 +145,7 @@ def test_a_step_of_another_thread_that_no_backward_can_come_to_gives_way() -> No
 
     with other_thread() as run:
         loss = run(forward)
-        with pytest.raises(UsageError, match=r"another thread already records memory events"):
+        with pytest.raises(UsageError, match="another thread already records memory events"):
             peak_here()
         del loss
         assert peak_here() == 1024

@@ -124,7 +124,7 @@ class Names:
         storage = None if entry is None else entry()
         if entry is None or storage is None:
             return None
-        value = entry.value or (entry.weak() if entry.weak is not None else None)
+        value = _value_in(entry)
         if value is None or value.number < 0:
             return None
         holders = _compat.storage_holders(storage)  # one is the storage's Python object

@@ -182,13 +182,7 @@ class Observer(Lives):
             device = tensors[0].device.type if tensors else "cpu"
             call = describe(op.facts, args, kwargs, device)
             log.kind = None if call is None else self._calls.setdefault(call, call)
-            made = sum(log.sizes)
-            grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
-            log.workspace = remembered_workspace(
-                log.kind, log.name, op.facts.func, args, kwargs, made
-            )
-            log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
-            log.left = log.temporaries
+            self._look_at_memory(log, op, args, kwargs, wanted)
         elif self._where is not None:
             self._where.computes_on(tensors[0].device)
         if not torch.is_grad_enabled():
@@ -206,6 +200,15 @@ class Observer(Lives):
             if len(op.refs) == len(tensors):  # running statistics are not among the refs
                 look_at_reads(log, op.refs, tensors, op.facts.chunks, self._made_anew)
             log.call, log.lent = log.kind, log.kind is None
+
+    def _look_at_memory(
+        self, log: OpLog, op: Operation, args: Any, kwargs: Any, wanted: list[torch.Tensor]
+    ) -> None:
+        made, call = sum(log.sizes), log.kind
+        grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
+        log.workspace = remembered_workspace(call, log.name, op.facts.func, args, kwargs, made)
+        log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
+        log.left = log.temporaries
 
     def _made_anew(self, value: Value, tensor: torch.Tensor) -> bool:
         """Whether `value` was written through a view, and is now read through one for the first
