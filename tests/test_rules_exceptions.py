@@ -136,13 +136,14 @@ def test_an_error_while_replaying(error: type[BaseException]) -> None:
 
 
 def test_an_error_in_the_middle_of_a_replay() -> None:
-    """An operator fails in its replay, while random state and default dtype are replaced."""
-    x = leaf(6)
+    """An operator fails in its replay, while random state and default dtype are replaced. It draws
+    from a generator of the program's, so that both recorders have it as an object of Python's."""
+    x, own = leaf(6), torch.Generator()
 
     def region(x: Tensor) -> Tensor:
         torch.set_default_dtype(torch.float64)
         try:
-            noise = torch.rand(6)
+            noise = torch.rand(6, generator=own)
         finally:
             torch.set_default_dtype(torch.float32)
         return (x * noise).sin().exp().cos()
@@ -159,15 +160,15 @@ def test_an_error_in_the_middle_of_a_replay() -> None:
         @staticmethod
         def func(*args: Any, **kwargs: Any) -> Any:
             assert torch.get_default_dtype() == torch.float64
-            torch.rand(3)
+            torch.rand(3, generator=own)
             raise MemoryError("no room")
 
     with nothing_left_behind():
-        state = torch.get_rng_state()
+        state = own.get_state()
         rand.facts = Failing
         with pytest.raises(MemoryError, match="no room"):
             y.sum().backward()
-        assert torch.equal(state, torch.get_rng_state())
+        assert torch.equal(state, own.get_state())
 
 
 @every_way

@@ -4,9 +4,9 @@
 // Problem: a transformer with dropout draws in a third of its operations, and handing each to Python cost
 // more than all others together. Invariant: the CPU's generator is copied, as its state is large and rarely
 // moves; that of a device is read as bytes by the generator's own `get_state`, which synchronises nothing
-// (CUDA's are a seed and an offset, on the host). Explicit generators, factories and devices whose generator
-// torch does not know are left to the Python recorder. Rejected: `clone` for every device: a clone may share
-// its state with the original, as CUDA's can.
+// (CUDA's are a seed and an offset, on the host). Explicit generators and devices whose generator torch does
+// not know are left to the Python recorder. Rejected: `clone` for every device: a clone may share its state
+// with the original, as CUDA's can.
 #pragma once
 
 #include "facts.h"
@@ -14,6 +14,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <cstring>
@@ -85,27 +86,35 @@ inline at::Generator generator_of(c10::Device device) {
   }
 }
 
-// The state that a call is about to draw from; false if Python has to find it out.
-inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) {
-  std::optional<c10::Device> device;  // of the first tensor that is not on the CPU
+// The device that a call draws on: that of its tensors, or, for a factory, the one that it names. None:
+// Python has to find it out.
+inline std::optional<c10::Device> drawn_on(const torch::jit::Stack& stack, size_t count) {
+  std::optional<c10::Device> tensors, named;  // of the first tensor, one that is not on the CPU if any is
   auto look = [&](const c10::IValue& value) {
-    if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().device().is_cpu()) return;
-    if (!device) device = value.toTensor().device();
+    if (!value.isTensor() || !value.toTensor().defined()) return;
+    if (!tensors || tensors->is_cpu()) tensors = value.toTensor().device();
   };
-  bool named = false;  // `rand_like(x, device="cpu")` does not draw where `x` is
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (stack[i].isGenerator() || (stack[i].isDevice() && !stack[i].toDevice().is_cpu())) return false;
-    named = named || stack[i].isDevice();
+    if (stack[i].isGenerator()) return {};
+    if (stack[i].isDevice()) named = stack[i].toDevice();
     look(stack[i]);
     if (!stack[i].isTensorList() && !stack[i].isOptionalTensorList()) continue;
     for (const c10::IValue& item : stack[i].toListRef()) look(item);
   }
-  if (count == 0 || !stack[stack.size() - count].isTensor()) return false;  // a factory, on any device
-  if (!device) {
+  if (!tensors) return named.value_or(c10::Device(c10::kCPU));
+  bool elsewhere = named && *named != *tensors;  // `rand_like(x, device="cpu")` does not draw where `x` is
+  return elsewhere ? std::nullopt : tensors;
+}
+
+// The state that a call is about to draw from; false if Python has to find it out.
+inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) {
+  std::optional<c10::Device> device = drawn_on(stack, count);
+  if (!device || device->is_meta()) return false;
+  if (device->is_cpu()) {
     into.generator = generator_now();
     return true;
   }
-  if (named || device->is_meta()) return false;
+  if (!device->has_index()) *device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
   into.generator = generator_of(*device);
   if (!into.generator.defined()) return false;
   std::lock_guard<std::mutex> lock(into.generator.mutex());

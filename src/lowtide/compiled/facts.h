@@ -11,6 +11,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <unordered_map>
@@ -33,6 +34,10 @@ struct Fact {
   int non_blocking = -1, target = -1;           // for a copy: positions of that flag and of the target
   std::vector<int> writes, fills;               // positions of arguments
 };
+
+inline bool contains(const std::vector<int>& places, int place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
+}
 
 inline PyObject* facts_of_function;  // `lowtide.tape.operators.facts_of`
 

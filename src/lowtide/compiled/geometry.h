@@ -120,4 +120,20 @@ inline Geometry geometry_of(PyObject* ref) {
       c10::scalarTypeToTypeMeta(as<THPDtype>(slot(ref, layout.ref_dtype))->scalar_type));
 }
 
+// Whether a view is the whole of a storage, each element once; as `covers` of `tape/pieces.py`.
+inline bool covers(const Geometry& geometry, int64_t nbytes) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
+  for (size_t i = 0; i < geometry.size().size(); ++i) {
+    if (geometry.size()[i] != 1) dims.emplace_back(geometry.stride()[i], geometry.size()[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t count = 1;
+  for (auto [stride, size] : dims) {
+    if (stride != count) return false;
+    count *= size;
+  }
+  return geometry.offset() == 0 &&
+      count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
+}
+
 }  // namespace lowtide

@@ -45,7 +45,9 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (entry == nullptr) {
     owner = external(state, tensor, key, false);
     entry = find_entry(state->table, key);
-  } else if (!is_current(entry, tensor) || is_given_out(entry, tensor) || entry->unwritten()) {
+  } else if (!is_current(entry, tensor) || is_given_out(entry, tensor)) {
+    return call_python_pack(state, tensor);
+  } else if (!is_external_now(entry, tensor)) {
     return call_python_pack(state, tensor);
   } else if (Value* found = value_in(entry); found != nullptr) {
     owner = Owned(Py_NewRef(object_of(found)));
@@ -54,11 +56,14 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   }
   auto* value = as<Value>(owner.get());
   bool external = value->op == nullptr;
+  if (!external && is_constant(value->op)) {  // a foreign kernel may fill it
+    give_up(std::exchange(value->op, nullptr));
+    external = true;
+  }
   if (external && value->held.defined() && !same_counter(value->held, tensor)) {
     return call_python_pack(state, tensor);  // see `Known._know_counters`
   }
   if (!external) {
-    if (is_constant(value->op)) return call_python_pack(state, tensor);  // a foreign kernel may fill it
     if (value->scope == nullptr || depth_of(state->region) < depth_of(value->scope)) {
       Py_XDECREF(std::exchange(value->scope, Py_NewRef(state->region)));
     }

@@ -48,22 +48,6 @@ inline bool is_current(const Entry* entry, const at::Tensor& tensor) {
   return entry->version == version_of(tensor) || has_other_counter(entry, tensor);
 }
 
-// The value in a storage, borrowed, if it can be read without a closer look; else null.
-inline Value* readable(State* state, const Entry* entry, const at::Tensor& tensor) {
-  if (!is_current(entry, tensor) || entry->given_out || entry->unwritten()) return nullptr;
-  Value* value = value_in(entry);
-  if (value == nullptr) return nullptr;
-  bool held = value->held.defined();
-  if (value->op == nullptr) {
-    // A tensor over it may have a version counter of its own, see `Known._know_counters`.
-    if (!held || !same_counter(value->held, tensor)) return nullptr;
-    value->read = true;
-  } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
-    return nullptr;
-  }
-  return value;
-}
-
 inline Watched* watched;  // the table of `lowtide/tape/watch.py`
 
 // As `Known._hold`.
@@ -76,6 +60,32 @@ inline void hold(Entry* entry, Value* value, const at::Tensor& tensor) {
   entry->weak = weak_to(kept.get());
   put_value(entry, nullptr);
   watch(watched, entry->key, kept.get());
+}
+
+// As `Known._unwritten`; false if the record has written parts, at which Python has to look.
+inline bool is_external_now(Entry* entry, const at::Tensor& tensor) {
+  if (!entry->blank.defined()) return !entry->unwritten();
+  if (tensor.numel() == 0) return false;
+  entry->blank = Geometry();
+  return true;
+}
+
+// The value in a storage, if it can be read without a closer look; else null.
+inline Owned readable(State* state, Entry* entry, const at::Tensor& tensor) {
+  if (!is_current(entry, tensor) || entry->given_out) return Owned();
+  Value* value = value_in(entry);
+  if (value == nullptr || !is_external_now(entry, tensor)) return Owned();
+  Owned owner(Py_NewRef(object_of(value)));
+  bool held = value->held.defined();
+  if (value->op == nullptr) {
+    // A tensor over it may have a version counter of its own, see `Known._know_counters`.
+    if (held && !same_counter(value->held, tensor)) return Owned();
+    value->read = true;
+    if (!held) hold(entry, value, tensor);
+  } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
+    return Owned();
+  }
+  return owner;
 }
 
 // As `Known._overwriting`.
@@ -136,9 +146,10 @@ inline bool add_input(State* state, Operation* op, const at::Tensor& tensor, siz
   Entry* entry = find_entry(state->table, key);
   if (entry == nullptr) {
     value = external(state, tensor, key, true);
-  } else if (Value* found = readable(state, entry, tensor); found != nullptr) {
-    value = Owned(Py_NewRef(object_of(found)));
   } else {
+    value = readable(state, entry, tensor);
+  }
+  if (value.get() == nullptr) {
     static PyObject* name = interned("_reference");
     Owned wrapped(THPVariable_Wrap(tensor));
     Owned ref(checked(PyObject_CallMethodOneArg(object_of(state), name, wrapped.get())));
@@ -201,6 +212,22 @@ inline bool add_statistic(
   return true;
 }
 
+// Whether a call overwrites all of an argument whose memory was never written, and reads it nowhere else.
+inline bool fills_blank(State* state, const Fact& fact, const c10::IValue* values, size_t count, size_t at) {
+  if (!contains(fact.fills, static_cast<int>(at))) return false;
+  int64_t key = key_number(values[at].toTensor());
+  const Entry* entry = find_entry(state->table, key);
+  if (entry == nullptr || !entry->blank.defined()) return false;
+  for (size_t place = 0; place < count; ++place) {
+    if (place == at) continue;
+    if (values[place].isList()) return false;
+    if (!values[place].isTensor() || !values[place].toTensor().defined()) continue;
+    const at::Tensor& other = values[place].toTensor();
+    if (!other.has_storage() || key_number(other) == key) return false;
+  }
+  return covers(Geometry(values[at].toTensor()), entry->nbytes);
+}
+
 // Copy the arguments into the record, tensors as inputs; false if the tape cannot represent one.
 // `moves`: whether the call moves the running statistics that it is given.
 inline bool encode(
@@ -217,6 +244,9 @@ inline bool encode(
       op->wanted += wanted_bytes(tensor);
       if (tensor.defined() && fact.mean >= 0 && (at == fact.mean || at == fact.variance)) {
         if (!add_statistic(state, op, tensor, place, moves)) return false;
+      } else if (tensor.defined() && fills_blank(state, fact, values, count, place)) {
+        op->inputs.push_back(Input{nullptr, Geometry(tensor), -1, static_cast<int16_t>(place), tensor.device(),
+                                   static_cast<int64_t>(tensor.storage().nbytes())});
       } else if (tensor.defined() && !add_input(state, op, tensor, place, -1)) {
         return false;
       }

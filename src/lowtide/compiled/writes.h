@@ -62,10 +62,6 @@ inline void overwriting(Entry* entry, bool hidden) {
   Owned done(checked(PyObject_Vectorcall(overwriting_function, arguments, 2, nullptr)));
 }
 
-inline bool contains(const std::vector<int>& places, int place) {
-  return std::find(places.begin(), places.end(), place) != places.end();
-}
-
 // What was not given is None or an undefined tensor.
 inline bool trains(const Fact& fact, const c10::IValue* values) {
   return fact.mean >= 0 && values[fact.mean].isTensor() && values[fact.mean].toTensor().defined() &&
@@ -119,22 +115,6 @@ inline bool note_unnoticed(const Value* saved, Written& written, bool statistic)
   if (unnoticed == 0) return false;
   bool shown = saved->held.defined() && same_counter(saved->held, written.tensor);
   return unnoticed < all || saved->op == nullptr || shown;
-}
-
-// Whether a view is the whole of a storage, each element once; as `covers` of `tape/pieces.py`.
-inline bool covers(const Geometry& geometry, int64_t nbytes) {
-  c10::SmallVector<std::pair<int64_t, int64_t>, 5> dims;
-  for (size_t i = 0; i < geometry.size().size(); ++i) {
-    if (geometry.size()[i] != 1) dims.emplace_back(geometry.stride()[i], geometry.size()[i]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t count = 1;
-  for (auto [stride, size] : dims) {
-    if (stride != count) return false;
-    count *= size;
-  }
-  return geometry.offset() == 0 &&
-      count * static_cast<int64_t>(geometry.dtype().itemsize()) == nbytes;
 }
 
 // As `Recorder._written` and `_behind`; false where Python has to look closer. `statistics`: the places are
@@ -200,7 +180,9 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
       }
     }
     if (found < 0) return false;
+    each.input = found;
     const Value* value = op->inputs[found].value;
+    if (value == nullptr) continue;  // see `fills_blank`
     for (const Input& input : op->inputs) count += input.value == value;
     int64_t nbytes = each.entry()->nbytes;
     PyObject* made_by = value->op;
@@ -212,7 +194,6 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
     } else if (!fact.placing && is_constant(made_by)) {
       return false;
     }
-    each.input = found;
   }
   return true;
 }

@@ -111,15 +111,12 @@ def alone() -> bool:
 
 
 def _device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
-    """The device that is drawn on: with `torch.rand_like(x, device=...)` it is not that of `x`."""
+    """The device that is drawn on: with `torch.rand_like(x, device=...)` it is not that of `x`. A
+    default device of the program's is named by the time that an operator is called."""
     named = kwargs.get("device")
     if named is not None:
         return torch.device(named)
-    found = _compat.device_of(args)
-    if found is not None:
-        return found
-    given = any(isinstance(a, torch.Tensor | list | tuple) for a in args)
-    return torch.device("cpu") if given else torch.get_default_device()
+    return _compat.device_of(args) or torch.device("cpu")
 
 
 @contextlib.contextmanager
