@@ -26,8 +26,6 @@ inline PyObject* call_python_pack(State* state, const at::Tensor& tensor) {
   return checked(PyObject_CallMethodOneArg(object_of(state), name, wrapped.get()));
 }
 
-inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
-
 // Whether `make_fx` traces on this thread.
 inline bool is_traced_by_fx() {
   return c10::impl::TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value();

@@ -175,7 +175,7 @@ struct Layout {
   PyTypeObject *ref, *operation, *region, *tape;
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
   Offset operation_refs, operation_sequence, operation_facts;
-  Offset region_depth, region_policy;
+  Offset region_depth, region_parent, region_policy;
   Offset tape_lock, tape_decisions, tape_recorder, tape_events;
 };
 
@@ -214,6 +214,7 @@ inline void find_layout(const py::module_& values, const py::module_& tape) {
   l.operation_sequence = offset_of(l.operation, "sequence");
   l.operation_facts = offset_of(l.operation, "facts");
   l.region_depth = offset_of(l.region, "depth");
+  l.region_parent = offset_of(l.region, "parent");
   l.region_policy = offset_of(l.region, "policy");
 }
 

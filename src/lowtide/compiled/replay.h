@@ -63,13 +63,21 @@ inline Owned ref_read_by(PyObject* op, Value* value) {
   throw py::error_already_set();
 }
 
+inline int64_t depth_of(PyObject* region) { return integer(slot(region, layout.region_depth)); }
+
+// As `Region.contains`.
+inline bool contains(PyObject* region, PyObject* other) {
+  while (other != region && depth_of(other) > depth_of(region)) other = slot(other, layout.region_parent);
+  return other == region;
+}
+
 // One replay, from a request to the tensor.
 class Replay {
  public:
   // `events`: if not null, the number of backward's last request, which decides what is retained.
-  // `settles`: whether a region asks, which has no `Decisions.replayed` called; see `settle_made`.
-  Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events, bool settles)
-      : value_(value), request_(request), decisions_(decisions), events_(events), settles_(settles) {}
+  // `of_region`: whether the decisions are `RegionDecisions`, whose rules are known here.
+  Replay(Value* value, PyObject* request, PyObject* decisions, const Box* events, bool of_region)
+      : value_(value), request_(request), decisions_(decisions), events_(events), of_region_(of_region) {}
 
   at::Tensor run() {
     find_closure();
@@ -298,7 +306,7 @@ class Replay {
         value->held = tensor;
       }
     }
-    if (settles_) settle_made(op, made);
+    if (of_region_) settle_made(op, made);
   }
 
   // As `RegionDecisions.replayed`: what is held needs its operation no more if that holds what a policy
@@ -319,10 +327,14 @@ class Replay {
     }
   }
 
-  // As `Decisions.retained`.
+  // As `Decisions.retained`: that of a planned backward, of a region, or what Python says.
   bool retained(Value* value) {
-    if (events_ != nullptr) {
-      return value->handles != nullptr && events_->number >= value->retain_from;
+    bool pending = value->handles != nullptr;
+    if (events_ != nullptr) return pending && events_->number >= value->retain_from;
+    if (of_region_) {
+      PyObject* scope = value->scope;
+      if (scope == nullptr || !contains(scope, as<Handle>(request_)->region)) return false;
+      return scope != value->region || pending;
     }
     static PyObject* name = interned("retained");
     PyObject* arguments[] = {decisions_, object_of(value), request_};
@@ -333,7 +345,7 @@ class Replay {
   Value* value_;
   PyObject *request_, *decisions_;
   const Box* events_;
-  bool settles_;
+  bool of_region_;
   std::unordered_set<Value*> based_;  // made from what a policy keeps, and not held
   std::vector<Owned> operations_;
   std::unordered_map<Value*, int> readers_;
