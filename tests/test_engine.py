@@ -109,7 +109,8 @@ def in_place(x: Tensor) -> Tensor:
 def random(x: Tensor) -> Tensor:
     y = F.dropout(x.exp(), 0.3)
     noise = torch.randn_like(y) + torch.rand(y.shape) + torch.randn(y.shape[1:])
-    noise = noise[torch.randperm(len(noise))] + torch.randint(9, (1,)) + torch.normal(0.0, 1.0, (1,))
+    noise = noise[torch.randperm(len(noise))] + torch.randint(9, (1,))
+    noise = noise + torch.normal(0.0, 1.0, (1,))
     return (F.dropout(y * noise, 0.5).tanh() + torch.bernoulli(torch.full_like(y, 0.5))).sum()
 
 
@@ -132,8 +133,18 @@ def without_grad(x: Tensor) -> Tensor:
     return (x * scale).exp().sum() * hidden.sum()
 
 
+def constants(x: Tensor) -> Tensor:
+    """Some are saved, some are read, and some memory is filled as a whole before it is either."""
+    with torch.no_grad():
+        mask = torch.ones_like(x)
+        twice = mask + mask
+    filled = torch.empty(x.shape).copy_(twice).mul_(0.5)
+    state = torch.zeros(x.shape)
+    return (x * mask * torch.full((4,), 0.5) + state).exp().mul(filled).sum()
+
+
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    f.__name__: f for f in (lists, in_place, random, views, in_bfloat16, without_grad)
+    f.__name__: f for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants)
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(
@@ -204,6 +215,9 @@ def test_both_recorders_write_the_same(name: str) -> None:
     assert torch.equal(grad_a, grad_b)
 
 
+LOOKS = ("run", "_reference", "pack_slowly")  # at an operation, an argument, a saved tensor
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", sorted({*CASES, *MODULES}))
 def test_usual_layers_are_recorded_without_python(
@@ -214,20 +228,53 @@ def test_usual_layers_are_recorded_without_python(
     left: list[str] = []
 
     def watched(x: Tensor) -> Any:
-        recorder = current_recorder()
-        run = type(recorder).run
+        cls = type(current_recorder())
 
-        def counted(*call: Any) -> Any:
-            left.append(str(call[1]))
-            return run(*call)
+        def noting(look: str) -> Callable[..., Any]:
+            unnoted = getattr(cls, look)
+
+            def noted(*call: Any) -> Any:
+                left.append(look)
+                return unnoted(*call)
+
+            return noted
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(recorder), "run", counted)
+            for look in LOOKS:
+                patch.setattr(cls, look, noting(look))
             return function(x)
 
     with engine.use("compiled"):
         recorded(watched, Told())
     assert left == []
+
+
+def nested(x: Tensor) -> Tensor:
+    inner = lowtide.checkpoint(lambda v: v.sin().exp().tanh(), x.cos())
+    return lowtide.checkpoint(lambda v: v.cos().exp() * inner.sigmoid(), inner).sum()
+
+
+@needs_compiler
+def test_what_regions_retain_is_decided_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(nested(x), x)
+    asked: list[Any] = []
+    rule = RegionDecisions.retained
+
+    def noted(*call: Any) -> bool:
+        asked.append(call)
+        return rule(*call)
+
+    monkeypatch.setattr(RegionDecisions, "retained", noted)
+    ran = {}
+    for way in ("python", "compiled"):
+        asked.clear()
+        with engine.use(way), counted() as replayed:
+            (grad,) = torch.autograd.grad(lowtide.checkpoint(nested, x), x)
+        assert torch.equal(grad, expected)
+        ran[way] = replayed.requests
+        assert bool(asked) == (way == "python")
+    assert ran["python"] == ran["compiled"]
 
 
 def asking(x: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ PyObject* copy_state(PyObject*, PyObject* arguments) {
     auto pair = py::reinterpret_borrow<py::tuple>(arguments);
     auto from = pair[0].cast<at::Generator>(), to = pair[1].cast<at::Generator>();
     std::lock_guard<std::mutex> lock(to.mutex());
-    copy_generator(from, to);
+    CpuState::of(on_cpu(from)).put(on_cpu(to));
     Py_RETURN_NONE;
   });
 }

@@ -2,11 +2,11 @@
 // which has the rule (3), without Python.
 //
 // Problem: a transformer with dropout draws in a third of its operations, and handing each to Python cost
-// more than all others together. Invariant: the CPU's generator is copied, as its state is large and rarely
-// moves; that of a device is read as bytes by the generator's own `get_state`, which synchronises nothing
-// (CUDA's are a seed and an offset, on the host). Explicit generators and devices whose generator torch does
-// not know are left to the Python recorder. Rejected: `clone` for every device: a clone may share its state
-// with the original, as CUDA's can.
+// more than all others together. Invariant: the state of the CPU's generator, which is large, is shared by the
+// operations between two draws; that of a device is read as bytes by the generator's own `get_state`, which
+// synchronises nothing (CUDA's are a seed and an offset, on the host). Explicit generators and devices whose
+// generator torch does not know are left to the Python recorder. Rejected: `clone`: on the CPU it seeds a
+// generator first, and on other devices it may share its state with the original, as CUDA's can.
 #pragma once
 
 #include "facts.h"
@@ -18,18 +18,48 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <cstring>
+#include <memory>
 #include <optional>
 
 namespace lowtide {
 
-// What an operation drew from: the CPU's generator, and a copy of it as it was before; or another device's
-// own, and the bytes of its state.
+// The state of a CPU's generator. Not a clone: that seeds a generator first, which takes longer than a draw.
+struct CpuState {
+  at::mt19937_data_pod engine;
+  std::optional<float> next_float;
+  std::optional<double> next_double;
+
+  static CpuState of(at::CPUGeneratorImpl* generator) {
+    return {generator->engine().data(), generator->next_float_normal_sample(),
+            generator->next_double_normal_sample()};
+  }
+  bool operator==(const CpuState& other) const {
+    const at::mt19937_data_pod &a = engine, &b = other.engine;
+    return a.seed_ == b.seed_ && a.left_ == b.left_ && a.next_ == b.next_ && a.seeded_ == b.seeded_ &&
+        a.state_ == b.state_ && next_float == other.next_float && next_double == other.next_double;
+  }
+  void put(at::CPUGeneratorImpl* into) const {
+    static thread_local at::mt19937 carrier;
+    carrier.set_data(engine);
+    into->set_engine(carrier);
+    into->set_next_float_normal_sample(next_float);
+    into->set_next_double_normal_sample(next_double);
+  }
+};
+
+inline at::CPUGeneratorImpl* on_cpu(const at::Generator& generator) {
+  return generator.get<at::CPUGeneratorImpl>();
+}
+
+// What an operation drew from: the CPU's generator, in this state; or another device's own, and the bytes of
+// its state.
 struct Drawn {
-  at::Generator generator;  // of the CPU: the copy
+  std::shared_ptr<const CpuState> here;
+  at::Generator generator;
   c10::SmallVector<uint8_t, 16> state;
 
-  bool defined() const { return generator.defined(); }
-  bool elsewhere() const { return defined() && !generator.device().is_cpu(); }
+  bool elsewhere() const { return generator.defined(); }
+  bool defined() const { return here != nullptr || elsewhere(); }
 };
 
 // Reading a state may make a tensor, which no mode of the program's is to see.
@@ -57,24 +87,15 @@ inline void write_state(at::Generator& generator, const c10::SmallVector<uint8_t
   generator.set_state(tensor_of(state));
 }
 
-// A copy of the present CPU generator; the last copy if nothing was drawn since. Most operators that may
-// draw do not (attention without dropout), and a copy is larger than all other records.
-inline at::Generator generator_now() {
-  static thread_local at::Generator last;
+// The state of the CPU's generator, the one that was read last if nothing was drawn since. Most operators that
+// may draw do not (attention without dropout), and a state is larger than all other records.
+inline std::shared_ptr<const CpuState> state_now() {
+  static thread_local std::shared_ptr<const CpuState> last;
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   std::lock_guard<std::mutex> lock(generator.mutex());
-  auto* now = generator.get<at::CPUGeneratorImpl>();
-  if (last.defined()) {
-    auto* then = last.get<at::CPUGeneratorImpl>();
-    auto drawn = now->engine().data(), before = then->engine().data();
-    if (drawn.seed_ == before.seed_ && drawn.left_ == before.left_ && drawn.next_ == before.next_ &&
-        drawn.seeded_ == before.seeded_ && drawn.state_ == before.state_ &&
-        now->next_float_normal_sample() == then->next_float_normal_sample() &&
-        now->next_double_normal_sample() == then->next_double_normal_sample()) {
-      return last;
-    }
-  }
-  return last = generator.clone();
+  CpuState now = CpuState::of(on_cpu(generator));
+  if (last == nullptr || !(now == *last)) last = std::make_shared<const CpuState>(now);
+  return last;
 }
 
 // The default generator of a device; none if torch does not know it.
@@ -111,7 +132,7 @@ inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) 
   std::optional<c10::Device> device = drawn_on(stack, count);
   if (!device || device->is_meta()) return false;
   if (device->is_cpu()) {
-    into.generator = generator_now();
+    into.here = state_now();
     return true;
   }
   if (!device->has_index()) *device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
@@ -132,7 +153,9 @@ inline void put_back(Drawn& drawn) {
 // (generator, its state before), as the Python recorder has it.
 inline py::tuple draw_of(const Drawn& drawn) {
   if (drawn.elsewhere()) return py::make_tuple(drawn.generator, tensor_of(drawn.state));
-  return py::make_tuple(py::module_::import("torch").attr("default_generator"), drawn.generator);
+  at::Generator copy = at::detail::createCPUGenerator();
+  drawn.here->put(on_cpu(copy));
+  return py::make_tuple(py::module_::import("torch").attr("default_generator"), copy);
 }
 
 // Holds a Python lock; waiting for it releases the GIL.
@@ -153,25 +176,15 @@ struct Locked {
 
 inline PyObject* draws_lock;  // `lowtide.tape.generators.lock`
 
-// Put one CPU generator, whose lock is held, into the state of another, without the tensor that torch's own
-// way goes through.
-inline void copy_generator(const at::Generator& from, const at::Generator& to) {
-  auto* source = from.get<at::CPUGeneratorImpl>();
-  auto* target = to.get<at::CPUGeneratorImpl>();
-  target->set_engine(source->engine());
-  target->set_next_float_normal_sample(source->next_float_normal_sample());
-  target->set_next_double_normal_sample(source->next_double_normal_sample());
-}
-
 // Whether an operation that drew this can be given a generator to draw from.
 inline bool takes_a_copy(const Fact* fact, const Drawn& drawn) {
-  return fact->generator >= 0 && drawn.defined() && !drawn.elsewhere();
+  return fact->generator >= 0 && drawn.here != nullptr;
 }
 
 // A CPU generator of this thread's own, in a recorded state.
 inline at::Generator& copy_to_draw_from(const Drawn& drawn) {
-  static thread_local at::Generator own = drawn.generator.clone();
-  copy_generator(drawn.generator, own);
+  static thread_local at::Generator own = at::detail::createCPUGenerator();
+  drawn.here->put(on_cpu(own));
   return own;
 }
 
@@ -195,12 +208,12 @@ inline const c10::OperatorHandle& given(
 class DrawsFromCopy {
  public:
   explicit DrawsFromCopy(Drawn& drawn) : generator_(at::detail::getDefaultCPUGenerator()) {
-    drawn.generator = generator_now();
+    drawn.here = state_now();
     own_ = copy_to_draw_from(drawn);
   }
   ~DrawsFromCopy() {
     std::lock_guard<std::mutex> lock(generator_.mutex());
-    copy_generator(own_, generator_);
+    CpuState::of(on_cpu(own_)).put(on_cpu(generator_));
   }
   const at::Generator& own() const { return own_; }
 
@@ -214,30 +227,31 @@ class RestoredGenerator {
   explicit RestoredGenerator(const Drawn& drawn) {
     if (!drawn.defined()) return;
     locked_.emplace(draws_lock);
-    before_.generator = drawn.elsewhere() ? drawn.generator : at::detail::getDefaultCPUGenerator();
-    std::lock_guard<std::mutex> lock(before_.generator.mutex());
+    generator_ = drawn.elsewhere() ? drawn.generator : at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator_.mutex());
     if (drawn.elsewhere()) {
-      read_state(before_.generator, before_.state);
-      write_state(before_.generator, drawn.state);
+      read_state(generator_, before_);
+      write_state(generator_, drawn.state);
     } else {
-      copy_ = before_.generator.clone();
-      copy_generator(drawn.generator, before_.generator);
+      before_here_ = CpuState::of(on_cpu(generator_));
+      drawn.here->put(on_cpu(generator_));
     }
   }
   ~RestoredGenerator() {
-    if (!before_.defined()) return;
-    std::lock_guard<std::mutex> lock(before_.generator.mutex());
-    if (before_.elsewhere()) {
-      write_state(before_.generator, before_.state);
+    if (!generator_.defined()) return;
+    std::lock_guard<std::mutex> lock(generator_.mutex());
+    if (before_here_) {
+      before_here_->put(on_cpu(generator_));
     } else {
-      copy_generator(copy_, before_.generator);
+      write_state(generator_, before_);
     }
   }
 
  private:
   std::optional<Locked> locked_;  // released last
-  Drawn before_;  // the generator itself, on any device
-  at::Generator copy_;  // the CPU's as it was
+  at::Generator generator_;
+  c10::SmallVector<uint8_t, 16> before_;
+  std::optional<CpuState> before_here_;
 };
 
 }  // namespace lowtide

@@ -25,8 +25,8 @@ class Decisions(Protocol):
     """What the tape asks a plan or a policy. Implementations hold no tensors."""
 
     asks: bool
-    """Whether it wants to be told of operations and saves even where no region has a policy. If not,
-    it is that of regions: the compiled replay has what `RegionDecisions` decides in C++."""
+    """Whether it wants to be told of operations and saves even where no region has a policy. If
+    not, it is `RegionDecisions`, whose rule for `retained` the compiled replay has in C++."""
 
     @property
     def where(self) -> Where | None:
