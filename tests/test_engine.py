@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -110,7 +111,7 @@ def random(x: Tensor) -> Tensor:
     y = F.dropout(x.exp(), 0.3)
     noise = torch.randn_like(y) + torch.rand(y.shape) + torch.randn(y.shape[1:])
     noise = noise[torch.randperm(len(noise))] + torch.randint(9, (1,))
-    noise = noise + torch.normal(0.0, 1.0, (1,))
+    noise = noise + torch.normal(0.0, 1.0, (1,)) + torch.rand(4, generator=torch.Generator())
     return (F.dropout(y * noise, 0.5).tanh() + torch.bernoulli(torch.full_like(y, 0.5))).sum()
 
 
@@ -140,11 +141,31 @@ def constants(x: Tensor) -> Tensor:
         twice = mask + mask
     filled = torch.empty(x.shape).copy_(twice).mul_(0.5)
     state = torch.zeros(x.shape)
+    torch.add(twice, twice, out=filled)
     return (x * mask * torch.full((4,), 0.5) + state).exp().mul(filled).sum()
 
 
+def outs(x: Tensor) -> Tensor:
+    """`out=` of all kinds: known and unknown memory, a part of it, resized, read by the same call."""
+    with torch.no_grad():
+        scale, known, rows = torch.ones(4), x.exp(), torch.zeros(2, 4)
+        torch.mul(scale, 2.0, out=scale)
+        torch.sub(x, known, out=known)
+        torch.add(x[0], x[1], out=rows[1])
+        larger, empty, places = torch.zeros(5), torch.empty(0), torch.empty(4, dtype=torch.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a resized out= that is not empty is deprecated
+            torch.sum(x, 0, out=larger)
+            torch.sum(x, 1, out=empty)
+        torch.max(known, 0, out=(rows[0], places))
+        parameter = nn.Parameter(torch.zeros(4))
+        torch.add(scale, larger, out=parameter)
+    return (x * scale * known * rows[0] * larger).sum() + (rows.sum() * empty.sum() + x).exp().sum()
+
+
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    f.__name__: f for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants)
+    f.__name__: f
+    for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants, outs)
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(
@@ -219,7 +240,7 @@ LOOKS = ("run", "_reference", "pack_slowly")  # at an operation, an argument, a 
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", sorted({*CASES, *MODULES}))
+@pytest.mark.parametrize("name", sorted({*CASES, *MODULES} - {"outs"}))
 def test_usual_layers_are_recorded_without_python(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,3 +357,24 @@ def test_with_grad_disabled_nothing_is_recorded() -> None:
         with torch.no_grad():
             lowtide.checkpoint(lambda x: x.sin(), leaf(3))
     assert seen == ["aten::sin"]
+
+
+@every_way
+def test_an_out_that_the_call_has_resized(way: Way) -> None:
+    """What is left of its old content is known, and torch warns of it once, as in the plain step."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(3, 4)
+
+        def region(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                larger = torch.linspace(1, 2, 5) * 2
+                rest = larger[4:]
+                torch.sum(x, 0, out=larger)
+            return (x * larger).exp().sum() + (x * rest).sin().sum()
+
+        with pytest.warns(UserWarning, match="was resized since it had shape"):
+            out = way(region, x)
+        return [out, *gradients(out, x)]
+
+    check(scenario, way)

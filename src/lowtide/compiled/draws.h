@@ -4,8 +4,8 @@
 // Problem: a transformer with dropout draws in a third of its operations, and handing each to Python cost
 // more than all others together. Invariant: the state of the CPU's generator, which is large, is shared by the
 // operations between two draws; that of a device is read as bytes by the generator's own `get_state`, which
-// synchronises nothing (CUDA's are a seed and an offset, on the host). Explicit generators and devices whose
-// generator torch does not know are left to the Python recorder. Rejected: `clone`: on the CPU it seeds a
+// synchronises nothing (CUDA's are a seed and an offset, on the host). Generators of other devices that a call
+// is given, and devices whose generator torch does not know, are left to the Python recorder. Rejected: `clone`: on the CPU it seeds a
 // generator first, and on other devices it may share its state with the original, as CUDA's can.
 #pragma once
 
@@ -51,15 +51,15 @@ inline at::CPUGeneratorImpl* on_cpu(const at::Generator& generator) {
   return generator.get<at::CPUGeneratorImpl>();
 }
 
-// What an operation drew from: the CPU's generator, in this state; or another device's own, and the bytes of
-// its state.
+// What an operation drew from: a generator of the CPU, in this state; or another device's own, and the bytes
+// of its state.
 struct Drawn {
   std::shared_ptr<const CpuState> here;
-  at::Generator generator;
+  at::Generator generator;  // undefined: the CPU's default one
   c10::SmallVector<uint8_t, 16> state;
 
-  bool elsewhere() const { return generator.defined(); }
-  bool defined() const { return here != nullptr || elsewhere(); }
+  bool elsewhere() const { return here == nullptr && generator.defined(); }
+  bool defined() const { return here != nullptr || generator.defined(); }
 };
 
 // Reading a state may make a tensor, which no mode of the program's is to see.
@@ -87,7 +87,18 @@ inline void write_state(at::Generator& generator, const c10::SmallVector<uint8_t
   generator.set_state(tensor_of(state));
 }
 
-// The state of the CPU's generator, the one that was read last if nothing was drawn since. Most operators that
+// Packages may bring generators of their own.
+inline bool is_of_cpu(const at::Generator& generator) {
+  return dynamic_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl()) != nullptr;
+}
+
+inline std::shared_ptr<const CpuState> state_of(const at::Generator& generator) {
+  at::Generator named = generator;
+  std::lock_guard<std::mutex> lock(named.mutex());
+  return std::make_shared<const CpuState>(CpuState::of(on_cpu(named)));
+}
+
+// The state of the CPU's default generator, the one that was read last if nothing was drawn since. Most operators that
 // may draw do not (attention without dropout), and a state is larger than all other records.
 inline std::shared_ptr<const CpuState> state_now() {
   static thread_local std::shared_ptr<const CpuState> last;
@@ -128,7 +139,15 @@ inline std::optional<c10::Device> drawn_on(const torch::jit::Stack& stack, size_
 }
 
 // The state that a call is about to draw from; false if Python has to find it out.
-inline bool snapshot(const torch::jit::Stack& stack, size_t count, Drawn& into) {
+inline bool snapshot(const Fact& fact, const torch::jit::Stack& stack, size_t count, Drawn& into) {
+  if (fact.generator >= 0 && !fact.taker) {
+    const c10::IValue& given = stack[stack.size() - count + fact.generator];
+    if (given.isGenerator() && is_of_cpu(given.toGenerator())) {
+      into.generator = given.toGenerator();
+      into.here = state_of(into.generator);
+      return true;
+    }
+  }
   std::optional<c10::Device> device = drawn_on(stack, count);
   if (!device || device->is_meta()) return false;
   if (device->is_cpu()) {
@@ -155,6 +174,7 @@ inline py::tuple draw_of(const Drawn& drawn) {
   if (drawn.elsewhere()) return py::make_tuple(drawn.generator, tensor_of(drawn.state));
   at::Generator copy = at::detail::createCPUGenerator();
   drawn.here->put(on_cpu(copy));
+  if (drawn.generator.defined()) return py::make_tuple(drawn.generator, copy);
   return py::make_tuple(py::module_::import("torch").attr("default_generator"), copy);
 }
 
@@ -201,14 +221,15 @@ inline const c10::OperatorHandle& given(
   return *fact.taker;
 }
 
-// The call that runs in this scope draws from a copy of the CPU's generator, which is then as if it had drawn
+// The call that runs in this scope draws from a copy of a generator of the CPU, which is then as if it had drawn
 // from the generator itself: no other thread draws between the reading of the state and the call's own draw,
 // and so a replay draws the same. The generator's lock is not held meanwhile: what a call destroys may need
 // Python's, which a thread that waits for the generator's may hold.
 class DrawsFromCopy {
  public:
-  explicit DrawsFromCopy(Drawn& drawn) : generator_(at::detail::getDefaultCPUGenerator()) {
-    drawn.here = state_now();
+  explicit DrawsFromCopy(Drawn& drawn) : generator_(drawn.generator) {
+    drawn.here = generator_.defined() ? state_of(generator_) : state_now();
+    if (!generator_.defined()) generator_ = at::detail::getDefaultCPUGenerator();
     own_ = copy_to_draw_from(drawn);
   }
   ~DrawsFromCopy() {

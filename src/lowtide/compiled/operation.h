@@ -244,15 +244,14 @@ inline PyObject* operation_draws(PyObject* self, void*) {
 
 // (args, kwargs) with a `Ref` in place of each tensor, as the Python recorder records them.
 inline std::pair<py::list, py::dict> operation_arguments(Operation* op) {
-  size_t at_least = 0;
-  for (const Input& input : op->inputs) {
-    at_least = std::max(at_least, static_cast<size_t>(input.argument) + 1);
-  }
-  for (const TensorList& list : op->rare().lists) {
-    at_least = std::max(at_least, static_cast<size_t>(list.argument) + 1);
-  }
-  auto [args, kwargs] = python_arguments(op->op.schema(), op->arguments.data(), at_least);
   const auto& arguments = op->op.schema().arguments();
+  size_t at_least = 0;
+  auto given = [&](int place) {
+    if (!arguments[place].kwarg_only()) at_least = std::max(at_least, static_cast<size_t>(place) + 1);
+  };
+  for (const Input& input : op->inputs) given(input.argument);
+  for (const TensorList& list : op->rare().lists) given(list.argument);
+  auto [args, kwargs] = python_arguments(op->op.schema(), op->arguments.data(), at_least);
   auto set = [&args = args, &kwargs = kwargs, &arguments](int place, const py::object& value) {
     if (arguments[place].kwarg_only()) {
       kwargs[arguments[place].name().c_str()] = value;

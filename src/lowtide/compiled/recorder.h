@@ -3,7 +3,7 @@
 // Problem: a dispatch mode costs 5 to 15 microseconds per operation before it does anything.
 // Invariant: a boxed fallback just below autograd sees every operation of a recording thread, except some
 // views, runs it exactly once, and leaves the same records as the Python recorder; anything unusual
-// (unknown tensors, explicit generators, policies that look at arguments) is handed to that recorder,
+// (unknown tensors, parts of uninitialized memory, policies that look at arguments) is handed to that recorder,
 // which works on the same table. Rejected: a recorder entirely in C++, whose rare paths would be written
 // and tested twice.
 #pragma once
@@ -76,7 +76,7 @@ inline bool run_recorded(
     if (!find_written(state, fact, op.schema(), places, values, written, true)) return false;
   }
   if (fact.chunks && !know_counter(state, values[0])) return false;
-  if (fact.random && again && !snapshot(*stack, count, made->own_rare().drawn)) return false;
+  if (fact.random && again && !snapshot(fact, *stack, count, made->own_rare().drawn)) return false;
   size_t digest = 0;
   bool allocates = fact.makes || written.empty();
   if (following(state) && allocates && again && !has_room(state, fact, made, digest)) {

@@ -123,12 +123,14 @@ inline bool find_written(
     State* state, const Fact& fact, const c10::FunctionSchema& schema, const std::vector<int>& places,
     const c10::IValue* values, std::vector<Written>& written, bool statistics) {
   for (int place : places) {
-    if (place < 0 || schema.arguments()[place].kwarg_only()) return false;  // out=
+    if (place < 0) return false;
     if (values[place].isNone()) continue;
     if (!values[place].isTensor()) return false;
     const at::Tensor& tensor = values[place].toTensor();
     if (!tensor.defined()) continue;
     if (!is_ordinary(tensor)) return false;
+    bool out = schema.arguments()[place].kwarg_only();
+    if (out && (tensor.numel() == 0 || tensor.requires_grad())) return false;
     Entry* entry = enter_written(state, tensor);
     if (entry == nullptr) return false;
     for (const Written& other : written) {
@@ -138,7 +140,7 @@ inline bool find_written(
     found.elsewhere = !statistics && has_other_counter(entry, tensor);
     if (note_unnoticed(saved_in(entry), found, statistics)) return false;
     // A part of uninitialized memory: see `Pieces`.
-    if (entry->unwritten() &&
+    if ((out || entry->unwritten()) &&
         !(contains(fact.fills, place) && covers(Geometry(tensor), entry->nbytes))) {
       return false;
     }
@@ -201,7 +203,17 @@ inline bool can_be_made(const Fact& fact, Operation* op, std::vector<Written>& w
 // As `Known._rewritten`: a storage has new content.
 inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
   Entry* entry = each.entry();
-  bool made_again = op != nullptr && each.input >= 0;
+  auto nbytes = static_cast<int64_t>(each.tensor.storage().nbytes());
+  if (nbytes != entry->nbytes) {
+    if (entry->counted != 0) {
+      as<Box>(state->live)->number += nbytes - entry->counted;
+      entry->counted = nbytes;
+    }
+    entry->nbytes = nbytes;
+  }
+  // Nor is an out= that was resized: see `Writes._through`.
+  bool made_again = op != nullptr && each.input >= 0 &&
+      op->inputs[each.input].geometry.size() == each.tensor.sizes();
   bool here = !made_again || is_here(state, each.tensor.device(), false);
   entry->blank = Geometry();  // parts are written in Python
   Py_CLEAR(entry->pieces);

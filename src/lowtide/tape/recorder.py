@@ -247,7 +247,7 @@ class Recorder(Encoding, _compat.Mode):
         for entry, place in written:
             old = self.value_in(entry) if place == facts.fills_saved else None
             version = entry.version, entry.loose
-            self._rewritten(op, through.get(entry.key) if through else None, entry, made)
+            self._rewritten(op, self._through(through, entry, place, kwargs), entry, made)
             unnoticed = behind.get(entry.key)
             if unnoticed is not None:
                 if unnoticed.elsewhere:

@@ -219,16 +219,30 @@ class Writes(Known):
             found = [ref for ref in refs if ref.value is value]
             if not found:
                 return None
+            ref = found[-1] if isinstance(place, str) else found[0]  # `out` comes after what is read
             if (
                 place in facts.fills
                 and len(found) == 1
-                and (covers(found[0], entry.nbytes) or _first_piece(entry, place))
+                and (covers(ref, entry.nbytes) or _first_piece(entry, place))
             ):
-                found[0].make_blank(entry.nbytes, self._device(entry))
+                ref.make_blank(entry.nbytes, self._device(entry))
             elif value.op is None or (_untouched_constant(value) and not facts.placing):
                 return None
-            through[entry.key] = found[0]
+            through[entry.key] = ref
         return through
+
+    @staticmethod
+    def _through(
+        through: dict[int, Ref] | None, entry: Entry, place: int | str, kwargs: dict[str, Any]
+    ) -> Ref | None:
+        """The ref through which a replay writes a storage; None: it cannot make that again. Nor can
+        it an `out=` that the call has resized, unless that was empty: a replay would not know what
+        is left of the old content, and torch would warn again."""
+        ref = None if through is None else through.get(entry.key)
+        out = kwargs.get(place) if isinstance(place, str) else None
+        if ref is None or not isinstance(out, Tensor) or not ref.size.numel():
+            return ref
+        return ref if out.shape == ref.size else None
 
     def _written_inside(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
