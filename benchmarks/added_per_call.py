@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python benchmarks/added_per_call.py
 
-A chain of 40 such calls on a tiny tensor, under a budget that keeps everything, beside the same chain
-alone: forward and backward, opening and closing the budget included. A chain of nothing shows what
-these take.
+A chain of 40 such calls on a tiny tensor, under a budget that keeps everything, beside the same
+chain alone: forward and backward, opening and closing the budget included. A chain of nothing shows
+what these take.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ Call = Callable[[Tensor], Tensor]
 
 def kinds() -> dict[str, Call]:
     weight = torch.randn(16, 16, requires_grad=True)
+    own, fixed, out = torch.Generator(), torch.randn(16), torch.empty(16)
     return {
         "nothing": lambda x: x,
         "tanh": torch.tanh,
@@ -34,6 +35,8 @@ def kinds() -> dict[str, Call]:
         "dropout": lambda x: F.dropout(x, 0.1),
         "times `torch.ones`": lambda x: x * torch.ones(x.shape),
         "times `torch.rand`": lambda x: x * torch.rand(x.shape),
+        "the same, of a generator": lambda x: x * torch.rand(x.shape, generator=own),
+        "plus `torch.add(..., out=)`": lambda x: x + torch.add(fixed, fixed, out=out),
     }
 
 

@@ -146,7 +146,7 @@ def constants(x: Tensor) -> Tensor:
 
 
 def outs(x: Tensor) -> Tensor:
-    """`out=` of all kinds: known and unknown memory, a part of it, resized, read by the same call."""
+    """`out=` of all kinds: memory known or not, a part of it, resized, read by the same call."""
     with torch.no_grad():
         scale, known, rows = torch.ones(4), x.exp(), torch.zeros(2, 4)
         torch.mul(scale, 2.0, out=scale)

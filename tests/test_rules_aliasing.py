@@ -361,7 +361,7 @@ def test_with_grad_disabled_nothing_is_recorded() -> None:
 
 @every_way
 def test_an_out_that_the_call_has_resized(way: Way) -> None:
-    """What is left of its old content is known, and torch warns of it once, as in the plain step."""
+    """What is left of its old content is known, and torch warns once, as in the plain step."""
 
     def scenario(way: Way) -> list[Tensor | None]:
         x = leaf(3, 4)

@@ -219,7 +219,7 @@ class Writes(Known):
             found = [ref for ref in refs if ref.value is value]
             if not found:
                 return None
-            ref = found[-1] if isinstance(place, str) else found[0]  # `out` comes after what is read
+            ref = found[-1 if isinstance(place, str) else 0]  # `out` comes after what is read
             if (
                 place in facts.fills
                 and len(found) == 1
