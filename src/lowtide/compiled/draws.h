@@ -5,8 +5,9 @@
 // more than all others together. Invariant: the state of the CPU's generator, which is large, is shared by the
 // operations between two draws; that of a device is read as bytes by the generator's own `get_state`, which
 // synchronises nothing (CUDA's are a seed and an offset, on the host). Generators of other devices that a call
-// is given, and devices whose generator torch does not know, are left to the Python recorder. Rejected: `clone`: on the CPU it seeds a
-// generator first, and on other devices it may share its state with the original, as CUDA's can.
+// is given, and devices whose generator torch does not know, are left to the Python recorder. Rejected:
+// `clone`: on the CPU it seeds a generator first, and on other devices it may share its state with the
+// original, as CUDA's can.
 #pragma once
 
 #include "facts.h"
@@ -98,8 +99,8 @@ inline std::shared_ptr<const CpuState> state_of(const at::Generator& generator) 
   return std::make_shared<const CpuState>(CpuState::of(on_cpu(named)));
 }
 
-// The state of the CPU's default generator, the one that was read last if nothing was drawn since. Most operators that
-// may draw do not (attention without dropout), and a state is larger than all other records.
+// The state of the CPU's default generator, the one that was read last if nothing was drawn since. Most
+// operators that may draw do not (attention without dropout), and a state is larger than all other records.
 inline std::shared_ptr<const CpuState> state_now() {
   static thread_local std::shared_ptr<const CpuState> last;
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -121,7 +122,7 @@ inline at::Generator generator_of(c10::Device device) {
 // The device that a call draws on: that of its tensors, or, for a factory, the one that it names. None:
 // Python has to find it out.
 inline std::optional<c10::Device> drawn_on(const torch::jit::Stack& stack, size_t count) {
-  std::optional<c10::Device> tensors, named;  // of the first tensor, one that is not on the CPU if any is
+  std::optional<c10::Device> tensors, named;  // that of the first which is not on the CPU, if any is
   auto look = [&](const c10::IValue& value) {
     if (!value.isTensor() || !value.toTensor().defined()) return;
     if (!tensors || tensors->is_cpu()) tensors = value.toTensor().device();
@@ -154,7 +155,10 @@ inline bool snapshot(const Fact& fact, const torch::jit::Stack& stack, size_t co
     into.here = state_now();
     return true;
   }
-  if (!device->has_index()) *device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
+  if (!device->has_index()) {
+    if (!c10::impl::hasDeviceGuardImpl(device->type())) return false;
+    *device = c10::impl::VirtualGuardImpl(device->type()).getDevice();
+  }
   into.generator = generator_of(*device);
   if (!into.generator.defined()) return false;
   std::lock_guard<std::mutex> lock(into.generator.mutex());
@@ -221,9 +225,9 @@ inline const c10::OperatorHandle& given(
   return *fact.taker;
 }
 
-// The call that runs in this scope draws from a copy of a generator of the CPU, which is then as if it had drawn
-// from the generator itself: no other thread draws between the reading of the state and the call's own draw,
-// and so a replay draws the same. The generator's lock is not held meanwhile: what a call destroys may need
+// The call that runs in this scope draws from a copy of a generator of the CPU, which is then as if it had
+// been drawn from: no other thread draws between the reading of the state and the call's own draw, and so a
+// replay draws the same. The generator's lock is not held meanwhile: what a call destroys may need
 // Python's, which a thread that waits for the generator's may hold.
 class DrawsFromCopy {
  public:

@@ -3,9 +3,9 @@
 // Problem: a dispatch mode costs 5 to 15 microseconds per operation before it does anything.
 // Invariant: a boxed fallback just below autograd sees every operation of a recording thread, except some
 // views, runs it exactly once, and leaves the same records as the Python recorder; anything unusual
-// (unknown tensors, parts of uninitialized memory, policies that look at arguments) is handed to that recorder,
-// which works on the same table. Rejected: a recorder entirely in C++, whose rare paths would be written
-// and tested twice.
+// (unknown tensors, parts of uninitialized memory, policies that look at arguments) is handed to that
+// recorder, which works on the same table. Rejected: a recorder entirely in C++, whose rare paths would be
+// written and tested twice.
 #pragma once
 
 #include "streams.h"

@@ -220,7 +220,7 @@ inline bool fills_blank(State* state, const Fact& fact, const c10::IValue* value
   if (entry == nullptr || !entry->blank.defined()) return false;
   for (size_t place = 0; place < count; ++place) {
     if (place == at) continue;
-    if (values[place].isList()) return false;
+    if (values[place].isTensorList() || values[place].isOptionalTensorList()) return false;
     if (!values[place].isTensor() || !values[place].toTensor().defined()) continue;
     const at::Tensor& other = values[place].toTensor();
     if (!other.has_storage() || key_number(other) == key) return false;

@@ -211,7 +211,7 @@ inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
     }
     entry->nbytes = nbytes;
   }
-  // Nor is an out= that was resized: see `Writes._through`.
+  // An out= that was resized is not: see `Writes._through`.
   bool made_again = op != nullptr && each.input >= 0 &&
       op->inputs[each.input].geometry.size() == each.tensor.sizes();
   bool here = !made_again || is_here(state, each.tensor.device(), false);
