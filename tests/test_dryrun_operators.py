@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, stack_module_state, vmap
 
 import lowtide
+from lowtide import _compat
 from lowtide._compat import fakes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -162,8 +163,6 @@ def test_a_mixture_of_experts(dtype: torch.dtype, transposed: bool) -> None:
     model, ends = Experts(dtype, transposed), torch.tensor([50, 100, 220, 256], dtype=torch.int32)
     x = torch.randn(256, 32, dtype=dtype)
     assert follows(model, x, ends)
-    if dtype == torch.bfloat16:
-        return  # its kernel packs the matrices of each group, whose sizes are not known
 
     def step(budget: lowtide.Budget | None = None) -> None:
         model.zero_grad()
@@ -176,7 +175,10 @@ def test_a_mixture_of_experts(dtype: torch.dtype, transposed: bool) -> None:
     plain = lowtide.measure(step, device="cpu").peak_bytes
     model.zero_grad()
     made = lowtide.plan(model, x, ends)
-    assert abs(made.plain_peak / plain - 1) < 0.01
+    if dtype == torch.float32 or not _compat.onednn_takes(dtype):
+        assert abs(made.plain_peak / plain - 1) < 0.01
+    else:  # the matrices of each group are packed, whose sizes are not known
+        assert made.plain_peak >= plain
     # A first step, of whose backward nothing was measured, is not refused what it can do with.
     budget = lowtide.budget(int(1.05 * made.minimum_peak))
     assert lowtide.measure(step, budget, device="cpu").peak_bytes <= budget.limit

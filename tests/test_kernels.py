@@ -218,3 +218,53 @@ def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
         assert made + modelled == peak, (x.shape, x.stride(), over)
         copied += modelled > 0
     assert copied
+
+
+# A batch, long sums, narrow and wide products, and lengths that fill no block.
+PRODUCTS = ((1, 256, 32, 64), (1, 64, 4096, 64), (1, 8, 2048, 2048), (1, 2048, 768, 768),
+            (1, 1024, 2048, 512), (1, 15, 40, 3448), (1, 117, 1318, 40), (8, 32, 351, 11),
+            (7, 2, 398, 723))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("across", [False, True])
+def test_what_products_of_half_types_pack(dtype: torch.dtype, across: bool) -> None:
+    for batch, rows, steps, columns in PRODUCTS:
+        left = torch.randn(batch, steps, rows, dtype=dtype).mT
+        right = torch.randn(batch, steps, columns, dtype=dtype)
+        if not across:
+            left = left.contiguous()
+        made = torch.empty(batch, rows, columns, dtype=dtype)
+        if batch == 1:
+            left, right, made = left[0], right[0], made[0]
+        name = "mm" if batch == 1 else "bmm"
+        assert not_above_the_model(name, left, right, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_products_of_groups_pack(dtype: torch.dtype) -> None:
+    """A product's groups have any number of rows, or of steps: here one of them has nearly all."""
+    ends = torch.tensor([2, 3, 480, 512], dtype=torch.int32)
+    rows, weights = torch.randn(512, 96, dtype=dtype), torch.randn(4, 96, 160, dtype=dtype)
+    assert not_above_the_model("_grouped_mm", rows, weights, offs=ends)
+    slopes = torch.randn(512, 160, dtype=dtype)
+    assert not_above_the_model("_grouped_mm", rows.t(), slopes, offs=ends)
+    assert not_above_the_model("_grouped_mm", weights, weights.mT.contiguous())
+
+
+def not_above_the_model(
+    name: str, left: Tensor, right: Tensor, out: Tensor | None = None, offs: Tensor | None = None
+) -> bool:
+    def run() -> None:
+        if out is None:
+            results.append(torch._grouped_mm(left, right, offs=offs))
+        else:
+            getattr(torch, name)(left, right, out=out)
+
+    results: list[Tensor] = []
+    run()
+    made = sum(t.untyped_storage().nbytes() for t in results)
+    results.clear()
+    took = lowtide.measure(run, device="cpu").peak_bytes - made
+    known = kernel_workspace(f"aten::{name}", [left, right], (), made)
+    return took <= known + 1024  # the ends of groups in 64 bits

@@ -2,8 +2,9 @@
 
 Problem: a product copies matrices that it cannot read in place, and for half-precision types oneDNN
 also packs what it multiplies, or sums in float32. Invariant: as measured; for what oneDNN packs,
-where no formula was found, more than was measured for eleven sizes, on one and two threads.
-Imports `_compat`. Rejected: leaving the packed matrices out, which are of the size of a parameter.
+where no formula was found, more than was measured for some 300 sizes of either kind (AMX's tiles,
+AVX-512's own float16), on one and two threads. Imports `_compat`. Rejected: leaving the packed
+matrices out, which are of the size of a parameter.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ from lowtide import _compat
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+_GROUPED = "aten::_grouped_mm"  # products of groups of rows, of which no shape tells the sizes
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
-_PACKED = 5 / 2  # of the smaller matrix, the most that was packed
-_LEAST = 24 << 10  # bytes that are packed on each thread however small the matrices are
-_SUM = 4  # bytes of a float32
+_LEAST = 48 << 10  # bytes that each thread takes however small the matrices are
+_SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
+_BLOCK = 64  # columns, and steps between rows and columns, are packed by so many
+# What each thread packs at most, in rows, columns and steps; of narrow products and of wide ones.
+_ROWS, _WIDE_ROWS = 256, 512
+_COLUMNS, _FEW_COLUMNS, _WIDE_COLUMNS = 256, 384, 1024
+_STEPS, _SUMMED_STEPS = 1536, 1024
+_FEW_ROWS = 64
+_WHOLE = 1 << 19  # elements of a right matrix that is packed as a whole
 
 
 def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> int | None:
@@ -29,6 +37,8 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     contiguous, as in the gradient of a sum, which is one number expanded. Batches are multiplied,
     and copied, one pair after another; oneDNN takes, and copies, all of them at once.
     """
+    if name == _GROUPED:
+        return _of_groups(tensors[:2], device)
     if name not in _PRODUCTS and name not in _BATCHED:
         return None
     left, right = tensors[-2:]
@@ -45,12 +55,44 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     """The same for what oneDNN multiplies."""
-    pairs = max(1, left.shape[0]) if left.dim() == 3 else 1
     copied = sum(_bytes(t) for t in (left, right) if not _dense(t))
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
-    packed = int(_PACKED * min(_bytes(left), _bytes(right)) / pairs)
-    return copied + packed + _LEAST * torch.get_num_threads()
+    rows, columns, steps = left.shape[-2], _up(right.shape[-1]), _up(left.shape[-1])
+    if left.dtype == torch.float16 and not _compat.onednn_tiles(left.dtype):
+        packed = _in_float32(rows, columns, steps)
+    else:
+        packed = _in_halves(rows, columns, steps)
+    return copied + torch.get_num_threads() * (packed + _LEAST)
+
+
+def _in_float32(rows: int, columns: int, steps: int) -> int:
+    """Bytes of the blocks of one thread, which AVX-512 multiplies and sums in float32."""
+    rows, columns, steps = min(rows, _ROWS), min(columns, _COLUMNS), min(steps, _STEPS)
+    return _SUM * (rows * steps + steps * columns + rows * columns)
+
+
+def _in_halves(rows: int, columns: int, steps: int) -> int:
+    """The same for AMX's tiles: the blocks are in half precision, and only long sums are not kept
+    in the tiles."""
+    most = _FEW_COLUMNS if rows <= _FEW_ROWS else _WIDE_COLUMNS
+    right = min(columns * steps, max(most * steps, _WHOLE))
+    rows = min(_up(rows) + _BLOCK, _WIDE_ROWS)
+    sums = rows * min(columns, _WIDE_COLUMNS) if steps > _SUMMED_STEPS else 0
+    return _HALF * (rows * steps + right) + _SUM * sums
+
+
+def _up(length: int) -> int:
+    return -(-length // _BLOCK) * _BLOCK
+
+
+def _of_groups(tensors: list[torch.Tensor], device: str) -> int:
+    """At most the same for products of groups, which are multiplied one after another: one of them
+    may have all rows."""
+    left, right = tensors
+    if device != "cpu" or left.element_size() != 2 or not _compat.onednn_takes(left.dtype):
+        return 0
+    return _of_halves(*(t if t.dim() == 2 else t[0] for t in (left, right)))
 
 
 def _dense(tensor: torch.Tensor) -> bool:
