@@ -252,6 +252,42 @@ def test_what_products_of_groups_pack(dtype: torch.dtype) -> None:
     assert not_above_the_model("_grouped_mm", weights, weights.mT.contiguous())
 
 
+# Size, width of the kernel, stride: wide and narrow kernels, images smaller than a kernel, volumes.
+BY_CHANNEL = (((2, 96, 16, 16), 7, 1), ((2, 768, 7, 7), 7, 1), ((4, 64, 28, 28), 3, 1),
+              ((2, 64, 28, 28), 7, 2), ((2, 24, 14, 14), 5, 1), ((2, 32, 8, 16, 16), 3, 1),
+              ((2, 32, 8, 16, 16), 5, 1), ((2, 64, 100), 31, 1))  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "width", "stride"), BY_CHANNEL)
+@pytest.mark.parametrize("last", [False, True])
+def test_what_depthwise_convolutions_take(
+    size: tuple[int, ...], width: int, stride: int, last: bool, dtype: torch.dtype
+) -> None:
+    channels, dims = size[1], len(size) - 2
+    source = torch.randn(size, dtype=dtype)
+    if last:
+        formats = {2: torch.channels_last, 3: torch.channels_last_3d}
+        source = source.contiguous(memory_format=formats.get(dims, torch.contiguous_format))
+    weight = torch.randn(channels, 1, *[width] * dims, dtype=dtype)
+    space = [stride] * dims, [width // 2] * dims, [1] * dims
+    options = (*space, False, [0] * dims, channels)
+    given = aten.convolution(source, weight, None, *options)
+    backward = (given, source, weight, None, *options, (True, True, False))
+    for name, args in (
+        ("convolution", (source, weight, None, *options)),
+        ("convolution_backward", backward),
+    ):
+        call = operator(name)
+        results = call(*args)
+        made = sum(t.untyped_storage().nbytes() for t in flatten(results) if isinstance(t, Tensor))
+        del results
+        peak = lowtide.measure(lambda call=call, args=args: call(*args), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        modelled = made + kernel_workspace(f"aten::{name}", tensors, args, made)
+        assert peak <= modelled * 1.03 + SLACK
+
+
 def not_above_the_model(
     name: str, left: Tensor, right: Tensor, out: Tensor | None = None, offs: Tensor | None = None
 ) -> bool:

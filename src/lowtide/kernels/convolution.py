@@ -18,6 +18,7 @@ from lowtide import _compat
 from lowtide.kernels.avx2 import narrow_workspace
 from lowtide.kernels.half import (
     half_backward,
+    half_by_channel,
     half_channels_last,
     half_forward,
     half_transposed,
@@ -28,9 +29,12 @@ from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
 _HALF_BLOCK = 8  # or of this, for the gradient of a parameter with fewer input channels than that
 _UNBLOCKED = 4  # fewer channels than this are read as they are
+_NARROW = 3  # the widest kernel with a depthwise form for tensors that have their channels last
 _WIDE = 14  # for wider kernels oneDNN has no kernel that makes the parameter's gradient
 _REDUCED = 4  # copies of that gradient per thread in the matrix product that it uses instead
 _SUMMED = 8  # copies of that gradient per thread in which a depthwise 3D kernel accumulates
+_SUM = 4  # bytes of a float32
+_PARTIAL = 128  # channels besides twice its own in a depthwise gradient that threads sum in part
 _SHARED = 20  # above so many pointwise parameters, threads may divide images, not channels
 
 
@@ -108,6 +112,8 @@ def _wide_workspace(
             taken = half_transposed(source, weight, out)
     elif source.dim() == 5 and _depthwise(source, weight):
         taken = _volume_by_channel(source, weight, out, stride, back, passes)
+        if last and back and max(weight.shape[2:]) > _NARROW:
+            taken = max(taken, (_CHANNEL_BLOCK**2 + 1) * _bytes(weight))  # channels in whole blocks
         last = False
     elif last and half and back and options.groups == 1:
         taken = half_channels_last(source, weight, out)
@@ -123,6 +129,10 @@ def _wide_workspace(
         taken = _backward(source, weight, given, options, passes)
     else:
         taken = _forward(source, weight, out, stride)
+    grouped = options.groups > 1 and not options.transposed and not itself
+    if half and grouped and (source.dtype == torch.float16 or _depthwise(source, weight)):
+        whole = _runs_last(source, weight)
+        taken = max(taken, half_by_channel(source, weight, out, back, whole))
     taken += _copied(source, last) + (0 if given is None else _copied(given, last))
     # In torch's own backward in 3D, it is gone when the parameter's gradient, of its size, is made.
     gone = itself and passes and not flat and math.prod(weight.shape[2:]) > 1
@@ -290,7 +300,11 @@ def _grouped_backward(
     if few:
         return max(first, (blocked_in - into if passes else 0) + max(blocked_out, copies))
     if depthwise and max(weight.shape[2:]) > 3:
-        return max(blocked_out + blocked_in + parameter, blocked_in + into) - made
+        copied = max(blocked_out + blocked_in + parameter, blocked_in + into) - made
+        partial = (2 * channels + _PARTIAL) * math.prod(weight.shape[2:]) * _SUM
+        threads = torch.get_num_threads()
+        parts = threads + 1 if source.element_size() == 2 else 2 * threads
+        return max(first, copied, parts * partial)
     blocked = blocked_in + blocked_out
     if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
         blocked += parameter * 9 // 8  # partial gradients of the threads

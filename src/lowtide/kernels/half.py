@@ -3,7 +3,8 @@
 Problem: these are other kernels than those for float32: they accumulate in float32, and transpose
 what they multiply. Invariant: as measured on AVX-512 with bfloat16, in two and three dimensions,
 with a batch of one and of two, and one to sixty-four channels. For the copies that a parameter's
-gradient takes no formula was found, so a little more than the largest measured value is used.
+gradient takes no formula was found, so a little more than the largest measured value is used;
+depthwise convolutions take no more than is said here in some 80, on a CPU with AMX.
 Imports torch. Rejected: the formulas for float32, which give a half or a third of it.
 """
 
@@ -15,6 +16,9 @@ import torch
 
 _CHANNEL_BLOCK = 16
 _SUM = 4  # bytes of an accumulator: float32
+_NARROW = 3  # the widest kernel that has a depthwise form for tensors with their channels last
+_SCRATCH = 9 << 10  # bytes of each thread, and the least for a parameter's gradient
+_PARTIAL = 32  # bytes for each element of a depthwise parameter in float16
 
 
 def half_forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
@@ -28,6 +32,29 @@ def half_channels_last(source: torch.Tensor, weight: torch.Tensor, given: int) -
     """A backward whose tensors have their channels last and are read as they are."""
     into = _blocked(_bytes(source), source.shape[1]) if source.shape[1] >= _CHANNEL_BLOCK else 0
     return _transposes(source, weight, into, _blocked(given, weight.shape[0]))
+
+
+def half_by_channel(
+    source: torch.Tensor, weight: torch.Tensor, out: int, back: bool, last: bool
+) -> int:
+    """The least for a depthwise convolution, in float16 for any with groups.
+
+    float16 is copied and summed as if it were two tensors of its size. With bfloat16, where tensors
+    have their channels last and kernels are wide, each channel becomes a whole block of them.
+    """
+    copies, scratch = 0 if last else _bytes(source) + out, torch.get_num_threads() * _SCRATCH
+    if source.dtype == torch.float16:
+        if back:
+            return copies + _PARTIAL * weight.numel() + scratch
+        return copies + (4 * scratch if weight.shape[1] > 1 else 0)
+    if not (back and last):
+        return 0
+    if max(weight.shape[2:]) <= _NARROW and weight.dim() < 5:
+        return 2 * _bytes(weight) + scratch
+    wide, points = source.shape[-1], math.prod(source.shape[2:-1])
+    transposed = source.shape[1] * _CHANNEL_BLOCK * points * (2 * (wide + wide % 2) + 4)
+    blocks = weight.numel() * _CHANNEL_BLOCK**2
+    return (_SUM + source.element_size()) * blocks + source.element_size() * transposed + scratch
 
 
 def half_backward(
