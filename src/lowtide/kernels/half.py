@@ -5,7 +5,7 @@ what they multiply. Invariant: as measured on AVX-512 with bfloat16, in two and 
 with a batch of one and of two, and one to sixty-four channels. For the copies that a parameter's
 gradient takes no formula was found, so a little more than the largest measured value is used;
 depthwise convolutions take no more than is said here in some 80, on a CPU with AMX.
-Imports torch. Rejected: the formulas for float32, which give a half or a third of it.
+Imports `_compat`. Rejected: the formulas for float32, which give a half or a third of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 
 import torch
+
+from lowtide import _compat
 
 _CHANNEL_BLOCK = 16
 _SUM = 4  # bytes of an accumulator: float32
@@ -47,8 +49,11 @@ def half_by_channel(
         if back:
             return copies + _PARTIAL * weight.numel() + scratch
         return copies + (4 * scratch if weight.shape[1] > 1 else 0)
-    if not (back and last):
+    if not last:
         return 0
+    if not back:  # without instructions for bfloat16, volumes take the kernel that others take
+        others = weight.dim() == 5 and not _compat.onednn_multiplies(source.dtype)
+        return _CHANNEL_BLOCK**2 * _bytes(weight) if others else 0
     if max(weight.shape[2:]) <= _NARROW and weight.dim() < 5:
         return 2 * _bytes(weight) + scratch
     wide, points = source.shape[-1], math.prod(source.shape[2:-1])
