@@ -17,6 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide.kernels.avx2 import narrow_workspace
 from lowtide.kernels.half import (
+    float16_least,
     half_backward,
     half_by_channel,
     half_channels_last,
@@ -133,6 +134,8 @@ def _wide_workspace(
     if half and grouped and (source.dtype == torch.float16 or _depthwise(source, weight)):
         whole = _runs_last(source, weight)
         taken = max(taken, half_by_channel(source, weight, out, back, whole))
+    elif source.dtype == torch.float16 and not itself and _compat.onednn_multiplies(source.dtype):
+        taken = max(taken, float16_least(source, out, back))
     taken += _copied(source, last) + (0 if given is None else _copied(given, last))
     # In torch's own backward in 3D, it is gone when the parameter's gradient, of its size, is made.
     gone = itself and passes and not flat and math.prod(weight.shape[2:]) > 1
