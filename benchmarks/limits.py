@@ -4,13 +4,15 @@ For every network: the peak of the plain step, then budgets of 80, 60 and 40 % o
 peaks of steps 1 to 4 are measured allocation by allocation; loss, gradients and buffers are
 compared bit for bit with those of the plain step on the same data. Then plain and budgeted steps
 run in turns without measuring, and the medians of their CPU seconds give the overhead. `--more`
-does all but the timing for about two dozen networks that no formula here was fitted to.
+does all but the timing for about two dozen networks that no formula here was fitted to. `--dtype`
+runs the networks in half precision, whose kernels take other workspace, or under autocast.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ from models import (
 )
 from more_models import MORE
 
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 @dataclass
 class Steps:
@@ -43,11 +47,16 @@ class Steps:
     def same(self, other: Steps) -> bool:
         """Equal bits in every step that both ran."""
         count = min(len(self.losses), len(other.losses))
-        return self.losses[:count] == other.losses[:count] and all(
-            torch.equal(a, b)
+        losses = (list(map(repr, steps.losses[:count])) for steps in (self, other))  # NaN as well
+        return next(losses) == next(losses) and all(
+            torch.equal(bits(a), bits(b))
             for mine, theirs in zip(self.states[:count], other.states[:count], strict=True)
             for a, b in zip(mine, theirs, strict=True)
         )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -82,6 +91,30 @@ def overhead(
     return spent["plain"], spent["budget"]
 
 
+def cast(batch: Any, dtype: torch.dtype) -> Any:
+    """The same batch with its floating-point tensors in this type."""
+    if isinstance(batch, Tensor):
+        return batch.to(dtype) if batch.is_floating_point() else batch
+    if isinstance(batch, dict):
+        return {key: cast(part, dtype) for key, part in batch.items()}
+    return type(batch)(cast(part, dtype) for part in batch) if isinstance(batch, tuple) else batch
+
+
+def in_type(work: Workload, name: str) -> Workload:
+    """The same network in half precision, or under autocast."""
+    if name == "autocast":
+
+        def loss(model: nn.Module, batch: Batch) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return work.loss(model, batch)
+
+        return replace(work, loss=loss)
+    dtype = HALVES[name]
+    return replace(
+        work, build=lambda: work.build().to(dtype), batch=lambda: cast(work.batch(), dtype)
+    )
+
+
 def verdict(peaks: list[int], limit: int) -> str:
     over = [
         f"step {i} over by {100 * (peak / limit - 1):.1f} %"
@@ -95,9 +128,15 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.8, 0.6, 0.4])
     parser.add_argument("--more", action="store_true", help="other networks, without times")
+    parser.add_argument("--dtype", choices=[*HALVES, "autocast"], help="else float32")
+    parser.add_argument("--only", nargs="+", help="networks whose names contain one of these")
     options = parser.parse_args()
     rounds = 0 if options.more else 3 if options.quick else 7
     chosen = MORE if options.more else {name: WORKLOADS[name] for name in options.models}
+    if options.only:
+        chosen = {k: w for k, w in chosen.items() if any(part in k for part in options.only)}
+    if options.dtype:
+        chosen = {name: in_type(work, options.dtype) for name, work in chosen.items()}
     with results(options) as rows:
         print(
             "| network | limit | limit, MiB | peak of steps 1 to 4, MiB | planned | limit "
