@@ -19,7 +19,7 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 _GROUPED = "aten::_grouped_mm"  # products of groups of rows, of which no shape tells the sizes
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
-_LEAST = 48 << 10  # bytes that each thread takes however small the matrices are
+_LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
 _SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
 _BLOCK = 64  # columns, and steps between rows and columns, are packed by so many
 # What each thread packs at most, in rows, columns and steps; of narrow products and of wide ones.
