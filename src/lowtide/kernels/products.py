@@ -59,11 +59,14 @@ def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
     rows, columns, steps = left.shape[-2], _up(right.shape[-1]), _up(left.shape[-1])
-    if left.dtype == torch.float16 and not _compat.onednn_tiles(left.dtype):
+    least, tiles = _LEAST, _compat.onednn_tiles(left.dtype)
+    if left.dtype == torch.float16 and not tiles:
         packed = _in_float32(rows, columns, steps)
     else:
         packed = _in_halves(rows, columns, steps)
-    return copied + torch.get_num_threads() * (packed + _LEAST)
+        if not tiles:  # short sums are not kept in registers either
+            least = max(least, _SUM * min(rows, _ROWS) * _BLOCK)
+    return copied + torch.get_num_threads() * (packed + least)
 
 
 def _in_float32(rows: int, columns: int, steps: int) -> int:
