@@ -17,6 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide.kernels.avx2 import narrow_workspace
 from lowtide.kernels.half import (
+    NARROW,
     float16_least,
     half_backward,
     half_by_channel,
@@ -30,12 +31,11 @@ from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
 _CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
 _HALF_BLOCK = 8  # or of this, for the gradient of a parameter with fewer input channels than that
 _UNBLOCKED = 4  # fewer channels than this are read as they are
-_NARROW = 3  # the widest kernel with a depthwise form for tensors that have their channels last
 _WIDE = 14  # for wider kernels oneDNN has no kernel that makes the parameter's gradient
 _REDUCED = 4  # copies of that gradient per thread in the matrix product that it uses instead
 _SUMMED = 8  # copies of that gradient per thread in which a depthwise 3D kernel accumulates
 _SUM = 4  # bytes of a float32
-_PARTIAL = 128  # channels besides twice its own in a depthwise gradient that threads sum in part
+_PARTLY = 128  # channels besides twice its own in a depthwise gradient that threads sum in part
 _SHARED = 20  # above so many pointwise parameters, threads may divide images, not channels
 
 
@@ -113,8 +113,8 @@ def _wide_workspace(
             taken = half_transposed(source, weight, out)
     elif source.dim() == 5 and _depthwise(source, weight):
         taken = _volume_by_channel(source, weight, out, stride, back, passes)
-        if last and back and max(weight.shape[2:]) > _NARROW:
-            taken = max(taken, (_CHANNEL_BLOCK**2 + 1) * _bytes(weight))  # channels in whole blocks
+        if last:
+            taken = max(taken, _reordered(weight, source.shape[1], back))
         last = False
     elif last and half and back and options.groups == 1:
         taken = half_channels_last(source, weight, out)
@@ -181,7 +181,7 @@ def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
     blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
     block = _CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
     whole = groups * blocks * block
-    narrow = (groups % _CHANNEL_BLOCK and not back) or max(weight.shape[2:]) <= 3
+    narrow = (groups % _CHANNEL_BLOCK and not back) or max(weight.shape[2:]) <= NARROW
     if groups == 1 or (out == into == 1 and narrow):
         return (3 if back else 2) * parameter
     if back:
@@ -302,9 +302,9 @@ def _grouped_backward(
         return max(first, (min(blocked_in, into + out) if passes else 0) + max(blocked_out, copies))
     if few:
         return max(first, (blocked_in - into if passes else 0) + max(blocked_out, copies))
-    if depthwise and max(weight.shape[2:]) > 3:
+    if depthwise and max(weight.shape[2:]) > NARROW:
         copied = max(blocked_out + blocked_in + parameter, blocked_in + into) - made
-        partial = (2 * channels + _PARTIAL) * math.prod(weight.shape[2:]) * _SUM
+        partial = (2 * channels + _PARTLY) * math.prod(weight.shape[2:]) * _SUM
         threads = torch.get_num_threads()
         parts = threads + 1 if source.element_size() == 2 else 2 * threads
         return max(first, copied, parts * partial)

@@ -18,7 +18,8 @@ from lowtide import _compat
 
 _CHANNEL_BLOCK = 16
 _SUM = 4  # bytes of an accumulator: float32
-_NARROW = 3  # the widest kernel that has a depthwise form for tensors with their channels last
+NARROW = 3
+"""The widest kernel that has a depthwise form for tensors with their channels last."""
 _SCRATCH = 9 << 10  # bytes of each thread, and the least for a parameter's gradient
 _PARTIAL = 32  # bytes for each element of a depthwise parameter in float16
 
@@ -54,7 +55,7 @@ def half_by_channel(
     if not back:  # without instructions for bfloat16, volumes take the kernel that others take
         others = weight.dim() == 5 and not _compat.onednn_multiplies(source.dtype)
         return _CHANNEL_BLOCK**2 * _bytes(weight) if others else 0
-    if max(weight.shape[2:]) <= _NARROW and weight.dim() < 5:
+    if max(weight.shape[2:]) <= NARROW and weight.dim() < 5:
         return 2 * _bytes(weight) + scratch
     wide, points = source.shape[-1], math.prod(source.shape[2:-1])
     transposed = source.shape[1] * _CHANNEL_BLOCK * points * (2 * (wide + wide % 2) + 4)

@@ -3,8 +3,8 @@
 Problem: a product copies matrices that it cannot read in place, and for half-precision types oneDNN
 also packs what it multiplies, or sums in float32. Invariant: as measured; for what oneDNN packs,
 where no formula was found, more than was measured for some 300 sizes of either kind (AMX's tiles,
-AVX-512's own float16), on one and two threads. Imports `_compat`. Rejected: leaving the packed
-matrices out, which are of the size of a parameter.
+AVX-512's own float16), on one and two threads. Imports `_compat` and avx2_scratch. Rejected:
+leaving the packed matrices out, which are of the size of a parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.avx2_scratch import up
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
@@ -58,7 +59,7 @@ def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     copied = sum(_bytes(t) for t in (left, right) if not _dense(t))
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
-    rows, columns, steps = left.shape[-2], _up(right.shape[-1]), _up(left.shape[-1])
+    rows, columns, steps = left.shape[-2], up(right.shape[-1], _BLOCK), up(left.shape[-1], _BLOCK)
     least, tiles = _LEAST, _compat.onednn_tiles(left.dtype)
     if left.dtype == torch.float16 and not tiles:
         packed = _in_float32(rows, columns, steps)
@@ -80,13 +81,9 @@ def _in_halves(rows: int, columns: int, steps: int) -> int:
     in the tiles."""
     most = _FEW_COLUMNS if rows <= _FEW_ROWS else _WIDE_COLUMNS
     right = min(columns * steps, max(most * steps, _WHOLE))
-    rows = min(_up(rows) + _BLOCK, _WIDE_ROWS)
+    rows = min(up(rows, _BLOCK) + _BLOCK, _WIDE_ROWS)
     sums = rows * min(columns, _WIDE_COLUMNS) if steps > _SUMMED_STEPS else 0
     return _HALF * (rows * steps + right) + _SUM * sums
-
-
-def _up(length: int) -> int:
-    return -(-length // _BLOCK) * _BLOCK
 
 
 def _of_groups(tensors: list[torch.Tensor], device: str) -> int:

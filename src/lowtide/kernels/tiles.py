@@ -7,7 +7,7 @@ Invariant: the gradient of a parameter is within 2 % and 32 KiB of what was meas
 convolutions in one to three dimensions on one thread (oneDNN 3.12), and too low for 2. How much of
 an image is unrolled is decided by searches that are not repeated here; all of it is assumed, so
 that the rest errs to the high side. Depthwise convolutions have kernels of AVX-512, see `half`.
-Imports unfolding.
+Imports unfolding and avx2_scratch.
 Rejected: the formulas for AVX-512 (`half`), which give a half or a third of it.
 """
 
@@ -17,6 +17,7 @@ import math
 
 import torch
 
+from lowtide.kernels.avx2_scratch import up
 from lowtide.kernels.unfolding import Options
 
 _BLOCK = 16  # channels in a block
@@ -84,9 +85,9 @@ def _image(read: torch.Tensor, weight: torch.Tensor, options: Options, along: bo
     rows = [size + 2 * margin for size, margin in zip(read.shape[2:], margins, strict=True)]
     if len(rows) > 1:
         rows[-2] += kernel[-2]
-    factor, each = 1.0, _up(channels, _BLOCK if channels >= _BLOCK else 2)
+    factor, each = 1.0, up(channels, _BLOCK if channels >= _BLOCK else 2)
     if channels < _BLOCK and max(kernel) >= _WIDE:
-        factor, each = _UNROLLED, _up(channels * kernel[-1], _TILE)
+        factor, each = _UNROLLED, up(channels * kernel[-1], _TILE)
     elif channels >= _BLOCK and stride > 1 and max(kernel) > 1:
         factor = _STRIDED
     unrolled = factor * math.prod(rows) * each * options.groups * read.element_size()
@@ -104,15 +105,15 @@ def _of_parameter(
     plain = max(*kernel, *options.stride) == 1 and max(options.padding) == 0
     if plain and wide <= _SHORT:
         wide, row = wide * deep.pop(), row * high.pop()
-    length = _up(-(-(wide + 2 * padding) // stride), _TILE) * stride
-    short = _up(row, _TILE) if row > _TILE else _up(row, 2)
+    length = up(-(-(wide + 2 * padding) // stride), _TILE) * stride
+    short = up(row, _TILE) if row > _TILE else up(row, 2)
     blocks = (-(-tensor.shape[1] // (groups * _BLOCK)) for tensor in (read, points))
     of_read, of_points = (count * groups * _BLOCK for count in blocks)
-    transposed = threads * (of_read * length * math.prod(deep)) + _up(padding + 1, _TILE)
+    transposed = threads * (of_read * length * math.prod(deep)) + up(padding + 1, _TILE)
     transposed += threads * (of_points * short * math.prod(high)) + length * _BLOCK
     volume = math.prod(kernel)
     sums = threads * _SUM * of_read * (of_points // groups) * volume
-    fixed = threads * (_up(math.prod(high) * _BATCH, _PAGE) + 2 * _PAGE)
+    fixed = threads * (up(math.prod(high) * _BATCH, _PAGE) + 2 * _PAGE)
     padded = last and len(kernel) > 2 and max(options.dilation) > 1 and max(options.padding) > 0
     copies = 0 if last and not padded else _copy(read) + _copy(points)
     return copies + _in_blocks(weight, groups) + half * transposed + sums + fixed
@@ -121,17 +122,13 @@ def _of_parameter(
 def _in_blocks(weight: torch.Tensor, groups: int) -> int:
     """A copy of a parameter in whole blocks of channels."""
     first, second = weight.shape[0] // groups, weight.shape[1]
-    channels = _up(first, _BLOCK) * _up(second, _TILE)
+    channels = up(first, _BLOCK) * up(second, _TILE)
     return groups * channels * math.prod(weight.shape[2:]) * weight.element_size()
 
 
 def _copy(tensor: torch.Tensor) -> int:
     """A copy with channels last, which one channel is in any case."""
     return 0 if tensor.shape[1] == 1 else _bytes(tensor)
-
-
-def _up(number: int, block: int) -> int:
-    return -(-number // block) * block
 
 
 def _bytes(tensor: torch.Tensor) -> int:
