@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from lowtide import engine
 
 from . import __doc__ as about
-from .cases import CASES, SIZES, Case, missing
+from .cases import CASES, SIZES, Case, case_of, missing
 from .contest import Contest
 from .largest import Fit, Search
 from .pictures import draw
@@ -88,6 +90,7 @@ class Report:
         self.out.mkdir(parents=True, exist_ok=True)
         self.duels: list[tuple[str, Duel]] = []
         self.fits: list[tuple[str, Fit]] = []
+        self.failed: list[str] = []
         self.data: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
@@ -115,9 +118,15 @@ def run(chosen: argparse.Namespace) -> Report:
             report.data["models"][name] = {"missing": why}
             print(f"\n## {name}\n\nleft out: {why}", flush=True)
             continue
-        case, began = CASES[name](chosen.size), time.perf_counter()
+        case, began = case_of(name, chosen.size), time.perf_counter()
         budgets = BUDGETS if name in chosen.compile else ()
-        rows = Contest(case, device).run(chosen.shares, budgets, chosen.rounds)
+        try:
+            rows = Contest(case, device).run(chosen.shares, budgets, chosen.rounds)
+        except Exception as error:  # the other networks still run
+            traceback.print_exc()
+            report.data["models"][name] = {"failed": f"{type(error).__name__}: {error}"}
+            report.failed.append(name)
+            continue
         print(f"\n## {case.title}\n\n{row_table(rows)}", flush=True)
         print(f"\n{time.perf_counter() - began:.0f} s", flush=True)
         report.data["models"][name] = as_data(case.title, rows)
@@ -125,8 +134,8 @@ def run(chosen: argparse.Namespace) -> Report:
         draw(case.title, rows, chosen.out / f"{name}.svg")
         report.save()
     for name in chosen.largest:
-        size = chosen.size if chosen.size == "gpu" else smaller(CASES[name](chosen.size))
-        case = CASES[name](size)
+        size = chosen.size if chosen.size == "gpu" else smaller(case_of(name, chosen.size))
+        case = case_of(name, size)
         fits = Search(case, device).run(max(3, chosen.rounds // 2))
         report.fits += [(case.title, fit) for fit in fits]
         report.data["largest"][name] = {"title": case.title, "fits": [asdict(f) for f in fits]}
@@ -143,6 +152,8 @@ def main(given: Sequence[str] | None = None) -> None:
         print(f"\n## Largest batch in a given memory\n\n{fit_table(report.fits)}")
     spent = time.perf_counter() - began
     print(f"\n{spent:.0f} s, load at the end {os.getloadavg()[0]:.1f}; {report.out}/suite.json")
+    if report.failed:
+        sys.exit(f"failed: {', '.join(report.failed)}")
 
 
 if __name__ == "__main__":

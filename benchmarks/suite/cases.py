@@ -1,14 +1,15 @@
 """The networks of the suite, in three sizes.
 
 Invariant: `cpu` is the size of the other benchmarks, for networks that they have. `tiny` shows that
-everything runs; its times are mostly fixed costs. `gpu` is for one card of 80 GB or more.
+everything runs; its times are mostly fixed costs. `gpu` is for one card of 80 GB or more, in bf16
+autocast, as people train there.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -288,6 +289,24 @@ CASES: dict[str, Callable[[str], Case]] = {
     "llama": llama,
     "vision_swin": vision_swin,
 }
+
+
+def case_of(name: str, size: str) -> Case:
+    """A network of the suite in one size."""
+    case = CASES[name](size)
+    if size != "gpu":
+        return case
+    loss = partial(in_autocast, case.loss)
+    return replace(case, loss=loss, title=f"{case.title}, bf16 autocast")
+
+
+def in_autocast(
+    loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, batch: Batch
+) -> torch.Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return loss(model, batch)
+
+
 NEEDS = {"vision_swin": "vision_architectures"}
 
 

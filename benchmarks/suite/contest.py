@@ -92,10 +92,10 @@ class Contender:
         clear(self.ready.model)
 
     def state(self, loss: Tensor) -> list[Tensor]:
-        """Everything that a step changes, copied to the CPU."""
+        """A copy of everything that a step changes."""
         model = self.ready.model
         left = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
-        bits = [t.detach().cpu().clone() for t in (*left, *model.buffers())]
+        bits = [t.detach().clone() for t in (*left, *model.buffers())]
         bits.append(torch.get_rng_state())
         if loss.is_cuda:
             bits.append(torch.cuda.get_rng_state())

@@ -59,7 +59,8 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 def adopt(model: nn.Module, plain: nn.Module) -> nn.Module:
-    """Give a newly built network the parameters and buffers of the plain one."""
+    """Give a newly built network the parameters and buffers of the plain one, and its device."""
+    model.to(next(plain.parameters()).device)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         mine.data = theirs.data.view(mine.shape)
     for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):

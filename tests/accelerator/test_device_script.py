@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from device import check_device, checks, nets, place
+from device import check_device, checks, libraries, nets, place
 from device.place import Place, Skipped
 from lowtide import engine
 from once import on_one_recorder, search_less
@@ -24,7 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # as where the script runs
     on_one_recorder,  # it runs both by itself, and most of it is no recorder's
 ]
-FOR_CUDA = {"memory snapshot of a planned step", "capture of a CUDA graph"} | {
+FOR_CUDA = {"memory snapshot of a planned step", "capture of a CUDA graph", *libraries.all_checks()}
+FOR_CUDA |= {
     name
     for name in checks.all_checks()
     if any(

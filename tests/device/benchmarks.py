@@ -21,13 +21,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from device.networks import WORKS, Work
-from device.place import Place, fresh, peak, settle
+from device.place import Place, Skipped, capacity, fresh, peak, settle
 from device.place import statistics as allocator
 from lowtide import engine
 
 LEARN = 6  # steps in which a budget learns a step
 ROUNDS = 15
 LEAST = 3  # rounds that are run however long they take
+CAPS = (1.05, 1.1, 1.2, 1.3)  # of what is allocated at the highest
 NAMED = ", what the refusal named"
 LASTS = 0.05  # seconds that one turn takes at least, so that waiting at its end is negligible
 TORCH = functools.partial(torch_checkpoint, use_reentrant=False)
@@ -169,8 +170,36 @@ def fragmentation(place: Place, seconds: float) -> Row:
                 rows[f"{way}, {what}"] = {"skipped": "no time was left"}
                 continue
             limit = None if way == "plain" else lowtide.budget(bound)
-            rows[f"{way}, {what}"] = _train(place, work, shares, limit)
+            rows[f"{way}, {what}"] = found = _train(place, work, shares, limit)
+            if limit is not None and "allocated" in found:
+                rows |= _capped(place, work, shares, bound, what, found["allocated"])
     return {"table": "allocator", "of": work.name, "rows": rows}
+
+
+def _capped(
+    place: Place, work: Work, shares: list[float], bound: int, what: str, allocated: int
+) -> dict[str, Row]:
+    """The same under a cap, as on a device that is nearly full: the smallest of `CAPS` with which
+    it ends."""
+    rows: dict[str, Row] = {}
+    fresh(place)
+    for cap in CAPS:
+        name = f"lowtide.budget, 60 %, {what}, at most {cap:g} of allocated"
+        rows.clear()
+        try:
+            more = int(cap * allocated) - torch.accelerator.memory_reserved(place.device)
+            with capacity(place, more):
+                rows[name] = _train(place, work, shares, lowtide.budget(bound))
+            break
+        except torch.OutOfMemoryError as error:
+            rows[name] = {"out of memory": str(error).partition(". ")[0]}
+        except Skipped as reason:
+            rows[name] = {"skipped": str(reason)}
+            break
+        finally:
+            work.clear()
+            fresh(place)
+    return rows
 
 
 def _train(place: Place, work: Work, shares: list[float], limit: Any) -> Row:

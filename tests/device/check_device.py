@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
-from device import benchmarks, checks, place, report
+from device import benchmarks, checks, libraries, place, report
 from device.place import Place, Skipped
 from device.report import Checked, Report, say
 from lowtide import engine
@@ -60,7 +60,7 @@ def outcome(run: Callable[[], str]) -> tuple[str, str]:
 def run_checks(where: Place, found: Report, recorders: Sequence[str], only: str) -> None:
     """Run the checks on each recorder."""
     for recorder in recorders:
-        for name, check in checks.all_checks().items():
+        for name, check in {**checks.all_checks(), **libraries.all_checks()}.items():
             if only not in name:
                 continue
             began = time.monotonic()

@@ -142,7 +142,8 @@ def of_allocator(bench: Row) -> list[str]:
     rows = []
     for name, row in bench["rows"].items():
         if "allocated" not in row:
-            reason = row.get("skipped") or f"refused, at least {mebibytes(row['refused'])}"
+            reason = row.get("skipped") or row.get("out of memory")
+            reason = reason or f"refused, at least {mebibytes(row['refused'])}"
             rows.append([name, reason, "", "", "", "", ""])
             continue
         rows.append([
