@@ -57,11 +57,11 @@ def outcome(run: Callable[[], str]) -> tuple[str, str]:
         return "FAILED", f"{type(error).__name__}: {error}"
 
 
-def run_checks(where: Place, found: Report, recorders: Sequence[str], only: str) -> None:
+def run_checks(where: Place, found: Report, recorders: Sequence[str], only: Sequence[str]) -> None:
     """Run the checks on each recorder."""
     for recorder in recorders:
         for name, check in {**checks.all_checks(), **libraries.all_checks()}.items():
-            if only not in name:
+            if not any(part in name for part in only):
                 continue
             began = time.monotonic()
             exact = checks.needs_determinism(name)
@@ -72,9 +72,15 @@ def run_checks(where: Place, found: Report, recorders: Sequence[str], only: str)
                 place.fresh(where)  # free what a traceback held, so that no later check sees that
 
 
-def run_benchmarks(where: Place, found: Report, only: str, save: Callable[[], None]) -> None:
+def run_benchmarks(
+    where: Place, found: Report, only: Sequence[str], save: Callable[[], None]
+) -> None:
     """Run the benchmarks; the time that is left is divided among those that are left."""
-    left = {name: run for name, run in benchmarks.all_benchmarks().items() if only in name}
+    left = {
+        name: run
+        for name, run in benchmarks.all_benchmarks().items()
+        if any(part in name for part in only)
+    }
     for number, (name, run) in enumerate(left.items()):
         seconds = where.left() / (len(left) - number)
         if seconds <= 0:
@@ -110,7 +116,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes: only to see that it runs")
     parser.add_argument("--minutes", type=float, default=9, help="no benchmark is begun after that")
-    parser.add_argument("--only", default="", help="checks and benchmarks whose name contains this")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="checks and benchmarks whose names contain one of these",
+    )
     parser.add_argument("--recorders", nargs="+", help="of the checks; default: all there are")
     parser.add_argument("--output", type=Path, help="write everything to this file, as JSON")
     parser.add_argument("--markdown", type=Path, help="write a block for the docs to this file")

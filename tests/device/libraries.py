@@ -1,7 +1,7 @@
-"""How people train on a device: the libraries' own loops, kernels that are tried out, prefetching.
+"""How people train on a device: libraries' own loops, prefetching, kernels that are tried out.
 
-Problem: a loop that one writes by hand shows nothing of what a Trainer, autocast's scaler and pinned
-batches do around it. Invariant: each check runs the library's loop without and with lowtide, in the
+Problem: a loop that one writes by hand shows nothing of what a Trainer, autocast's scaler and
+pinned batches do around it. Invariant: each check runs the loop without and with lowtide, in the
 library's own way, and compares every parameter and loss by bits; none passes if nothing was
 recomputed. Imports place, nets, checks. Rejected: the suite's tests of these libraries, which ask
 for the CPU.
