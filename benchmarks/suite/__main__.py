@@ -74,6 +74,7 @@ def device_of(size: str) -> torch.device:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it has no deterministic backward
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -140,13 +140,14 @@ def by_library(case: Case, plain: nn.Module) -> Ready:
     """Checkpointing that the network's own library offers."""
     if case.checkpointed is not None:
         return Ready(adopt(case.checkpointed(), plain))
-    enable = getattr(plain, "activation_checkpointing_enable", None)
-    if enable is None:
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # 5.20, before
+    name = next((name for name in names if hasattr(plain, name)), None)
+    if name is None:
         raise NotThereError("its library offers none")
     if not plain.supports_gradient_checkpointing:
         raise NotThereError("transformers does not checkpoint this network")
     model = twin(plain)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    getattr(model, name)({"use_reentrant": False})
     return Ready(model)
 
 

@@ -74,6 +74,10 @@ class CompiledWarning(UserWarning):
     runs on larger inputs than its limit was planned for."""
 
 
+class KeptWarning(UserWarning):
+    """A setting of torch makes lowtide keep what it could otherwise recompute (rule 5)."""
+
+
 class DeviceWarning(UserWarning):
     """A step computes on two devices, and its limit is for one of them (rule 13)."""
 

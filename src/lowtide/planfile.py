@@ -120,6 +120,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
             left=numbers["left"][index],
             wanted=numbers["wanted"][index],
             besides=numbers["besides"][index],
+            kept=not op.replayable,
         )
         for index, op in enumerate(graph.ops)
     )

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from device.checks import Check, bits, replayed
+from device.checks import Check, replayed
 from device.nets import build, clear, differing, step
 from device.place import MIB, Place, Skipped, peak, settle
 
@@ -230,9 +232,37 @@ def tried_out() -> Iterator[None]:
 
 
 def tried_bits(place: Place, how: str) -> str:
+    """Shapes that no other check uses: a kernel that a thread has chosen once stays chosen."""
     place.need("cuda", "cudnn.benchmark")
-    with tried_out():
-        return bits(place, "conv net", how, "fp32")
+
+    def train(within: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(block(a, b) for a, b in itertools.pairwise((3, 40, 40, 72, 72))))
+        net.to(place.device)
+        call = lowtide.checkpoint if within and how == "checkpoint" else lambda f, x: f(x)
+        limit = lowtide.budget(SHARE) if within and how == "budget" else contextlib.nullcontext()
+        losses = []
+        for _ in range(3):
+            clear(net)
+            x = torch.randn(24, 3, 56, 56, device=place.device)
+            with limit:
+                loss = functools.reduce(lambda x, part: call(part, x), net, x).square().mean()
+            loss.backward()
+            losses += [loss, *(p.grad for p in net.parameters() if p.grad is not None)]
+        return left_of(losses, net)
+
+    with tried_out(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = compared(train)
+    if not any(issubclass(each.category, lowtide.KeptWarning) for each in said):
+        raise AssertionError("no warning says that convolutions are kept")
+    return found
+
+
+def block(a: int, b: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(True), nn.Dropout(0.1)
+    )
 
 
 def tried_limit(place: Place) -> str:

@@ -83,6 +83,15 @@ def _cuda_switches() -> tuple[Any, ...]:
     )
 
 
+def tries_kernels_out(tensor: Any) -> bool:
+    """Whether a convolution of `tensor` takes the kernel that was the fastest when it was tried,
+    which may be another one on another thread."""
+    if not (_C._get_cudnn_benchmark() and _C._get_cudnn_enabled()):
+        return False
+    kinds = ("cuda", _C._get_privateuse1_backend_name())
+    return isinstance(tensor, torch.Tensor) and tensor.device.type in kinds
+
+
 @contextlib.contextmanager
 def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
     """Run with the switches of `state`, then restore them."""

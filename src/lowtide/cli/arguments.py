@@ -16,10 +16,16 @@ from typing import Any
 from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
-from lowtide.errors import CompiledWarning, DeviceWarning, DryRunWarning, UncountedWarning
+from lowtide.errors import (
+    CompiledWarning,
+    DeviceWarning,
+    DryRunWarning,
+    KeptWarning,
+    UncountedWarning,
+)
 from lowtide.limits import parse_limit
 
-_OWN = CompiledWarning, DeviceWarning, DryRunWarning, UncountedWarning
+_OWN = CompiledWarning, DeviceWarning, DryRunWarning, KeptWarning, UncountedWarning
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

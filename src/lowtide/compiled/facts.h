@@ -27,6 +27,7 @@ struct Fact {
   PyObject* facts;
   PyObject* name;
   bool view, ambient, lazy_bits, opaque, random, blank, constant, placing, chunks, makes, fills_saved;
+  bool tried_out;                  // not replayed while cuDNN tries its kernels out
   bool always_trains = false;
   int mean = -1, variance = -1, training = -1;  // positions of running statistics and the training flag
   int generator = -1;                           // where it takes a generator, or `taker` does
@@ -69,7 +70,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   PyUnicode_InternInPlace(&interned_name);
   Fact fact{facts.ptr(),    interned_name,  flag("view"),   flag("ambient"), flag("lazy_bits"), flag("opaque"),
             flag("random"), flag("blank"),  flag("constant"), flag("placing"), flag("chunks"),
-            flag("makes"),  !facts.attr("fills_saved").is_none()};
+            flag("makes"),  !facts.attr("fills_saved").is_none(), flag("tried_out")};
   if (!facts.attr("statistics").is_none()) {
     std::tie(fact.mean, fact.variance, fact.training) =
         facts.attr("statistics").cast<std::tuple<int, int, int>>();

@@ -275,7 +275,8 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
     return;
   }
-  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !state->paused &&
+  bool tried_out = fact != nullptr && fact->tried_out && at::globalContext().benchmarkCuDNN();
+  bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !tried_out && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);

@@ -49,6 +49,7 @@ class Observer(Lives):
         self.place = self.before = 0  # as in `Seen`
         self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
+        self._kept: set[int] = set()  # made by what is never replayed
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.calls: list[tuple[int, str]] = []  # as in `Seen`
@@ -170,6 +171,8 @@ class Observer(Lives):
             if ref.value is not None and ref.value.number >= 0:
                 self.overwritten(ref.value.number, ref.value.nbytes)
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
+        if log.kept:
+            self._kept.update(log.outputs)
         self.ops.append(log)
         self._values.extend(map(weak_to, made))
 
@@ -297,7 +300,7 @@ class Observer(Lives):
             self._lives(value, -1)
             storage = value.held.untyped_storage()
             ours.add(_compat.storage_id(storage))
-            for_good = value.op is None and number not in anchored
+            for_good = value.op is None and number not in anchored and number not in self._kept
             if for_good or _compat.storage_holders(storage) > 2:
                 self.pinned.add(number)
         self.externals.begin_backward()
@@ -413,9 +416,9 @@ def _what_ran(
 ) -> OpLog:
     """What an operation has read and made; that it takes more, or has a backward, is not known."""
     inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-    name, sizes, reads, whole = signature
+    _, sizes, reads, whole = signature
     return OpLog(
-        name=name,
+        name=op.facts.name,
         seconds=op.seconds,
         reads=reads,
         inputs=inputs,
@@ -432,4 +435,5 @@ def _what_ran(
         overwrites=tuple(
             ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
         ),
+        kept=bool(made) and made[0].op is None,
     )

@@ -88,6 +88,8 @@ class OpLog:
     where the inputs are. Not written into files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
+    kept: bool = False
+    """It is never replayed, and what it makes is held for what needs it."""
     lent: bool = field(default=False, compare=False)
     """Whether something else may refer to a gradient that it gives to a leaf; not written."""
     astray: dict[int, int] = field(default_factory=dict, compare=False)
@@ -245,7 +247,7 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
                 log.inputs,
                 log.outputs,
                 workspace,
-                True,
+                not log.kept,
                 max(0, level - bytes_held),
                 max(0, peak - bytes_held),
                 tuple(dict.fromkeys(log.overwrites)),

@@ -21,7 +21,7 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
 
     __slots__ = ("op",)
 
-    op: Operation
+    op: Operation | None
 
 
 class Anchors:
@@ -38,7 +38,7 @@ class Anchors:
         """The numbers of the values that are held only because the plan says so."""
         return self._anchors.keys()
 
-    def hold(self, value: Value, op: Operation) -> None:
+    def hold(self, value: Value) -> None:
         """Hold `value`. The tape then forgets its operation, which is kept here while the value
         lives, so that the value can be dropped if the step turns out to be another one.
 
@@ -49,7 +49,7 @@ class Anchors:
         anchors, number = self._anchors, value.number
         value.keep = True
         anchor = _Anchor(value, lambda _: anchors.pop(number, None))
-        anchor.op = op
+        anchor.op = value.op
         anchors[number] = anchor
 
     def forward_over(self) -> None:

@@ -94,7 +94,7 @@ class ForwardDecisions(StepInRoom):
             if choice >= 0:
                 value.retain_from = choice
             elif choice == ANCHOR:
-                self.anchors.hold(value, op)
+                self.anchors.hold(value)
 
     def _changed(self, left: Prepared, op: Operation, made: list[Value], args: Any) -> None:
         """The operation is not the planned one: the step is another, with another shape perhaps."""
@@ -172,8 +172,8 @@ class ForwardDecisions(StepInRoom):
                 self._drop(value)
                 dropped.append((value.number, value.nbytes))
         for value in made:
-            if choices[value.number] == ANCHOR and op is not None:
-                self.anchors.hold(value, op)
+            if choices[value.number] == ANCHOR:
+                self.anchors.hold(value)
         if self.observer is not None:
             self.observer.changes_plan(dropped)
 

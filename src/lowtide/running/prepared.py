@@ -34,8 +34,9 @@ Signature = tuple[str, tuple[int, ...], tuple[int, ...], int]
 
 def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Signature:
     """The signature of an operation that has just run."""
+    kept = bool(made) and made[0].op is None
     return (
-        op.facts.name,
+        _named(op.facts.name, kept),
         tuple([value.nbytes for value in made]),
         tuple([-1 if ref.value is None else ref.value.number for ref in op.refs]),
         sum(map(_compat.wanted_bytes, tensors_in(args, kwargs))),
@@ -43,7 +44,12 @@ def signature_of(op: Operation, made: list[Value], args: Any, kwargs: Any) -> Si
 
 
 def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
-    return tuple((log.name, log.sizes, log.reads, log.wanted) for log in ops)
+    return tuple((_named(log.name, log.kept), log.sizes, log.reads, log.wanted) for log in ops)
+
+
+def _named(name: str, kept: bool) -> str:
+    """An operation that is replayed and one that is not take different plans."""
+    return f"{name}, kept" if kept else name
 
 
 def covers(planned: Signature, seen: Signature) -> bool:

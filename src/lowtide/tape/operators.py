@@ -40,6 +40,20 @@ _NEVER_REPLAYED = frozenset(
     }
 )
 
+# May run cuDNN's kernels, of which `torch.backends.cudnn.benchmark` takes the fastest at the first
+# call of each shape *in each thread* (torch's `BenchmarkCache` is `thread_local`): a replay, on
+# autograd's thread, may get another one, with other bits. While it is on they are not replayed.
+_TRIED_OUT = frozenset(
+    {
+        "aten::convolution",
+        "aten::_convolution",
+        "aten::cudnn_convolution",
+        "aten::cudnn_convolution_transpose",
+        "aten::cudnn_convolution_relu",
+        "aten::cudnn_convolution_add_relu",
+    }
+)
+
 # Views whose schema does not say so. Recorded, such a view would be an operation that makes nothing
 # and is freed at once, and with it a kept value that nothing else has read yet.
 _UNDECLARED_VIEWS = frozenset({"aten::_unsafe_view"})
@@ -155,6 +169,7 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: is run, and never replayed.
+        tried_out: the same while cuDNN tries kernels out, see `_TRIED_OUT`.
         has_bodies: a higher-order operator, which calls functions of the program.
         writes: positions (int) or keywords (str) of arguments that it writes.
         random: draws from a generator.
@@ -195,6 +210,7 @@ class Facts:
         "random",
         "simple",
         "statistics",
+        "tried_out",
         "unversioned",
         "view",
         "with_generator",
@@ -210,7 +226,7 @@ class Facts:
             self.view = self.random = self.blank = self.constant = False
             self.generator: int | str | None = None
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
-            self.unversioned = False
+            self.unversioned = self.tried_out = False
             self.makes = True
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
@@ -224,6 +240,7 @@ class Facts:
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
+        self.tried_out = schema.name in _TRIED_OUT and torch.version.hip is None
         self.makes = any(r.alias_info is None for r in schema.returns)
         self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)
         self.view = self.view or schema.name in _UNDECLARED_VIEWS

@@ -19,7 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, keeps
-from lowtide.tape import bodies
+from lowtide.tape import bodies, trials
 from lowtide.tape.encoding import Encoding, nowhere
 from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
 from lowtide.tape.known import Entry
@@ -109,6 +109,13 @@ class Recorder(Encoding, _compat.Mode):
         if facts.simple and not self.accelerated:
             return self._run_simple(facts, func, args, kwargs)
         return self._run_recorded(facts, func, args, kwargs)
+
+    def _tries_out(self, args: tuple[Any, ...]) -> bool:
+        """Whether cuDNN tries kernels out for this convolution, so that it is not replayed."""
+        if not (args and switches.tries_kernels_out(args[0])):
+            return False
+        trials.warn()
+        return True
 
     def _run_simple(
         self, facts: Facts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,6 +264,9 @@ class Recorder(Encoding, _compat.Mode):
                 self._rebind(old, self.value_in(entry))
                 filled = entry
         self._register(op, result, made)
+        if facts.tried_out and self._tries_out(args):
+            for value in made:
+                value.op = None  # for decisions it was recorded, for replays it was not
         if facts.blank or facts.constant:
             self._know_blank(result)
         if op is not None:
