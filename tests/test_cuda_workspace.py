@@ -143,6 +143,17 @@ def test_what_convolutions_took() -> None:
     assert convolution(*plain, plain[0], 1, 1)[0] == pytest.approx(0, abs=0.1)
 
 
+def test_pointwise_convolutions_are_products_only_where_that_is_possible() -> None:
+    """As an H200 took them (2026-11-27): in rows of a multiple of 8, and with a stride of 1."""
+    for count, measured in ((256, 148.0), (128, 74.0)):
+        sizes = of(count, 1024, 14, 14), of(512, 1024, 1, 1), of(count, 512, 14, 14)
+        assert convolution(*sizes)[0] == pytest.approx(measured, abs=0.1)
+    assert convolution(of(256, 256, 56, 56), of(64, 256, 1, 1), of(256, 64, 56, 56))[0] == 0
+    shortcut = of(256, 256, 56, 56), of(512, 256, 1, 1), of(256, 512, 28, 28)
+    measured = 984.2 - 392.25  # the gradients are among it
+    assert measured <= convolution(*shortcut, 2)[1] <= measured + 18
+
+
 def test_the_gradient_of_a_parameter_is_added_up_from_parts() -> None:
     """Of the parameter of a pointwise convolution, 129 parts in float32 were seen; of large ones no
     more than 16 MiB."""

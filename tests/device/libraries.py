@@ -25,6 +25,7 @@ import lowtide
 from device.checks import Check, replayed
 from device.nets import build, clear, differing, step
 from device.place import MIB, Place, Skipped, peak, settle
+from lowtide.tape import trials
 
 SHARE = 0.75
 STEPS = 6
@@ -251,6 +252,7 @@ def tried_bits(place: Place, how: str) -> str:
             losses += [loss, *(p.grad for p in net.parameters() if p.grad is not None)]
         return left_of(losses, net)
 
+    trials.said = False
     with tried_out(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = compared(train)

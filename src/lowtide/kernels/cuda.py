@@ -107,10 +107,11 @@ def convolution(
         copied += padded if not last or padded > nbytes else 0
     if options.groups > 1 and options.groups == channels:  # torch has kernels of its own
         copied = 0
-    pointwise = options.groups == 1 and math.prod(weight.shape[2:]) == 1
+    pointwise = math.prod(weight.shape[2:]) * options.groups * max(options.stride) == 1
+    fits = last or math.prod(source.shape[2:]) % multiple == 0
     if not backward:
-        return 0 if pointwise and max(options.stride) == 1 else copied
-    if pointwise and not last and source.dim() < 5 and math.prod(source.shape[2:]) % multiple == 0:
+        return 0 if pointwise and fits else copied
+    if pointwise and fits and not last and source.dim() < 5:
         copied = 0  # a product of matrices
     floats = parameter // size * _FLOAT
     return copied + min(_SPLIT, _PROCESSORS * floats) + 2 * floats
