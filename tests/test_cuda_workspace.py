@@ -147,7 +147,7 @@ def test_pointwise_convolutions_are_products_only_where_that_is_possible() -> No
     """As an H200 took them (2026-11-27): in rows of a multiple of 8, and with a stride of 1."""
     for count, measured in ((256, 148.0), (128, 74.0)):
         sizes = of(count, 1024, 14, 14), of(512, 1024, 1, 1), of(count, 512, 14, 14)
-        assert convolution(*sizes)[0] == pytest.approx(measured, abs=0.1)
+        assert convolution(*sizes)[0] == pytest.approx(measured, abs=0.6)
     assert convolution(of(256, 256, 56, 56), of(64, 256, 1, 1), of(256, 64, 56, 56))[0] == 0
     shortcut = of(256, 256, 56, 56), of(512, 256, 1, 1), of(256, 512, 28, 28)
     measured = 984.2 - 392.25  # the gradients are among it
