@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,13 +25,17 @@ from lowtide.errors import BudgetError, KeptWarning
 from lowtide.tape import trials
 from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("short_search")
+pytestmark = [
+    pytest.mark.usefixtures("short_search"),
+    pytest.mark.filterwarnings("ignore::lowtide.errors.KeptWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
 def trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what a refused step of another test left would be freed while a step is measured
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(trials, "said", True)
+    monkeypatch.setattr(trials, "seen", False)
 
 
 @contextlib.contextmanager
@@ -87,9 +92,16 @@ def test_a_region_keeps_what_convolutions_make() -> None:
         assert all(map(torch.equal, step(other, x, in_regions), expected))
     assert found["aten::convolution"] == 0
     assert found["aten::relu"] == 4  # what else is in the region is recomputed as ever
-    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = False  # what a thread has chosen stays chosen
     with names() as found:
         step(other, x, in_regions)
+    assert found["aten::convolution"] == 0
+
+
+def test_where_nothing_was_tried_out_they_are_recomputed() -> None:
+    torch.backends.cudnn.benchmark = False
+    with names() as found:
+        step(net(), ConvNet.example(), in_regions)
     assert found["aten::convolution"] == 4
 
 
@@ -139,11 +151,10 @@ def test_a_refusal_counts_what_is_kept(tmp_path: Path) -> None:
     model, x = net(), ConvNet.example()
     most = max(peak(model, x, plain) for _ in range(2))
     least = {}
-    for on in (True, False):
+    for on in (False, True):
         torch.backends.cudnn.benchmark = on
         least[on] = lowtide.plan(lambda: plain(model, x).square().mean()).minimum_peak
     assert least[False] < least[True] < most
-    torch.backends.cudnn.benchmark = True
     budget = lowtide.budget(int(0.9 * least[True]))
 
     def steps() -> None:
@@ -161,13 +172,13 @@ def test_a_refusal_counts_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_setting_may_change_between_steps() -> None:
-    """Each setting has its own plan, and no step of either exceeds the limit."""
+    """From then on another plan is followed, and no step of either exceeds the limit."""
     model, x = net(), ConvNet.example()
     limit = int(0.75 * max(peak(model, x, plain) for _ in range(2)))
     budget = lowtide.budget(limit)
     replays = []
     for number in range(12):
-        torch.backends.cudnn.benchmark = number % 3 == 2
+        torch.backends.cudnn.benchmark = number == 4
         expected = step(copy.deepcopy(model), x, plain)
         left: list[Tensor] = []
 
@@ -184,13 +195,12 @@ def test_the_setting_may_change_between_steps() -> None:
             assert took <= limit, (number, budget.report())
         assert all(map(torch.equal, left, expected))
         replays.append(found["aten::convolution"])
-    assert not any(replays[2::3])
-    assert replays[-2] > 0
+    assert replays[3] > 0
+    assert not any(replays[4:])
 
 
 @on_one_recorder
-def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "said", False)
+def test_it_is_said_once() -> None:
     model, x = net(), ConvNet.example()
     with pytest.warns(KeptWarning, match=r"set torch\.backends\.cudnn\.benchmark = False") as said:
         in_regions(model, x)

@@ -252,7 +252,7 @@ def tried_bits(place: Place, how: str) -> str:
             losses += [loss, *(p.grad for p in net.parameters() if p.grad is not None)]
         return left_of(losses, net)
 
-    trials.said = False
+    trials.seen = False
     with tried_out(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = compared(train)

@@ -83,11 +83,13 @@ def _cuda_switches() -> tuple[Any, ...]:
     )
 
 
-def tries_kernels_out(tensor: Any) -> bool:
-    """Whether a convolution of `tensor` takes the kernel that was the fastest when it was tried,
-    which may be another one on another thread."""
-    if not (_C._get_cudnn_benchmark() and _C._get_cudnn_enabled()):
-        return False
+def tries_kernels_out() -> bool:
+    """Whether a convolution on CUDA takes the kernel that is the fastest on the current thread."""
+    return bool(_C._get_cudnn_benchmark() and _C._get_cudnn_enabled())
+
+
+def may_run_cudnn(tensor: Any) -> bool:
+    """Whether `tensor` is on a device that cuDNN, or something like it, may compute on."""
     kinds = ("cuda", _C._get_privateuse1_backend_name())
     return isinstance(tensor, torch.Tensor) and tensor.device.type in kinds
 

@@ -380,6 +380,7 @@ PyObject* make_module() {
   torch_size = forever("torch", "Size");
   facts_of_function = forever("lowtide.tape.operators", "facts_of");
   ambient_function = forever("lowtide._compat.switches", "ambient");
+  trials_module = py::module_::import("lowtide.tape.trials").release().ptr();
   devices_names = Py_NewRef(PyModule_GetDict(py::module_::import("lowtide._compat.devices").ptr()));
   casting_function = forever("lowtide._compat.casting", "casting_now");
   seen_name = interned("accelerator_seen");

@@ -243,6 +243,16 @@ inline void look_for_freed(State* state) {
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
 }
 
+inline PyObject* trials_module;  // `lowtide.tape.trials`
+
+// Whether cuDNN tries kernels out, or was seen to do so before; Python looks closer (`tape/trials.py`).
+inline bool may_have_tried_out() {
+  if (at::globalContext().benchmarkCuDNN()) return true;
+  static PyObject* name = interned("seen");
+  Owned seen(checked(PyObject_GetAttr(trials_module, name)));
+  return seen.get() == Py_True;
+}
+
 inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   State* state = current;
   c10::impl::ExcludeDispatchKeyGuard guard(KEY);  // do not record the operators that kernels call
@@ -275,7 +285,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
     return;
   }
-  bool tried_out = fact != nullptr && fact->tried_out && at::globalContext().benchmarkCuDNN();
+  bool tried_out = fact != nullptr && fact->tried_out && may_have_tried_out();
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !tried_out && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&

@@ -42,7 +42,7 @@ _NEVER_REPLAYED = frozenset(
 
 # May run cuDNN's kernels, of which `torch.backends.cudnn.benchmark` takes the fastest at the first
 # call of each shape *in each thread* (torch's `BenchmarkCache` is `thread_local`): a replay, on
-# autograd's thread, may get another one, with other bits. While it is on they are not replayed.
+# autograd's thread, may get another one, with other bits. See `tape/trials.py`.
 _TRIED_OUT = frozenset(
     {
         "aten::convolution",

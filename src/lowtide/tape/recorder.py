@@ -111,10 +111,14 @@ class Recorder(Encoding, _compat.Mode):
         return self._run_recorded(facts, func, args, kwargs)
 
     def _tries_out(self, args: tuple[Any, ...]) -> bool:
-        """Whether cuDNN tries kernels out for this convolution, so that it is not replayed."""
-        if not (args and switches.tries_kernels_out(args[0])):
+        """Whether cuDNN tries kernels out for this convolution, or has done so before, so that it
+        is not replayed."""
+        if not (trials.seen or switches.tries_kernels_out()):
             return False
-        trials.warn()
+        if not (args and switches.may_run_cudnn(args[0])):
+            return False
+        if not trials.seen:
+            trials.begin()
         return True
 
     def _run_simple(
