@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from models import (
     Workload,
     arguments,
     clear,
+    in_autocast,
     interleave,
     learn,
     mebibytes,
@@ -103,12 +105,7 @@ def cast(batch: Any, dtype: torch.dtype) -> Any:
 def in_type(work: Workload, name: str) -> Workload:
     """The same network in half precision, or under autocast."""
     if name == "autocast":
-
-        def loss(model: nn.Module, batch: Batch) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return work.loss(model, batch)
-
-        return replace(work, loss=loss)
+        return replace(work, loss=partial(in_autocast, work.loss))
     dtype = HALVES[name]
     return replace(
         work, build=lambda: work.build().to(dtype), batch=lambda: cast(work.batch(), dtype)

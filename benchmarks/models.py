@@ -64,6 +64,14 @@ def dice_loss(model: nn.Module, batch: Batch) -> Tensor:
     return DiceCELoss(to_onehot_y=True, softmax=True)(model(batch[0]), batch[1])
 
 
+def in_autocast(
+    loss: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch
+) -> Tensor:
+    """The loss under autocast in bfloat16, on the model's device."""
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        return loss(model, batch)
+
+
 def volumes(size: int | tuple[int, ...], dtype: torch.dtype, count: int = 1) -> Batch:
     shape = (count, 1, *((size,) * 3 if isinstance(size, int) else size))
     labels = torch.randint(0, 3, shape).to(dtype)

@@ -20,6 +20,7 @@ from benchmarks.models import (
     Workload,
     dice_loss,
     images,
+    in_autocast,
     language_loss,
     logits_loss,
     of_type,
@@ -298,13 +299,6 @@ def case_of(name: str, size: str) -> Case:
         return case
     loss = partial(in_autocast, case.loss)
     return replace(case, loss=loss, title=f"{case.title}, bf16 autocast")
-
-
-def in_autocast(
-    loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, batch: Batch
-) -> torch.Tensor:
-    with torch.autocast(batch[0].device.type, torch.bfloat16):
-        return loss(model, batch)
 
 
 NEEDS = {"vision_swin": "vision_architectures"}

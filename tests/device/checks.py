@@ -95,6 +95,11 @@ def bits(place: Place, kind: str, how: str, precision: str) -> str:
             other = train(place, kind, precision, lowtide.checkpoint)
         else:
             other = within(lambda limit: train(place, kind, precision, limit=limit))
+    return equal(plain, other, operations)
+
+
+def equal(plain: list[Tensor], other: list[Tensor], operations: list[At]) -> str:
+    """What to say of two runs with the same bits, in the second of which something was replayed."""
     wrong = differing(plain, other)
     if wrong:
         raise AssertionError(f"{wrong} of {len(plain)} tensors differ")
