@@ -246,7 +246,9 @@ inline void look_for_freed(State* state) {
 inline PyObject* trials_module;  // `lowtide.tape.trials`
 
 // Whether cuDNN tries kernels out, or was seen to do so before; Python looks closer (`tape/trials.py`).
-inline bool may_have_tried_out() {
+inline bool may_have_tried_out(const c10::OperatorHandle& op, const Stack& stack) {
+  const c10::IValue& first = stack[stack.size() - op.schema().arguments().size()];
+  if (first.isTensor() && first.toTensor().is_cpu()) return false;
   if (at::globalContext().benchmarkCuDNN()) return true;
   static PyObject* name = interned("seen");
   Owned seen(checked(PyObject_GetAttr(trials_module, name)));
@@ -285,7 +287,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
     return;
   }
-  bool tried_out = fact != nullptr && fact->tried_out && may_have_tried_out();
+  bool tried_out = fact != nullptr && fact->tried_out && may_have_tried_out(op, *stack);
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !tried_out && !state->paused &&
       !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
       (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
