@@ -138,6 +138,28 @@ def test_fake_tensors_that_cannot_be_removed_are_named() -> None:
         lowtide.plan(layer, torch.ones(2, 4))
 
 
+def test_what_another_thread_is_about_to_release_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd's thread of a device drops its last references after the backward has returned."""
+    layer = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        y = layer(x).tanh()
+        _kept.append(y)
+        return y
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            _kept.clear()
+
+    monkeypatch.setattr("time.sleep", sleep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowtide.plan(step, torch.ones(2, 4))
+    assert not _kept
+
+
 def test_a_real_step_between_forward_and_backward_leaves_no_trace() -> None:
     def trained(between: Callable[[nn.Module, Tensor], Any]) -> list[Tensor | None]:
         torch.manual_seed(0)

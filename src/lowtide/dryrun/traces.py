@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten, tensors_in
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))
+# Autograd's thread of a device lets go of a graph a moment after its backward has returned.
+_WAITS = 0.01, 0.1, 0.4
 _DEPTH = 4  # containers around a tensor that are looked through for a cache
 
 
@@ -79,9 +82,10 @@ def nothing_kept(mode: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _forget_fakes(mode)  # not said of what: the error's own traceback keeps some
-        raise
-    kept = _forget_fakes(mode)
+        _forget_fakes(mode)
+        raise  # not said of what is kept: the error's own traceback keeps some
+    _forget_fakes(mode)
+    kept = _kept(mode)
     if kept is None:
         return
     warnings.warn(
@@ -99,13 +103,21 @@ class _Living(list[Any]):
     is in it too."""
 
 
-def _forget_fakes(mode: Any) -> str | None:
-    """Empty the caches that keep fake tensors of this mode, and say what else keeps some."""
-    if not _living(mode):
-        return None
-    gc.collect()  # what is only in cycles is not kept
-    for cache in _caches(_living(mode)):
-        cache.cache_clear()
+def _forget_fakes(mode: Any) -> None:
+    """Empty the caches that keep fake tensors of this mode."""
+    if _living(mode):
+        gc.collect()  # what is only in cycles is not kept
+        for cache in _caches(_living(mode)):
+            cache.cache_clear()
+
+
+def _kept(mode: Any) -> str | None:
+    """What still keeps fake tensors of this mode, in words."""
+    for seconds in _WAITS:
+        if not _living(mode):
+            return None
+        time.sleep(seconds)
+        gc.collect()
     kept = _living(mode)
     if not kept:
         return None
