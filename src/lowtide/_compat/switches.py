@@ -29,6 +29,31 @@ _PRECISIONS = (
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
+# Switches with a getter and a setter of these names, and those that only CUDA's kernels consult.
+_ANYWHERE = (
+    "mkldnn_enabled",
+    "mkldnn_deterministic",
+    "nnpack_enabled",
+    "cpu_allow_fp16_reduced_precision_reduction",
+    "deterministic_fill_uninitialized_memory",
+)
+_ON_CUDA = (
+    "cudnn_enabled",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
+    "cublas_allow_fp16_reduced_precision_reduction",
+    "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation",
+    "blas_preferred_backend",
+    "linalg_preferred_backend",
+)
+
+
+def _getters(names: tuple[str, ...]) -> list[Callable[[], Any]]:
+    return [getattr(_C, f"_get_{name}") for name in names]
+
+
+_get_anywhere, _get_on_cuda = _getters(_ANYWHERE), _getters(_ON_CUDA)
 _SMALLEST_NORMAL = sys.float_info.min
 _precision_of = _C._get_fp32_precision_getter
 
@@ -52,8 +77,7 @@ def without_anomalies() -> Iterator[None]:
 def ambient() -> tuple[Any, ...]:
     """Global switches that choose kernels and precision, as one comparable value (rule 5)."""
     return (
-        _C._get_mkldnn_enabled(),
-        _C._get_nnpack_enabled(),
+        tuple([get() for get in _get_anywhere]),
         _C._get_deterministic_algorithms(),
         _or_none(_C._get_float32_matmul_precision),
         tuple([_precision_of(*pair) for pair in _PRECISIONS]),
@@ -75,12 +99,7 @@ def _or_none(get: Callable[[], Any]) -> Any:
 
 
 def _cuda_switches() -> tuple[Any, ...]:
-    return (
-        _C._get_cudnn_enabled(),
-        _C._get_cudnn_benchmark(),
-        _C._get_cudnn_deterministic(),
-        _or_none(_C._get_cudnn_allow_tf32),
-    )
+    return (*[get() for get in _get_on_cuda], _or_none(_C._get_cudnn_allow_tf32))
 
 
 def tries_kernels_out() -> bool:
@@ -106,27 +125,23 @@ def restored_ambient(state: tuple[Any, ...]) -> Iterator[None]:
 
 
 def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    setters: tuple[Callable[[Any], object], ...] = (
-        _C._set_mkldnn_enabled,
-        _C._set_nnpack_enabled,
-        lambda on: _C._set_deterministic_algorithms(
-            on, warn_only=_C._get_deterministic_algorithms_warn_only()
-        ),
-        torch.set_float32_matmul_precision,
-    )
-    cuda: tuple[Callable[[Any], object], ...] = (
-        _C._set_cudnn_enabled,
-        _C._set_cudnn_benchmark,
-        _C._set_cudnn_deterministic,
-        _C._set_cudnn_allow_tf32,
-    )
-    for setter, value, old in zip(setters, state, now, strict=False):
-        if value != old and value is not None:
-            setter(value)
-    if state[-1] is not None:
-        for setter, value, old in zip(cuda, state[-1], now[-1] or _cuda_switches(), strict=True):
-            if value != old and value is not None:
-                setter(value)
-    for pair, value in zip(_PRECISIONS, state[4], strict=True):  # the older ones set these as well
+    anywhere, deterministic, products, precisions, on_cuda = state
+    _set_all(_ANYWHERE, anywhere, now[0])
+    if deterministic != now[1]:
+        _C._set_deterministic_algorithms(
+            deterministic, warn_only=_C._get_deterministic_algorithms_warn_only()
+        )
+    if products not in (now[2], None):
+        torch.set_float32_matmul_precision(products)
+    if on_cuda is not None:
+        _set_all((*_ON_CUDA, "cudnn_allow_tf32"), on_cuda, now[4] or _cuda_switches())
+    for pair, value in zip(_PRECISIONS, precisions, strict=True):  # the older ones set these too
         if _precision_of(*pair) != value:
             _C._set_fp32_precision_setter(*pair, value)
+
+
+def _set_all(names: tuple[str, ...], state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    for name, value, old in zip(names, state, now, strict=True):
+        if value != old and value is not None:
+            parts = value if isinstance(value, tuple) else (value,)
+            getattr(_C, f"_set_{name}")(*parts)

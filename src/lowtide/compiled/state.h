@@ -93,8 +93,11 @@ class RestoredFlushing {
 };
 
 struct Switches {
-  bool mkldnn, nnpack, deterministic, cuda, cudnn, benchmark, cudnn_deterministic;
-  std::array<at::Float32Precision, 7> precisions;  // those of CUDA only where it is in use
+  bool mkldnn, mkldnn_deterministic, nnpack, half_sums, filled, deterministic;
+  bool cuda, cudnn, benchmark, cudnn_deterministic;
+  // Those of CUDA only where it is in use.
+  std::array<int, 5> blas;
+  std::array<at::Float32Precision, 7> precisions;
   bool operator==(const Switches&) const = default;
 };
 
@@ -108,13 +111,25 @@ inline Switches switches_now() {
   auto of_cuda = [&](Op op) {
     return accelerated ? context.float32Precision(Backend::CUDA, op) : at::Float32Precision{};
   };
+  std::array<int, 5> blas{};
+  if (accelerated) {
+    blas = {static_cast<int>(context.allowFP16ReductionCuBLAS()),
+            static_cast<int>(context.allowBF16ReductionCuBLAS()),
+            static_cast<int>(context.allowFP16AccumulationCuBLAS()),
+            static_cast<int>(context.blasPreferredBackend()),
+            static_cast<int>(context.linalgPreferredBackend())};
+  }
   return {context.userEnabledMkldnn(),
+          context.deterministicMkldnn(),
           context.userEnabledNNPACK(),
+          context.allowFP16ReductionCPU(),
+          context.deterministicFillUninitializedMemory(),
           context.deterministicAlgorithms(),
           accelerated,
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
+          blas,
           {context.float32Precision(Backend::GENERIC, Op::ALL),
            of_cuda(Op::MATMUL),
            of_cuda(Op::CONV),
