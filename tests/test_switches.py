@@ -47,6 +47,7 @@ SWITCHES = [
     Switch(_cudnn, "benchmark", True),
     Switch(_cudnn, "deterministic", True),
     Switch(_cudnn, "allow_tf32", False),
+    Switch(torch.backends.miopen, "immediate", True),
     Switch(_products, "allow_tf32", True),
     Switch(_products, "allow_fp16_reduced_precision_reduction", False),
     Switch(_products, "allow_bf16_reduced_precision_reduction", False),

@@ -46,6 +46,9 @@ _ON_CUDA = (
     "cublas_allow_fp16_accumulation",
     "blas_preferred_backend",
     "linalg_preferred_backend",
+    "miopen_immediate",
+    "rocm_fa_preferred_backend",
+    *(["cudnn_depthwise_kernel"] if hasattr(_C, "_get_cudnn_depthwise_kernel") else []),  # 2.13
 )
 
 

@@ -96,12 +96,22 @@ struct Switches {
   bool mkldnn, mkldnn_deterministic, nnpack, half_sums, filled, deterministic;
   bool cuda, cudnn, benchmark, cudnn_deterministic;
   // Those of CUDA only where it is in use.
-  std::array<int, 5> blas;
+  std::array<int, 8> libraries;
   std::array<at::Float32Precision, 7> precisions;
   bool operator==(const Switches&) const = default;
 };
 
 inline PyObject *devices_names, *seen_name;  // of `_compat.devices`, and "accelerator_seen"
+
+// torch 2.13 and later.
+template <typename Context>
+int depthwise_kernel(const Context& context) {
+  if constexpr (requires { context.cudnnDepthwiseKernel(); }) {
+    return static_cast<int>(context.cudnnDepthwiseKernel());
+  } else {
+    return 0;
+  }
+}
 
 inline Switches switches_now() {
   using Backend = at::Float32Backend;
@@ -111,13 +121,16 @@ inline Switches switches_now() {
   auto of_cuda = [&](Op op) {
     return accelerated ? context.float32Precision(Backend::CUDA, op) : at::Float32Precision{};
   };
-  std::array<int, 5> blas{};
+  std::array<int, 8> libraries{};
   if (accelerated) {
-    blas = {static_cast<int>(context.allowFP16ReductionCuBLAS()),
+    libraries = {static_cast<int>(context.allowFP16ReductionCuBLAS()),
             static_cast<int>(context.allowBF16ReductionCuBLAS()),
             static_cast<int>(context.allowFP16AccumulationCuBLAS()),
             static_cast<int>(context.blasPreferredBackend()),
-            static_cast<int>(context.linalgPreferredBackend())};
+            static_cast<int>(context.linalgPreferredBackend()),
+            static_cast<int>(context.immediateMiopen()),
+            static_cast<int>(context.getROCmFAPreferredBackend()),
+            depthwise_kernel(context)};
   }
   return {context.userEnabledMkldnn(),
           context.deterministicMkldnn(),
@@ -129,7 +142,7 @@ inline Switches switches_now() {
           context.userEnabledCuDNN(),
           context.benchmarkCuDNN(),
           context.deterministicCuDNN(),
-          blas,
+          libraries,
           {context.float32Precision(Backend::GENERIC, Op::ALL),
            of_cuda(Op::MATMUL),
            of_cuda(Op::CONV),
