@@ -408,7 +408,7 @@ def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     lent = lent_to_the_loss(seen)
     by_entry = sum(sizes[number] for number in lent)  # under a plan that does not hold them
     ends = [min(levels[begin], gone), *(level - by_entry for level in levels[entry : entry + 1])]
-    if peak <= max([*ends, 0]) + _SCALARS:
+    if peak <= max([*ends, 0]) + (_SCALARS if seen.requests else 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached - lent))
 
