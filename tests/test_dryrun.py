@@ -163,6 +163,22 @@ def test_nothing_is_executed_and_nothing_is_left_behind() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_step_that_seeds_the_generators_leaves_them_as_they_were() -> None:
+    """As reversible nets do, which draw the same numbers again in backward."""
+    model = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        torch.manual_seed(random.randint(0, 1 << 30))
+        return F.dropout(model(x)).sum()
+
+    torch.manual_seed(3)
+    random.seed(3)
+    state, python = torch.get_rng_state(), random.getstate()
+    assert dry_run(step, (torch.ones(2, 4),), {}).source == "fake"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+
+
 def test_no_memory_is_allocated_for_a_step_that_would_not_fit() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(4)], nn.ReLU())

@@ -94,3 +94,43 @@ def test_attributes_that_refuse_to_be_counted() -> None:
     model = _model("plain")
     model.irreps = Irreps((1, [2, 3]))
     assert lowtide.plan(_step, model, torch.ones(32, 16)).source == "fake"
+
+
+class Picks(nn.Module):
+    """Makes tensors of lists: one of sizes, and one of indices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, [0, 2]] * torch.tensor([x.size(0), 1])
+
+
+class Forks(nn.Module):
+    """Does so on another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Picks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(self.picks, x))
+
+
+@pytest.mark.parametrize("part", [Picks, Forks])
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_a_tensor_that_is_made_of_a_list_is_no_end_of_the_process(
+    part: type[nn.Module], kind: str
+) -> None:
+    """TorchScript writes to its memory, of which a dry run has none."""
+    scripted: Any = torch.jit.script(part())
+    model = nn.Sequential(nn.Linear(3, 3), scripted)
+    x = torch.randn(4, 3)
+
+    def step() -> Tensor:
+        if kind == "module":
+            return _step(model, x)
+        loss: Tensor = scripted.forward(model[0](x)).square().sum()
+        return loss
+
+    with pytest.warns(lowtide.DryRunWarning, match="makes a tensor of a list"):
+        plan = lowtide.plan(step)
+    assert plan.source == "recorded"
+    step().backward()  # nothing is refused afterwards

@@ -42,6 +42,46 @@ def unlogged() -> Iterator[None]:
         log.disabled = before
 
 
+@contextlib.contextmanager
+def lists_refused() -> Iterator[None]:
+    """Raise where TorchScript on this thread is about to make a tensor of a list: it writes to the
+    memory of the tensor, and under a mode for shapes there is none, which ends the process."""
+    here, safe = threading.get_ident(), dict[int, Any]()  # a function may come and go meanwhile
+
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def checking(script: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here and id(script) not in safe:
+                if _makes_tensors_of_lists(script.graph):
+                    raise RuntimeError(f"TorchScript makes a tensor of a list in {script.name}")
+                safe[id(script)] = script
+            return call(script, *args, **kwargs)
+
+        return checking
+
+    types = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+    calls = [kind.__call__ for kind in types]
+    for kind, call in zip(types, calls, strict=True):
+        setattr(kind, "__call__", checked(call))  # noqa: B010
+    try:
+        yield
+    finally:
+        for kind, call in zip(types, calls, strict=True):
+            setattr(kind, "__call__", call)  # noqa: B010
+
+
+def _makes_tensors_of_lists(graph: Any) -> bool:
+    """Whether a graph of TorchScript, with all that it calls, does; also on threads of its own."""
+    graph = graph.copy()
+    torch._C._jit_pass_inline(graph)
+    return any(
+        next(node.inputs()).type().kind() == "ListType"
+        for kind in ("aten::tensor", "aten::as_tensor")
+        for node in graph.findAllNodes(kind)
+    ) or any(
+        _makes_tensors_of_lists(node.g("Subgraph")) for node in graph.findAllNodes("prim::fork")
+    )
+
+
 def is_fake(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -216,6 +216,7 @@ def _fake(
         stack.callback(setattr, _compat.dry_run, "on", _compat.dry_run.on)
         _compat.dry_run.on = True
         stack.enter_context(fakes.unlogged())
+        stack.enter_context(fakes.lists_refused())
         stack.enter_context(stand.mode)
         stack.enter_context(memory)
         stack.enter_context(foreign.taken_for_real())

@@ -239,7 +239,8 @@ class StandIns:
 
 
 class _Saved:
-    """Saves and restores what a forward may change in modules and in Python's random state."""
+    """Saves and restores what a forward may change in modules and in random states: one that seeds
+    them does so even on fake tensors, on which nothing is drawn."""
 
     def __init__(self, found: Found) -> None:
         self._modules = list(found.modules())
@@ -247,6 +248,7 @@ class _Saved:
         self._others: list[tuple[Any, list[Any]]] = []  # lists, sets and queues
         self._random: Any = None
         self._numpy: Any = None
+        self._draws: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def take(self) -> None:
         seen = set(map(id, self._modules))
@@ -255,6 +257,7 @@ class _Saved:
             for parameter in _compat.parameters_and_buffers(module)[0].values():
                 if parameter is not None:  # libraries keep what they add to one in its attributes
                     self._take(vars(parameter), _DEPTH, seen)
+        self._draws = [(generator, generator.get_state()) for generator in _generators()]
         self._random = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -294,6 +297,8 @@ class _Saved:
                 (part.update if isinstance(part, set) else part.extend)(items)
         self._dicts.clear()
         self._others.clear()
+        for generator, state in self._draws:
+            generator.set_state(state)
         random.setstate(self._random)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -339,7 +344,6 @@ class RealState:
             for buffer in _compat.parameters_and_buffers(module)[1].values()
             if buffer is not None
         ]
-        self._draws = [(generator, generator.get_state()) for generator in _generators()]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -353,8 +357,6 @@ class RealState:
                     _compat.put_version(tensor, version)
             for leaf, gradient in self._gradients:
                 leaf.grad = gradient
-        for generator, state in self._draws:
-            generator.set_state(state)
         self._python.restore()
         self.moved = sum(_state(p) != before for p, before in self._before)
 

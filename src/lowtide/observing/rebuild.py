@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.observing.observer import Observer
 
 FOREVER = 1 << 60
+_SCALARS = 256  # bytes, by which a loss made of numbers and its backward may rise
 
 
 @dataclass(slots=True)
@@ -151,9 +152,9 @@ def rebuild(seen: Observer) -> Graph:
     externals = found_externals(seen)
     if seen.requests and seen.timeline:
         events = _measured_events(seen, sizes, externals)
-        return with_externals(Graph(values, ops, events, _turn(seen, sizes)), externals)
+        return with_externals(Graph(values, ops, events, _turn(seen, sizes, stays)), externals)
     if seen.timeline:
-        return Graph(values, ops, (), _turn(seen, sizes))
+        return Graph(values, ops, (), _turn(seen, sizes, stays))
     asked = [(value, op) for value, op, *_ in seen.requests] or None
     events, _ = modelled_events(seen, sizes, asked)
     return with_externals(Graph(values, ops, events), externals)
@@ -385,26 +386,42 @@ def _gone(ends: Iterable[tuple[int, int]], mark: int = FOREVER) -> int:
     return sum(nbytes for died, nbytes in ends if died <= mark)
 
 
-def _turn(seen: Observer, sizes: list[int]) -> int:
+def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     """The most other memory between the end of the forward and backward's first request.
 
     0 if memory does not rise above that at both ends, which are counted by themselves. What was
-    dropped when the forward was over is no longer there at the first.
+    dropped when the forward was over is no longer there at the first, nor is what its functions had
+    until they returned.
     """
     if seen.timeline is None:
         return 0
     # If backward asks for nothing, all of it comes before its first request.
     entry = seen.requests[0][2] if seen.requests else len(seen.timeline.levels)
+    count = sum(log.mark < entry for log in seen.ops)
     last = max((log.mark for log in seen.ops if log.mark < entry), default=0)
     begin = max(last, seen.over or 0)
-    peak = max(_without(seen.fell, seen.timeline.peaks)[begin:entry], default=0)
-    peak = max(peak, _unseen(seen.timeline, last, begin, begin))
     levels = _without(seen.fell, seen.timeline.levels)
+    rises = _without(seen.fell, seen.timeline.rises)
+    peak = max([*rises[begin:entry], *levels[begin + 1 : entry]], default=0)
+    peak = max(peak, _unseen(seen.timeline, last, begin, begin))
+    gone = seen.timeline.levels[last] - _gone_since(seen, sizes, stays, count)
     lent = lent_to_the_loss(seen)
-    gone = sum(sizes[number] for number in lent)  # under a plan that does not hold them, by entry
-    if peak <= max([levels[begin], 0, *(level - gone for level in levels[entry : entry + 1])]):
+    by_entry = sum(sizes[number] for number in lent)  # under a plan that does not hold them
+    ends = [min(levels[begin], gone), *(level - by_entry for level in levels[entry : entry + 1])]
+    if peak <= max([*ends, 0]) + (_SCALARS if seen.requests else 0):
         return 0
     return max(0, peak - sum(sizes[number] for number in seen.reached - lent))
+
+
+def _gone_since(seen: Observer, sizes: list[int], stays: list[int], count: int) -> int:
+    """Bytes of values that were in memory right after the last of `count` operations, and that
+    neither a plan nor the program had when the forward was over."""
+    there = {number for number, until in enumerate(stays) if until >= count - 1}
+    for ends in (seen.evicted, seen.outlived):
+        there.update(number for number, end in ends.items() if end >= count)
+    there.difference_update(seen.reached, seen.pinned, seen.names.returned)
+    written = {number for log in seen.ops for number in log.overwrites}  # others have their memory
+    return sum(sizes[number] for number in there - written)
 
 
 def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
