@@ -8,6 +8,7 @@ room, but never break the limit.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,12 @@ from lowtide.kernels.results import made_by
 from lowtide.kernels.workspace import kernel_workspace
 from lowtide.tape.values import flatten
 from once import on_one_recorder
+
+_ONEDNN = tuple(map(int, re.findall(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())[0]))
+# No formula reproduces what half types pack; the bounds are those of one version.
+of_onednn = pytest.mark.xfail(
+    _ONEDNN < (3, 12), reason="measured with oneDNN 3.12, a stated limit", strict=False
+)
 
 pytestmark = on_one_recorder
 
@@ -226,6 +233,7 @@ PRODUCTS = ((1, 256, 32, 64), (1, 64, 4096, 64), (1, 8, 2048, 2048), (1, 2048, 7
             (7, 2, 398, 723))  # fmt: skip
 
 
+@of_onednn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("across", [False, True])
 def test_what_products_of_half_types_pack(dtype: torch.dtype, across: bool) -> None:
@@ -241,6 +249,7 @@ def test_what_products_of_half_types_pack(dtype: torch.dtype, across: bool) -> N
         assert not_above_the_model(name, left, right, made)
 
 
+@of_onednn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_products_of_groups_pack(dtype: torch.dtype) -> None:
     """A product's groups have any number of rows, or of steps: here one of them has nearly all."""
@@ -272,6 +281,7 @@ CONVOLUTIONS = (((2, 16, 40, 40), 32, 3, 1), ((4, 16, 40, 40), 64, 7, 1), ((4, 3
                 ((2, 64, 12, 12, 12), 1, 1, 1), ((4, 3, 300), 128, 3, 1))  # fmt: skip
 
 
+@of_onednn
 @pytest.mark.parametrize(("size", "results", "width", "stride"), CONVOLUTIONS)
 @pytest.mark.parametrize("last", [False, True])
 def test_what_convolutions_in_float16_take(

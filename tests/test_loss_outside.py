@@ -249,6 +249,65 @@ def test_a_fitted_forward_that_saves_nothing_is_told() -> None:
     budget.remove()
 
 
+class _Runs(torch.autograd.Function):
+    """Keeps its input in an attribute, and runs its network again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, net: nn.Module) -> Tensor:
+        ctx.net, ctx.x = net, x.detach()
+        return net(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # type: ignore[override]
+        with torch.enable_grad():
+            x = ctx.x.clone().requires_grad_()
+            y = ctx.net(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+class _Hidden(nn.Module):
+    """Nothing is saved that is seen: a sum of two, and a function that keeps what it needs."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.shift, self.net = nn.Parameter(torch.zeros(64)), deep(64, 3)
+        self.function = function
+
+    def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+        x = x + self.shift
+        return {"out": [_Runs.apply(x, self.net) if self.function else x]}
+
+
+def test_a_fitted_function_that_hides_what_it_keeps_is_told() -> None:
+    model, x = _Hidden(function=True), torch.randn(64, 64)
+    with (
+        lowtide.fit(model, 0.6),
+        pytest.warns(UncountedWarning, match=r"_Hidden .*autograd\.Function .*attributes of ctx"),
+    ):
+        model(x)["out"][0].square().mean().backward()
+
+    def step() -> Tensor:
+        return model(x)["out"][0].square().mean()
+
+    plain = lowtide.measure(lambda: step().backward()).peak_bytes
+    budget = lowtide.budget(int(0.6 * plain))  # what it says to do instead
+
+    def steps() -> None:
+        for _ in range(3):
+            with budget:
+                loss = step()
+            loss.backward()
+
+    with pytest.raises(lowtide.BudgetError):
+        steps()
+
+
+def test_a_forward_with_nothing_to_save_is_not_told() -> None:
+    with lowtide.fit(model := _Hidden(function=False), 1.0):
+        model(torch.randn(64, 64))["out"][0].square().mean().backward()
+
+
 def test_a_forward_that_is_counted_or_learns_nothing_is_not_told() -> None:
     with lowtide.fit(model := _Later(now=True), 1.0):
         model(torch.randn(4, 8))["loss"][0].backward()

@@ -139,33 +139,40 @@ def _inside(
         if first:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")
         result = called_inside(budget, functools.partial(forward, *args, **kwargs))
-        if first and budget.nothing_saved and not _has_a_graph(result):
-            _nothing_counts(model)
+        if first and budget.nothing_saved:
+            _nothing_counts(model, _with_a_graph(result))
         return result
 
     return run
 
 
-def _has_a_graph(result: Any) -> bool:
-    """Whether a backward may go from a forward's result into the forward, as far as one can see."""
+def _with_a_graph(result: Any) -> list[torch.Tensor]:
+    """From where a backward may go into the forward that returned this, as far as one can see."""
     if isinstance(result, torch.Tensor):
-        return result.requires_grad
+        return [result] if result.requires_grad else []
     if isinstance(result, Mapping):
         result = result.values()
     elif not isinstance(result, list | tuple):
-        return False
-    return any(map(_has_a_graph, result))
+        return []
+    return [tensor for part in result for tensor in _with_a_graph(part)]
 
 
-def _nothing_counts(model: torch.nn.Module) -> None:
-    """Say that a limit holds for nothing, if the model is one that learns."""
+def _nothing_counts(model: torch.nn.Module, results: list[torch.Tensor]) -> None:
+    """Say that a limit holds for nothing, if the model is one that learns, unless its forward has
+    nothing to save, nor its backward any memory to take."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
+    why = "nothing that it returned requires grad"
+    then = "What it returned is probably evaluated later."
+    if results:
+        if not _compat.runs_python(results):
+            return
+        why = "a torch.autograd.Function in it has a backward of its own"
+        then = "What that takes, and what the Function keeps in attributes of ctx, is not seen."
     warnings.warn(
         f"lowtide.fit: the forward of {type(model).__name__} has saved nothing for backward, and "
-        "nothing that it returned requires grad, so the limit holds for nothing. What it returned "
-        "is probably evaluated later. Leave lowtide.fit out, and put `with lowtide.budget(limit):` "
-        "around forward and loss.",
+        f"{why}, so the limit holds for nothing. {then} Leave lowtide.fit out, and put `with "
+        "lowtide.budget(limit):` around forward and loss.",
         UncountedWarning,
         stacklevel=users_frame(),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -192,19 +192,27 @@ def frozen_parameter(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def leaves_behind(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that a backward from `outputs` would give gradients to."""
+    found = [output for output in outputs if output.grad_fn is None]
+    leaves = (getattr(node, "variable", None) for node in _nodes_behind(outputs))
+    return found + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def runs_python(outputs: list[torch.Tensor]) -> bool:
+    """Whether a backward from `outputs` runs that of a `torch.autograd.Function`."""
+    kind = torch.autograd.function.BackwardCFunction
+    return any(isinstance(node, kind) for node in _nodes_behind(outputs))
+
+
+def _nodes_behind(outputs: list[torch.Tensor]) -> Iterator[Any]:
     seen: set[Any] = set()
     stack = [output.grad_fn for output in outputs]
-    found = [output for output in outputs if output.grad_fn is None]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found.append(variable)
+        yield node
         stack.extend(following for following, _ in node.next_functions)
-    return found
 
 
 _VIEWS = re.compile(
