@@ -258,33 +258,52 @@ def test_a_backward_that_ran_out_is_planned_for_less(core: ModuleType) -> None:
 
 
 def test_a_replay_that_runs_out(core: ModuleType) -> None:
-    """What backward has made again before it asks for it goes, and is made once more."""
+    """What backward has made again before it asks for it goes, and is made once more. Where that is
+    nothing yet, as at the first replay of some plans, the error arrives."""
     model, x = of(Chained), Chained.example()
     plain = left_by(model, x, [None])
     step(model, x)
     peak = lowtide.measure(lambda: step(model, x), device=ZERO).peak_bytes
-    limit = lowtide.budget(int(0.3 * peak))
-    for _ in range(4):
-        step(model, x, limit)
-    replays: list[list[str]] = []
+    recovered = 0
+    for number in range(1, 9):
+        limit = lowtide.budget(int(0.24 * peak))
+        for _ in range(4):
+            step(model, x, limit)
+        with counted_replays() as replayed:
+            step(model, x, limit)
+        undisturbed = replayed()
+        if (found := _out_of_room_at(core, number, lambda: left_by(model, x, [limit]))) is None:  # noqa: B023
+            gc.collect()
+            continue
+        left, again = found
+        assert_same(left, plain)
+        if limit.report().device_room is not None:
+            recovered += 1
+            assert again > undisturbed
+    assert recovered
+
+
+def _out_of_room_at(
+    core: ModuleType, number: int, run: Callable[[], list[list[Tensor]]]
+) -> tuple[list[list[Tensor]], int] | None:
+    """What a run returns, and how much it replays, where the device is full in a replay; None if
+    nothing can be let go of."""
+    replays: list[int] = []
 
     def note(operations: list[Any]) -> None:
-        replays.append([op.facts.name for op in operations])
-        if len(replays) == 1:
+        replays.append(len(operations))
+        if len(replays) == number:
             core.fail("aten::tanh", 1)  # nothing but a replay calls it in a backward
 
-    with counted_replays() as replayed:
-        step(model, x, limit)
-    undisturbed = replayed()
     lowtide.replay.listeners.append(note)
     try:
         with counted_replays() as replayed:
-            found = left_by(model, x, [limit])
+            return run(), replayed()
+    except torch.OutOfMemoryError:
+        return None
     finally:
         lowtide.replay.listeners.remove(note)
-    assert_same(found, plain)
-    assert replayed() > undisturbed
-    assert limit.report().device_room is not None
+        core.fail("aten::tanh", 0)
 
 
 def test_what_is_on_another_device_does_not_help(core: ModuleType) -> None:
