@@ -8,6 +8,7 @@ Rejected: one test for all ways, where the first failure would hide the others.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide._compat import fakes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
@@ -134,3 +136,31 @@ def test_a_tensor_that_is_made_of_a_list_is_no_end_of_the_process(
         plan = lowtide.plan(step)
     assert plan.source == "recorded"
     step().backward()  # nothing is refused afterwards
+
+
+def test_lists_are_refused_on_the_thread_of_the_dry_run_alone() -> None:
+    """Two of them that overlap leave TorchScript as it was."""
+
+    @torch.jit.script
+    def picked(x: Tensor) -> Tensor:
+        return x[:, [0, 2]]
+
+    before = torch._C.ScriptFunction.__call__
+    x = torch.arange(6.0).reshape(2, 3)
+    begun, end = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with fakes.lists_refused():
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=other)
+    with fakes.lists_refused():
+        thread.start()
+        begun.wait()
+        with pytest.raises(RuntimeError, match="a tensor of a list in picked"):
+            picked(x)
+    assert picked(x).tolist() == [[0.0, 2.0], [3.0, 5.0]]
+    end.set()
+    thread.join()
+    assert torch._C.ScriptFunction.__call__ is before

@@ -42,31 +42,46 @@ def unlogged() -> Iterator[None]:
         log.disabled = before
 
 
+# By thread: the functions of TorchScript that were looked at, as one may come and go meanwhile.
+_refusing: dict[int, dict[int, Any]] = {}
+_refusing_lock = threading.Lock()
+_SCRIPTS = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+_calls = [kind.__call__ for kind in _SCRIPTS]
+
+
 @contextlib.contextmanager
 def lists_refused() -> Iterator[None]:
     """Raise where TorchScript on this thread is about to make a tensor of a list: it writes to the
     memory of the tensor, and under a mode for shapes there is none, which ends the process."""
-    here, safe = threading.get_ident(), dict[int, Any]()  # a function may come and go meanwhile
-
-    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
-        def checking(script: Any, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == here and id(script) not in safe:
-                if _makes_tensors_of_lists(script.graph):
-                    raise RuntimeError(f"TorchScript makes a tensor of a list in {script.name}")
-                safe[id(script)] = script
-            return call(script, *args, **kwargs)
-
-        return checking
-
-    types = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-    calls = [kind.__call__ for kind in types]
-    for kind, call in zip(types, calls, strict=True):
-        setattr(kind, "__call__", checked(call))  # noqa: B010
+    here = threading.get_ident()
+    with _refusing_lock:
+        if not _refusing:
+            _call_scripts_by([_checked(call) for call in _calls])
+        _refusing[here] = {}
     try:
         yield
     finally:
-        for kind, call in zip(types, calls, strict=True):
-            setattr(kind, "__call__", call)  # noqa: B010
+        with _refusing_lock:
+            del _refusing[here]
+            if not _refusing:
+                _call_scripts_by(_calls)
+
+
+def _call_scripts_by(calls: list[Callable[..., Any]]) -> None:
+    for kind, call in zip(_SCRIPTS, calls, strict=True):
+        setattr(kind, "__call__", call)  # noqa: B010
+
+
+def _checked(call: Callable[..., Any]) -> Callable[..., Any]:
+    def checking(script: Any, *args: Any, **kwargs: Any) -> Any:
+        safe = _refusing.get(threading.get_ident())
+        if safe is not None and id(script) not in safe:
+            if _makes_tensors_of_lists(script.graph):
+                raise RuntimeError(f"TorchScript makes a tensor of a list in {script.name}")
+            safe[id(script)] = script
+        return call(script, *args, **kwargs)
+
+    return checking
 
 
 def _makes_tensors_of_lists(graph: Any) -> bool:

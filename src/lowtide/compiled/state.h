@@ -124,13 +124,13 @@ inline Switches switches_now() {
   std::array<int, 8> libraries{};
   if (accelerated) {
     libraries = {static_cast<int>(context.allowFP16ReductionCuBLAS()),
-            static_cast<int>(context.allowBF16ReductionCuBLAS()),
-            static_cast<int>(context.allowFP16AccumulationCuBLAS()),
-            static_cast<int>(context.blasPreferredBackend()),
-            static_cast<int>(context.linalgPreferredBackend()),
-            static_cast<int>(context.immediateMiopen()),
-            static_cast<int>(context.getROCmFAPreferredBackend()),
-            depthwise_kernel(context)};
+                 static_cast<int>(context.allowBF16ReductionCuBLAS()),
+                 static_cast<int>(context.allowFP16AccumulationCuBLAS()),
+                 static_cast<int>(context.blasPreferredBackend()),
+                 static_cast<int>(context.linalgPreferredBackend()),
+                 static_cast<int>(context.immediateMiopen()),
+                 static_cast<int>(context.getROCmFAPreferredBackend()),
+                 depthwise_kernel(context)};
   }
   return {context.userEnabledMkldnn(),
           context.deterministicMkldnn(),

@@ -84,8 +84,7 @@ def nothing_kept(mode: Any) -> Iterator[None]:
     except BaseException:
         _forget_fakes(mode)
         raise  # not said of what is kept: the error's own traceback keeps some
-    _forget_fakes(mode)
-    kept = _kept(mode)
+    kept = _kept(mode) if _forget_fakes(mode) else None
     if kept is None:
         return
     warnings.warn(
@@ -103,12 +102,14 @@ class _Living(list[Any]):
     is in it too."""
 
 
-def _forget_fakes(mode: Any) -> None:
-    """Empty the caches that keep fake tensors of this mode."""
-    if _living(mode):
-        gc.collect()  # what is only in cycles is not kept
-        for cache in _caches(_living(mode)):
-            cache.cache_clear()
+def _forget_fakes(mode: Any) -> bool:
+    """Empty the caches that keep fake tensors of this mode; returns whether any were alive."""
+    if not _living(mode):
+        return False
+    gc.collect()  # what is only in cycles is not kept
+    for cache in _caches(_living(mode)):
+        cache.cache_clear()
+    return True
 
 
 def _kept(mode: Any) -> str | None:
