@@ -67,7 +67,7 @@ def recorder_class(core: Any) -> type[Recorder]:
 
         def pack_slowly(self, tensor: torch.Tensor) -> Any:
             if _compat.is_wrapper(type(tensor)):
-                self.tape.kept_whole = True
+                self.tape.decisions.kept_whole()
                 self.wrapper_met()
             return Recorder.pack(self, tensor)
 

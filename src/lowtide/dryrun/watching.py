@@ -138,6 +138,9 @@ class _Everything:
     def replay_out_of_memory(self, attempt: int) -> bool:
         return False
 
+    def kept_whole(self) -> None:
+        pass  # dry runs record in Python
+
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
     """The tensors in any nesting of lists, tuples and dictionaries (model outputs included)."""

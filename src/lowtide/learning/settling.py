@@ -214,7 +214,7 @@ class Settling(Planning):
 
     @property
     def keeps_wrappers(self) -> bool:
-        """See `Tape.kept_whole`: such a step is never refused, and nothing is learned from it."""
+        """See `Decisions.kept_whole`: never refused, and nothing is learned from it."""
         return False
 
     def gradients_to_come(self, observer: Observer) -> int:

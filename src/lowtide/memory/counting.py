@@ -29,9 +29,12 @@ class Counting(_compat.Mode):
         self._device = device  # whose kernels' workspace to add; None: that of the tensors' device
         self._known: dict[int, _Block] = {}
 
+        me = weakref.ref(self)  # not `self`, which keeps this function
+
         def forget(block: Any) -> None:
-            if self._known.pop(block.key, None) is not None:
-                self.level -= block.nbytes
+            counting = me()
+            if counting is not None and counting._known.pop(block.key, None) is not None:
+                counting.level -= block.nbytes
 
         self._forget = forget
 

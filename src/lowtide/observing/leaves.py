@@ -10,7 +10,7 @@ are not parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from lowtide import _compat
 
 if TYPE_CHECKING:
     from lowtide.observing.seen import Seen
+    from lowtide.running.where import Where
 
 
 class Read(NamedTuple):
@@ -44,11 +45,11 @@ class Leaves:
         reads: leaf -> the operations that read it, as far as they were watched.
         nodes: for each operation, the number of autograd's newest node when it ran.
         frozen: parameters that get none.
-        counts: whether a tensor is on the device whose bytes count; other gradients count as none.
+        where: the device whose bytes count; gradients on others count as none. None: all do.
     """
 
     def __init__(self) -> None:
-        self.counts: Callable[[torch.Tensor], bool] | None = None
+        self.where: Where | None = None
         self.gradients: dict[int, tuple[int, int]] = {}
         self.known: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
         self.reads: dict[int, list[Read]] = {}
@@ -105,7 +106,7 @@ class Leaves:
             self.frozen[id(parameter)] = _weak(parameter)
 
     def _bytes(self, tensor: torch.Tensor) -> int:
-        if self.counts is not None and not self.counts(tensor):
+        if self.where is not None and not self.where.has(tensor):
             return 0
         return tensor.numel() * tensor.element_size()
 

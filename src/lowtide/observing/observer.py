@@ -81,7 +81,7 @@ class Observer(Lives):
     def only(self, where: Where) -> None:
         """Count only the bytes of one device, not those of all."""
         self._where = where
-        self.leaves.counts = self._counts
+        self.leaves.where = where
 
     @staticmethod
     def resumed(
@@ -226,7 +226,7 @@ class Observer(Lives):
         return True
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return self._where is None or self._where.counts in (None, tensor.device)
+        return self._where is None or self._where.has(tensor)
 
     def _look_for_functions(self, refs: list[Ref], tensors: list[torch.Tensor]) -> None:
         """What was made without grad but has a graph is the result of a custom Function."""

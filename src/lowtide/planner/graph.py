@@ -132,7 +132,7 @@ class Graph:
             max(node.named, last) for node, last in zip(self.values, self.last_use, strict=True)
         )
 
-    @cached_property
+    @property  # not cached: it may be this graph, which would refer to itself
     def plain(self) -> Graph:
         """The plain step: what autograd saves for a graph that dies before any backward stays in
         memory as long as that graph lives."""

@@ -45,6 +45,7 @@ class StepDecisions(ForwardDecisions):
     def forward_over(self) -> None:
         """The recording is closed."""
         self.anchors.forward_over()
+        self._room = None  # nothing is dropped any more, and it refers to this step
         if self._follower is not None:
             self._follower.catch_up()
             self._on_our_own()
@@ -91,7 +92,7 @@ class StepDecisions(ForwardDecisions):
         False if its backward has failed. torch does not report that, but the thread that it began
         on is then no longer in a backward. It may be tried again, but is not measured any more.
         """
-        forward = self.tape is None or self.tape.recorder is not None
+        forward = self._tape is None or self.recorder is not None
         if self.begun and not forward:
             return self._began_on != threading.get_ident() or _compat.in_backward()
         return forward or not self.abandoned()
@@ -137,7 +138,7 @@ class StepDecisions(ForwardDecisions):
         self.ended = True
         if self.observer is not None:
             self.observer.mark_end()
-        recorder = None if self.tape is None else self.tape.recorder
+        recorder = self.recorder
         if recorder is not None:
             self._on_our_own()
             self._room = None
@@ -256,5 +257,5 @@ class StepDecisions(ForwardDecisions):
             _compat.queue_after_backward(callback)
         except RuntimeError:  # a tensor was unpacked outside of any backward
             self._not_in_backward()
-            if self.tape is not None and self.tape.recorder is not None:
-                self.tape.recorder.paused = False
+            if self.recorder is not None:
+                self.recorder.paused = False

@@ -10,6 +10,7 @@ late to keep the limit.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -29,7 +30,7 @@ class ForwardDecisions(StepInRoom):
     def attach(self, tape: Tape) -> None:
         """Take the tape once its recorder is open, which counts the live bytes."""
         assert tape.recorder is not None
-        self.tape = tape
+        self._tape = weakref.ref(tape)
         self.live = tape.recorder.live
         tape.recorder.kept = self._unrecorded
         if self.observer is not None:
@@ -158,7 +159,7 @@ class ForwardDecisions(StepInRoom):
         else:
             self.switched = True
             self.tally.diverged_at = index
-            if self.tape is not None and self.tape.recorder is not None:
+            if self.recorder is not None:
                 self._watch_room().take_over()
 
     def _follow(self, prepared: Prepared, op: Operation | None, made: list[Value]) -> None:

@@ -8,6 +8,7 @@ observer, follower, room. Rejected: dropping after the operation has run, or fai
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from lowtide.tape.values import Handle, Operation, Value, WeakList
 
 if TYPE_CHECKING:
     from lowtide.loop import Loop
+    from lowtide.tape.recorder import Recorder
 
 _SPARE = 200  # 1/200 of the limit is left for bytes that no tape counts
 
@@ -57,7 +59,8 @@ class StepInRoom:
         self.check_up = check_up  # measured only because no step was for a long time
         self.tally = Tally()
         self.live = [0]
-        self.tape: Tape | None = None
+        self.keeps_wrappers = False  # see `kept_whole`
+        self._tape: weakref.ref[Tape] | None = None
         self.begun = False
         self.switched = False  # changed from one plan to another or to none
         self.ended = False  # a backward has run to its end
@@ -75,9 +78,20 @@ class StepInRoom:
         self._room: Room | None = None  # while there is no plan
 
     @property
-    def keeps_wrappers(self) -> bool:
-        """See `Tape.kept_whole`."""
-        return self.tape is not None and self.tape.kept_whole
+    def tape(self) -> Tape | None:
+        """The tape of the step; None before the step has one, and once nothing refers to it: no
+        recorder and no handle of autograd's is left."""
+        return None if self._tape is None else self._tape()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder while the forward is being recorded, else None."""
+        tape = self.tape
+        return None if tape is None else tape.recorder
+
+    def kept_whole(self) -> None:
+        """See `lowtide.tape.tape.Decisions`."""
+        self.keeps_wrappers = True
 
     @property
     def operations(self) -> int:
@@ -96,7 +110,7 @@ class StepInRoom:
                 self.seen[:count],
                 self._made.alive(),
                 self._handles.alive(),
-                None if self.tape is None else self.tape.recorder,
+                self.recorder,
             )
             self.observer.calls = self.calls
             self.observer.only(self.where)
@@ -112,12 +126,13 @@ class StepInRoom:
 
     def _nobody_counts(self) -> None:
         """From now on every request of backward is reported."""
-        if self.tape is not None:
-            self.tape.events = None
+        tape = self.tape
+        if tape is not None:
+            tape.events = None
 
     def _drop(self, value: Value) -> None:
         """Drop a value that is held, while the forward runs."""
-        recorder = None if self.tape is None else self.tape.recorder
+        recorder = self.recorder
         if self.observer is not None:
             self.observer.dropped(value)
         if recorder is None:
@@ -135,16 +150,15 @@ class StepInRoom:
 
     def _watch_room(self) -> Room:
         """From now on there is no plan: keep the live bytes under the limit."""
-        assert self.tape is not None
-        assert self.tape.recorder is not None
+        assert self.recorder is not None
         assert self.observer is not None
         room = self._room = Room(self.owner, self.observer, self.live, self._drop)
-        self.tape.recorder.before = room.before
+        self.recorder.before = room.before
         return room
 
     def _unrecorded(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
         """A call that is not recorded is about to run, or is `over`."""
-        recorder = None if self.tape is None else self.tape.recorder
+        recorder = self.recorder
         if not (over or self.begun or self.ended) and recorder is not None:
             self.calls.append((recorder.sequence, facts.name))
         if self._room is not None:

@@ -59,6 +59,10 @@ class Where:
         """The one device whose bytes count; None: not known yet, so those of all do."""
         return None if self.open else self.device
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of a tensor count, where it is."""
+        return self.open or tensor.device == self.device
+
     @property
     def settle(self) -> Callable[[torch.device], None] | None:
         """To be called with the first accelerator device on which a step makes something."""

@@ -3,6 +3,7 @@
 Problem: handles outlive the recorder, are unpacked on other threads, and must find out what the
 plan says about them. Invariant: the tape owns no values (handles do), so it costs nothing once
 autograd has released its graph; every decision is left to `decisions`. Imports values.
+Decisions refer to their tape weakly, so that no step waits for Python's garbage collector.
 Rejected: a global registry of steps.
 """
 
@@ -82,6 +83,11 @@ class Decisions(Protocol):
         """The same for a replay that backward has asked for."""
         ...
 
+    def kept_whole(self) -> None:
+        """The compiled recorder met wrapper subclasses and can drop nothing of them; the next
+        recording, which is in Python, can."""
+        ...
+
 
 class Tape:
     """Shared by the recorder, its handles and the replay of one recording.
@@ -96,11 +102,9 @@ class Tape:
             nothing observes; else None. The compiled hook then counts here instead of calling
             `requested` and `answered`, and a replay retains what it makes, if autograd still has a
             handle on it, from request `retain_from` on.
-        kept_whole: the compiled recorder met wrapper subclasses and can drop nothing of them; the
-            next recording, which is in Python, can.
     """
 
-    __slots__ = ("decisions", "events", "kept_whole", "lock", "recorder", "root", "timed")
+    __slots__ = ("__weakref__", "decisions", "events", "lock", "recorder", "root", "timed")
 
     def __init__(self, decisions: Decisions, root: Region, *, timed: bool = False) -> None:
         self.decisions = decisions
@@ -109,4 +113,3 @@ class Tape:
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
         self.events: list[int] | None = None
-        self.kept_whole = False
