@@ -112,3 +112,21 @@ def test_a_switch_that_changes_after_the_forward_stays_as_it_is(switch: Switch) 
     out = lowtide.checkpoint(lambda: (x.sin() @ x).exp())
     with switch.changed():
         out.sum().backward()
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_a_replay_leaves_what_precisions_are_taken_from() -> None:
+    """That of products is the one for all until it is set itself: a replay must not set it."""
+    precisions = torch.backends
+    precisions.cuda.matmul.fp32_precision = "none"  # as it was before other tests set it
+    before = switches.ambient()
+    x = leaf(5, 5)
+    try:
+        precisions.fp32_precision = "ieee"
+        y = lowtide.checkpoint(lambda x: (x @ x).exp().sin(), x)
+        precisions.fp32_precision = "tf32"
+        y.sum().backward()
+        assert precisions.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        precisions.fp32_precision = "none"
+    assert switches.ambient() == before

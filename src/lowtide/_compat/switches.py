@@ -134,11 +134,20 @@ def _set_ambient(state: tuple[Any, ...], now: tuple[Any, ...]) -> None:
         _C._set_deterministic_algorithms(
             deterministic, warn_only=_C._get_deterministic_algorithms_warn_only()
         )
-    if products not in (now[2], None):
-        torch.set_float32_matmul_precision(products)
     if on_cuda is not None:
-        _set_all((*_ON_CUDA, "cudnn_allow_tf32"), on_cuda, now[4] or _cuda_switches())
-    for pair, value in zip(_PRECISIONS, precisions, strict=True):  # the older ones set these too
+        _set_all(_ON_CUDA, on_cuda[:-1], (now[4] or _cuda_switches())[:-1])
+    # The older switches set the newer ones of products and convolutions, which are otherwise taken
+    # from the one for all: they are left alone where that one says enough.
+    _set_precisions(precisions)
+    if products not in (_or_none(_C._get_float32_matmul_precision), None):
+        torch.set_float32_matmul_precision(products)
+    if on_cuda is not None and on_cuda[-1] not in (_or_none(_C._get_cudnn_allow_tf32), None):
+        _C._set_cudnn_allow_tf32(on_cuda[-1])
+    _set_precisions(precisions)
+
+
+def _set_precisions(values: tuple[str, ...]) -> None:
+    for pair, value in zip(_PRECISIONS, values, strict=True):
         if _precision_of(*pair) != value:
             _C._set_fp32_precision_setter(*pair, value)
 
