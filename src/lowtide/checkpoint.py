@@ -109,6 +109,9 @@ class RegionDecisions:
     def replay_out_of_memory(self, attempt: int) -> bool:
         return False
 
+    def woken(self, at: int) -> None:
+        pass  # its recorder never idles
+
     def kept_whole(self) -> None:
         pass  # regions hold no limit
 

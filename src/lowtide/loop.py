@@ -19,6 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
 from lowtide.errors import UncountedWarning, users_frame
+from lowtide.learning.idling import ROOM, Idling
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.settling import Settling
@@ -62,6 +63,7 @@ class Loop(Settling):
         self._recording: Recording | None = None
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
+        self._idling = Idling()
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._waiting = 0  # bytes that other steps held while one's backward began
         self._said_waiting = False
@@ -99,7 +101,11 @@ class Loop(Settling):
         decisions = self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
+            alone = not self._active
             self._started(decisions, recording.__enter__())
+            recorder = recording.recorder
+            decisions.idle = self._idling.begins(self._roomy(decisions, alone), recorder)
+            decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]
             decisions.discard()
@@ -129,6 +135,25 @@ class Loop(Settling):
         self.steps += 1
         self._active.append(decisions)
 
+    def _roomy(self, decisions: StepDecisions, alone: bool) -> Prepared | None:
+        """The plan of a step that keeps everything and leaves half of what the step may take."""
+        prepared, now = decisions.prepared, self.allowance.now
+        if prepared is None or now is None or decisions.observer is not None:
+            return None
+        roomy = prepared.keeps_all and ROOM * prepared.peak <= now and prepared.measured
+        if not roomy or not alone or self._ranks is not None or self.behind.nbytes:
+            return None
+        seen = prepared.seen  # of other leaves, autograd would save and allocate something else
+        return prepared if seen.current() and not seen.appeared() else None
+
+    def woken(self, prepared: Prepared | None, at: int) -> None:
+        """The running step is not the one that its idle recorder was to compare it with, and has
+        made `at` of that one's calls."""
+        self._idling.woken(at)
+        if at and prepared is not None:
+            self.allowance.before += prepared.peak
+            self.allowance.renew()
+
     def _moved(self) -> None:
         """The limit applies to another device than assumed: what was measured so far is void."""
         self._earlier.begin()
@@ -136,8 +161,8 @@ class Loop(Settling):
             decisions.stop_measuring()
 
     @property
-    def keeps_wrappers(self) -> bool:
-        return bool(self._active) and self._active[-1].keeps_wrappers
+    def partial(self) -> bool:
+        return bool(self._active) and self._active[-1].partial
 
     def next_step(self) -> None:
         """Called when autograd saves something after a backward that ran inside the context."""
@@ -145,6 +170,7 @@ class Loop(Settling):
         if recording is None or _compat.in_backward() or not recording.at_its_root:
             return
         over.drop_replayed()
+        recording.recorder.met_unusual()
         self._finish(over)
         self._earlier.add(recording.recorder)
         self.allowance.before = self._earlier.nbytes
@@ -176,7 +202,10 @@ class Loop(Settling):
             decisions.forward_over()
             if decisions.operations:
                 self.where.forward_over()
-            known = self._known_refusal(decisions) if error is None else None
+            idled = decisions.idle
+            if idled and error is None:
+                self._idling.ended()
+            known = self._known_refusal(decisions) if error is None and not idled else None
             if isinstance(error, RuntimeError) and _compat.torchscripts(error):
                 known = self._halfway  # TorchScript replaces Python's errors by its own
             self._halfway = None
@@ -192,7 +221,9 @@ class Loop(Settling):
     @property
     def nothing_saved(self) -> bool:
         """Whether autograd has nothing left of the forward that ran last."""
-        return not self._active or self._active[-1].abandoned()
+        if not self._active:
+            return True
+        return self._active[-1].abandoned() and not self._active[-1].idle
 
     def make_sure(self) -> None:
         """Close a recording that an interrupt has left open; see `Recording.make_sure`."""
@@ -335,6 +366,8 @@ class Loop(Settling):
                 self._asked_in_part(followed)
             elif decisions.covered:
                 self._plan_smaller(followed, decisions.seen)
+            else:
+                self._idling.recorded(followed, decisions.noted)
         if observer is not None:
             observer.finish(lambda watched: self._learn(watched, decisions))
 
@@ -395,4 +428,5 @@ class Loop(Settling):
             highest_peak=highest if measured_steps else None,
             device_room=allowance.shortage.room,
             fraction=allowance.limit if isinstance(allowance.limit, float) else None,
+            idle_steps=self._idling.steps,
         )

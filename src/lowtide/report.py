@@ -48,6 +48,8 @@ class BudgetReport:
         device_room: the room that the device was found to have, below the limit: it ran out of
             memory inside a step, and later steps are planned for this. None: it did not run out.
         fraction: the fraction of a plain peak that the budget was given; None: it was given bytes.
+        idle_steps: forwards that were not recorded, as their plan keeps everything and takes less
+            than half of the limit (rule 13). "The last step" is the last one that was recorded.
     """
 
     limit: int | None
@@ -67,6 +69,7 @@ class BudgetReport:
     highest_peak: int | None = None
     device_room: int | None = None
     fraction: float | None = None
+    idle_steps: int = 0
 
     def __str__(self) -> str:
         another = self.measured_peak is not None and not self.measured_alike
@@ -82,6 +85,7 @@ class BudgetReport:
             limit += f" ({self.fraction:g} of a plain peak of {whole})"
         if self.device_room is not None:
             limit += f" (the device had room for {format_bytes(self.device_room)})"
+        idle = f" ({self.idle_steps} not recorded)" if self.idle_steps else ""
         rows = [
             ("limit", limit),
             ("planned peak", format_bytes(self.planned_peak)),
@@ -102,7 +106,7 @@ class BudgetReport:
                 f"{self.replayed_operations} of {self.recorded_operations} in "
                 f"{self.replay_seconds * 1e3:.1f} ms",
             ),
-            ("steps", f"{self.steps}, the last one {followed}"),
+            ("steps", f"{self.steps}{idle}, the last one {followed}"),
         ]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)

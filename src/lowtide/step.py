@@ -234,6 +234,7 @@ class Nested:
     def __enter__(self) -> Tape:
         # Push our hooks again, on top: hooks that others pushed between the two regions (torch's
         # checkpoint, save_on_cpu) must see the same saves with and without a recording around them.
+        self.recorder.met_unusual()
         _push_hooks(self.recorder)
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)

@@ -30,6 +30,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->counts);
   Py_VISIT(state->settle);
   Py_VISIT(state->next_step);
+  Py_VISIT(state->calls);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -51,6 +52,7 @@ int clear(PyObject* self) {
   Py_CLEAR(state->counts);
   Py_CLEAR(state->settle);
   Py_CLEAR(state->next_step);
+  Py_CLEAR(state->calls);
   return 0;
 }
 
@@ -106,6 +108,7 @@ PyMemberDef state_members[] = {
     {"counts", T_OBJECT, offsetof(State, counts), 0, nullptr},
     {"settle", T_OBJECT, offsetof(State, settle), 0, nullptr},
     {"next_step", T_OBJECT, offsetof(State, next_step), 0, nullptr},
+    {"calls", T_OBJECT, offsetof(State, calls), 0, nullptr},
     {"limit", T_LONGLONG, offsetof(State, limit), 0, nullptr},
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
     {"numbers", T_LONGLONG, offsetof(State, numbers), 0, nullptr},
@@ -362,6 +365,7 @@ void add_types(PyObject* module) {
   handle_type = type_of(handle_spec);
   entry_type = type_of(entry_spec, object_of(&_PyWeakref_RefType));
   box_type = type_of(box_spec);
+  calls_type = type_of(calls_spec);
   forget_type = type_of(forget_spec);
   table_type = type_of(table_spec);
   weak_list_type = type_of(weak_list_spec);
@@ -370,6 +374,7 @@ void add_types(PyObject* module) {
   std::pair<const char*, PyTypeObject*> named[] = {
       {"State", state_type}, {"Script", script_type}, {"Operation", operation_type},
       {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
+      {"Calls", calls_type},
       {"Forget", forget_type}, {"Table", table_type}, {"WeakList", weak_list_type},
       {"Simulator", planner::simulated_type}};
   for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));

@@ -118,7 +118,10 @@ class Asked final : public autograd::Engine {
   explicit Asked(autograd::Engine& engine) : engine_(engine) {}
 
   std::unique_ptr<autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
-    if (State* state = recorder_of_hooks(); state != nullptr) return std::make_unique<Saved>(state);
+    if (State* state = recorder_of_hooks(); state != nullptr) {
+      if (idle_calls(state) != nullptr) return nullptr;  // autograd keeps the tensor itself
+      return std::make_unique<Saved>(state);
+    }
     return engine_.get_default_saved_variable_hooks();
   }
   autograd::variable_list execute(

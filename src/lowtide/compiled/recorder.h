@@ -8,6 +8,7 @@
 // written and tested twice.
 #pragma once
 
+#include "calls.h"
 #include "streams.h"
 #include "writes.h"
 
@@ -281,6 +282,13 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
       add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
     }
     return;
+  }
+  if (Calls* calls = calls_of(state); calls != nullptr && !calls->idle) {
+    note(calls, state, op, *stack);
+  } else if (calls != nullptr) {
+    if (passes(calls, op, *stack)) return run_below(op, keys, stack);
+    Gil gil;
+    wake(state);
   }
   Gil gil;
   if (!is_none(state->next_step)) {

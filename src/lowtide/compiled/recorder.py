@@ -17,6 +17,7 @@ import torch
 from lowtide import _compat
 from lowtide.tape import leafstates, watch
 from lowtide.tape.recorder import Recorder
+from lowtide.tape.tape import Tape
 from lowtide.tape.values import tensors_in
 
 
@@ -35,6 +36,7 @@ def recorder_class(core: Any) -> type[Recorder]:
     class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
         """Sees operators through a boxed fallback instead of a dispatch mode."""
 
+        calls: Any  # `core.Calls`: the step's, or those to compare it with while idle; or None
         unpack = staticmethod(unpacked_here)
         takes_apart = False  # it sees operations on the parts, but not which wrapper they are of
         new_value, new_entry, new_handle = core.Value, core.Entry, core.Handle
@@ -62,6 +64,22 @@ def recorder_class(core: Any) -> type[Recorder]:
             types = {type(tensor) for tensor in tensors_in(args, kwargs)}
             return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
+        def met_unusual(self) -> None:
+            calls = self.calls
+            if calls is not None and calls.idle:
+                self.wake()
+            elif calls is not None:
+                calls.unusual = True
+
+        def wake(self) -> None:
+            """The step is another one than the idle recorder was to compare it with."""
+            calls, self.calls = self.calls, None
+            self.tape.decisions.woken(calls.at)
+
+        def begin(self, tape: Tape) -> None:
+            Recorder.begin(self, tape)
+            self.calls = None  # a second step in its context
+
         def _aside(self, run: Callable[[], Any]) -> Any:
             return core.aside(run)
 
@@ -75,6 +93,7 @@ def recorder_class(core: Any) -> type[Recorder]:
             """Nothing to do: it knows no wrappers."""
 
         def name(self, tensor: torch.Tensor, label: str) -> None:
+            self.met_unusual()
             core.aside(Recorder.name, self, tensor, label)
 
     watch.use(core.watched)
@@ -100,6 +119,7 @@ class _HigherOrder:
         recorder = self.core.current_recorder()
         if recorder is None:
             return self.core.aside(self._call, args, kwargs)
+        recorder.met_unusual()
         return self.core.aside(recorder.run, self.operator, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

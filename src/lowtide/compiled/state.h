@@ -37,6 +37,7 @@ struct State {
   PyObject* counts;     // the one device whose bytes count; none: all do
   PyObject* settle;     // to be called with the first accelerator device that is met, or none
   PyObject* next_step;  // to be called before autograd saves anything more, or none
+  PyObject* calls;      // `Calls` to note the step's in, or to compare them with while idle; or none
   long long sequence, numbers, group;
   long long limit;  // bytes that may be live while the script is followed; -1: any number
   char lazy_bits, paused, asks, timed;

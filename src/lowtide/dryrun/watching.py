@@ -138,6 +138,9 @@ class _Everything:
     def replay_out_of_memory(self, attempt: int) -> bool:
         return False
 
+    def woken(self, at: int) -> None:
+        pass  # its recorder never idles
+
     def kept_whole(self) -> None:
         pass  # dry runs record in Python
 

@@ -162,8 +162,8 @@ class Planning:
 
     def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
-        if decisions.keeps_wrappers:
-            return  # the next step will not keep them whole
+        if decisions.partial:
+            return  # the next step will be recorded, and keep nothing whole
         timeline, followed = observer.timeline, decisions.followed
         measured = timeline is not None
         if timeline is not None:

@@ -63,7 +63,7 @@ class Settling(Planning):
         limit = self.allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
-        strict = measured or (of_bytes and not decisions.keeps_wrappers)
+        strict = measured or (of_bytes and not decisions.partial)
         later = self._further_behind(prepared)
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)
@@ -176,7 +176,7 @@ class Settling(Planning):
         limit, before = self.allowance.limit, self.allowance.before
         if not isinstance(limit, int) or live + need <= limit - before:
             return
-        if self.keeps_wrappers:
+        if self.partial:
             return
         later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
@@ -213,8 +213,9 @@ class Settling(Planning):
         return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
 
     @property
-    def keeps_wrappers(self) -> bool:
-        """See `Decisions.kept_whole`: never refused, and nothing is learned from it."""
+    def partial(self) -> bool:
+        """Whether a part of the running step cannot be dropped, see `Decisions.kept_whole` and
+        `Decisions.woken`: it is never refused, and nothing is learned from it."""
         return False
 
     def gradients_to_come(self, observer: Observer) -> int:

@@ -178,6 +178,15 @@ class ForwardDecisions(StepInRoom):
         if self.observer is not None:
             self.observer.changes_plan(dropped)
 
+    def woken(self, at: int) -> None:
+        """See `lowtide.tape.tape.Decisions`. What was made and saved before is not on the tape, and
+        stays: the rest of the step has what the plan leaves of the limit."""
+        self.idle = False
+        self.owner.woken(self.prepared, at)
+        if at:
+            self.partial = True
+            self._diverged(0, None, None, [], covered=False)
+
     # ------------------------------------------------------------------ autograd
 
     def saved(self, value: Value, region: Region) -> bool:

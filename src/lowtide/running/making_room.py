@@ -59,7 +59,7 @@ class StepInRoom:
         self.check_up = check_up  # measured only because no step was for a long time
         self.tally = Tally()
         self.live = [0]
-        self.keeps_wrappers = False  # see `kept_whole`
+        self.partial = False  # a part is kept whole, or was not recorded
         self._tape: weakref.ref[Tape] | None = None
         self.begun = False
         self.switched = False  # changed from one plan to another or to none
@@ -69,6 +69,8 @@ class StepInRoom:
         self.calls: list[tuple[int, str]] = []  # not recorded: before which operation, and whose
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
+        self.idle = False  # it is not recorded, see `lowtide.learning.idling`
+        self.noted: Any = None  # its calls, if they are to be compared with the next step's
         self._event = [-1]  # the last of backward's requests for a recorded value
         self._made: WeakList[Value] = WeakList()  # values made without an observer
         self._settled: list[int] | None = None  # retention chosen at the start of backward
@@ -91,7 +93,7 @@ class StepInRoom:
 
     def kept_whole(self) -> None:
         """See `lowtide.tape.tape.Decisions`."""
-        self.keeps_wrappers = True
+        self.partial = True
 
     @property
     def operations(self) -> int:

@@ -147,6 +147,11 @@ class Prepared:
         return kept, recomputed
 
     @functools.cached_property
+    def keeps_all(self) -> bool:
+        """Whether nothing is recomputed."""
+        return self.bytes()[1] == 0
+
+    @functools.cached_property
     def plain_peak(self) -> int:
         """What the same step takes with nothing recomputed, in bytes."""
         return plain_peak(self.graph) if self.of_plain is None else self.of_plain

@@ -384,10 +384,15 @@ class Recorder(Encoding, _compat.Mode):
 
     def unseen(self, run: Callable[[], Any]) -> Any:
         """Run what calls operators that must not be recorded: its results are kept (rule 5)."""
+        self.met_unusual()
         result = self._aside(run)
         if self.next_step is None:
             self._register(None, result, [])
         return result
+
+    def met_unusual(self) -> None:
+        """Something happens that operator calls do not show, such as a region. The compiled
+        recorder does not idle in such steps."""
 
     def _aside(self, run: Callable[[], Any]) -> Any:
         with _compat.disable_dispatch():

@@ -83,6 +83,11 @@ class Decisions(Protocol):
         """The same for a replay that backward has asked for."""
         ...
 
+    def woken(self, at: int) -> None:
+        """After `at` calls that were not recorded, as the recorder idled, the step turns out to be
+        another one: from here on it is recorded."""
+        ...
+
     def kept_whole(self) -> None:
         """The compiled recorder met wrapper subclasses and can drop nothing of them; the next
         recording, which is in Python, can."""

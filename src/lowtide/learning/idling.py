@@ -1,0 +1,99 @@
+"""Which steps are not recorded, as they fit with everything kept and with room to spare.
+
+Problem: the records of a step that takes less than half of what it may are never used, and cost
+more than many small kernels do. Invariant: the recorder of such a step stays open and compares each
+call with the ones that recorded steps of its plan made, one after the other; from the first call
+that is another one on, the step is recorded. One of sixteen is recorded in any case, as a backward
+shows nothing to a recorder that has recorded nothing. Imports prepared and the engine. Rejected: no
+recorder at all, as a larger batch would go unnoticed until the memory is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide import engine
+from lowtide.running.prepared import Prepared
+
+ROOM = 2  # a step is recorded if it takes more than one half of what it may
+_ALIKE = 2  # recorded steps in a row that made the same calls as the one before
+_EVERY = 16  # one of so many steps is recorded
+_MOST = 1024  # recorded steps in a row after idling ended often in the middle of a step
+_KNOWN = 16  # plans whose calls are remembered
+
+
+class _Step:
+    """The steps that follow one plan."""
+
+    def __init__(self) -> None:
+        self.calls: Any = None
+        self.alike = 0
+        self.idled = 0  # in a row
+        self.wanted = _ALIKE
+
+    def may_idle(self) -> bool:
+        return self.alike >= self.wanted and self.idled < _EVERY - 1
+
+
+class Idling:
+    """What a budget remembers of the calls of its steps.
+
+    Attributes:
+        steps: how many were not recorded.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._known: dict[int, _Step] = {}
+        self._now: _Step | None = None  # the running step, if it has room to spare
+
+    def begins(self, prepared: Prepared | None, recorder: Any) -> bool:
+        """A step begins that may follow this plan with room to spare, or none: whether its recorder
+        idles. It is the compiled one, or never does."""
+        core = engine.core()
+        if prepared is None or core is None or not isinstance(recorder, core.State):
+            self._now = None
+            return False
+        step = self._now = self._of(prepared)
+        if not step.may_idle():
+            recorder.calls = core.Calls()
+            return False
+        step.calls.begin()
+        recorder.calls = step.calls
+        step.idled += 1
+        self.steps += 1
+        return True
+
+    def _of(self, prepared: Prepared) -> _Step:
+        step = self._known.pop(prepared.digest, None) or _Step()
+        self._known[prepared.digest] = step  # the newest comes last
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
+        return step
+
+    def recorded(self, followed: Prepared, calls: Any) -> None:
+        """A recorded step went as this plan says, and made these calls."""
+        if calls is None:
+            return
+        step = self._of(followed)
+        step.idled = 0
+        same = step.calls is not None and not calls.unusual and calls.same_as(step.calls)
+        step.alike = step.alike + 1 if same else 0
+        step.calls = None if calls.unusual else calls
+
+    def woken(self, at: int) -> None:
+        """The idle step turned out to be another one after `at` calls, and is recorded."""
+        self.steps -= 1
+        if at:
+            self._was_another()
+
+    def ended(self) -> None:
+        """The forward of an idle step has ended: with fewer calls, it was another one."""
+        step = self._now
+        if step is not None and step.calls.at < len(step.calls):
+            self._was_another()
+
+    def _was_another(self) -> None:
+        if self._now is not None:
+            self._now.alike = 0
+            self._now.wanted = min(4 * self._now.wanted, _MOST)

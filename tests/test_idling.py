@@ -1,0 +1,310 @@
+"""Steps that fit by far are not recorded, and are recorded from the first call on that is another
+one than in the steps before (rule 13). The recorder in Python records every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from against_plain import counted
+from lowtide import engine
+from once import on_one_recorder
+
+Change = Callable[[nn.Module], None]
+STEPS = 30
+
+
+class Net(nn.Module):
+    """Norms with statistics, dropout, and a branch that a step may take."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU())
+        self.more = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+        self.last = nn.Sequential(nn.Dropout(0.2), nn.Linear(width, width), nn.Tanh())
+        self.branch = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.branch:
+            for layer in self.more:
+                x = torch.sin(layer(x)) * x
+        return self.last(x)
+
+
+def trained(limit: str | int | None, change: Change | None = None) -> tuple[list[Tensor], object]:
+    """Losses, gradients and buffers of a training with a change at some of its steps, and the
+    budget's report."""
+    torch.manual_seed(0)
+    model, found = Net(), []
+    budget = None if limit is None else lowtide.budget(limit)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        model.branch = False
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        rows = 64
+        if change is not None and step in (12, 13, 25):
+            rows = change(model) or 64  # type: ignore[func-returns-value]
+        x = torch.randn(rows, 32)
+        if budget is None:
+            loss = model(x).square().mean()
+        else:
+            with budget:
+                loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach().clone()]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found += [b.clone() for b in model.buffers()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, None if budget is None else budget.report()
+
+
+def take_the_branch(model: nn.Module) -> None:
+    model.branch = True  # type: ignore[assignment]
+
+
+def other_rows(model: nn.Module) -> int:
+    return 96
+
+
+def freeze(model: nn.Module) -> None:
+    model.first.requires_grad_(False)  # type: ignore[operator]
+
+
+def another_last_layer(model: nn.Module) -> None:
+    model.last[2] = nn.ReLU()  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize(
+    "change", [None, take_the_branch, other_rows, freeze, another_last_layer], ids=str
+)
+def test_the_same_bits_whatever_changes(change: Change | None) -> None:
+    plain, _ = trained(None, change)
+    found, report = trained("1 GB", change)
+    assert len(plain) == len(found)
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+    idle = report.idle_steps  # type: ignore[attr-defined]
+    assert idle >= (5 if engine.core() is not None else 0)
+    assert idle == 0 if engine.core() is None else idle < STEPS
+
+
+compiled = pytest.mark.skipif(
+    "engine.core() is None", reason="the recorder in Python records every step"
+)
+
+
+def steps_of(budget: lowtide.Budget, step: Callable[[], None], count: int) -> list[bool]:
+    """Whether each of so many steps was idle."""
+    found, before = [], budget.report().idle_steps
+    for _ in range(count):
+        step()
+        now = budget.report().idle_steps
+        found.append(now > before)
+        before = now
+    return found
+
+
+def simple(
+    limit: object, *, model: nn.Module | None = None
+) -> tuple[lowtide.Budget, Callable[[], None]]:
+    net, budget = model or Net(), lowtide.budget(limit)  # type: ignore[arg-type]
+
+    def step() -> None:
+        with budget:
+            loss = net(torch.randn(64, 32)).square().mean()
+        loss.backward()
+        net.zero_grad()
+
+    return budget, step
+
+
+@compiled
+@on_one_recorder
+def test_an_idle_step_leaves_no_records() -> None:
+    net = Net()
+    budget, step = simple("1 GB", model=net)
+    idle = steps_of(budget, step, 12)
+    assert idle[:6] == [False] * 6
+    assert all(idle[8:])
+    core = engine.core()
+    before = core.count_records()
+    with budget:
+        loss = net(torch.randn(64, 32)).square().mean()
+        assert core.count_records() == before
+    loss.backward()
+    assert budget.report().recorded_operations > 5  # of the last recorded one
+
+
+@compiled
+@on_one_recorder
+def test_one_of_sixteen_is_recorded() -> None:
+    budget, step = simple("1 GB")
+    steps_of(budget, step, 12)
+    idle = steps_of(budget, step, 64)
+    assert 3 <= idle.count(False) <= 6
+
+
+@compiled
+@on_one_recorder
+@pytest.mark.parametrize("times", [1.5, 3])
+def test_a_step_that_takes_more_than_half_is_recorded(times: float) -> None:
+    model = Net()
+    plain = lowtide.plan(lambda x: model(x).square().mean(), torch.randn(64, 32)).plain_peak
+    budget, step = simple(int(times * plain), model=model)
+    assert any(steps_of(budget, step, 20)) == (times > 2)
+
+
+@compiled
+@on_one_recorder
+def test_regions_policies_and_names_are_recorded() -> None:
+    net, budget = Net(), lowtide.budget("1 GB")
+
+    def step() -> None:
+        with budget:
+            x = lowtide.checkpoint(net.first, torch.randn(64, 32))
+            loss = net.last(x).square().mean()
+        loss.backward()
+
+    assert not any(steps_of(budget, step, 20))
+
+    def named() -> None:
+        with budget:
+            x = lowtide.name(net.first(torch.randn(64, 32)), "first")
+            loss = net.last(x).square().mean()
+        loss.backward()
+
+    assert not any(steps_of(budget, named, 20))
+
+
+@compiled
+@on_one_recorder
+def test_a_larger_step_keeps_the_limit_from_where_it_differs() -> None:
+    """A branch that is ten times the usual step: it is found in the middle of an idle step, and
+    recorded from there on, so that its limit holds."""
+    model = Net(width=64)
+
+    def loss_of(x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    x = torch.randn(512, 64)
+    small = lowtide.measure(lambda: loss_of(x).backward()).peak_bytes
+    model.zero_grad()
+    model.branch = True
+    large = lowtide.measure(lambda: loss_of(x).backward()).peak_bytes
+    limit = int(2.3 * small)
+    assert large > 1.3 * limit
+    budget = lowtide.budget(limit)
+
+    def step() -> None:
+        with budget:
+            loss = loss_of(x)
+        loss.backward()
+
+    model.branch = False
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert steps_of(budget, step, 12)[-1]
+    model.branch = True
+    with counted() as replayed:
+        peak = lowtide.measure(step).peak_bytes
+    assert replayed.operations > 0
+    assert peak <= limit
+    model.branch = False
+    assert not any(steps_of(budget, step, 5))  # it is careful afterwards
+
+
+@compiled
+@on_one_recorder
+def test_backward_and_optimizer_inside() -> None:
+    net, budget = Net(), lowtide.budget("1 GB")
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step() -> None:
+        with budget:
+            loss = net(torch.randn(64, 32)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert steps_of(budget, step, 20)[-8:].count(True) >= 7
+
+
+@compiled
+@on_one_recorder
+def test_two_steps_in_one_context_are_recorded() -> None:
+    net, budget = Net(), lowtide.budget("1 GB")
+
+    def step() -> None:
+        with budget:
+            for _ in range(2):
+                net(torch.randn(64, 32)).square().mean().backward()
+                net.zero_grad()
+
+    assert not any(steps_of(budget, step, 24))
+
+
+@compiled
+@on_one_recorder
+def test_an_error_in_an_idle_step_changes_nothing() -> None:
+    net = Net()
+    budget, step = simple("1 GB", model=net)
+    assert steps_of(budget, step, 10)[-1]
+    with pytest.raises(RuntimeError, match="shape"), budget:
+        net.last(net.first(torch.randn(64, 32))).reshape(3)
+    assert all(steps_of(budget, step, 3))
+
+
+@compiled
+@on_one_recorder
+def test_torchs_own_checkpoint_inside() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    net, budget = Net(), lowtide.budget("1 GB")
+
+    def step() -> None:
+        with budget:
+            x = checkpoint(net.first, torch.randn(64, 32), use_reentrant=False)
+            loss = net.last(x).square().mean()
+            loss.backward()
+
+    steps_of(budget, step, 24)
+    torch.manual_seed(3)
+    net.zero_grad()
+    step()
+    found = [p.grad for p in net.parameters() if p.grad is not None]
+    torch.manual_seed(3)
+    plain = torch.autograd.grad(
+        net.last(net.first(torch.randn(64, 32))).square().mean(),
+        [p for p in net.parameters() if p.grad is not None],
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@compiled
+@on_one_recorder
+def test_a_fitted_model_idles() -> None:
+    net = Net()
+    fitted = lowtide.fit(net, "1 GB")
+
+    def step() -> None:
+        net(torch.randn(64, 32)).square().mean().backward()
+        net.zero_grad()
+
+    for _ in range(20):
+        step()
+    assert fitted.report().idle_steps >= 5
+
+
+@compiled
+@on_one_recorder
+def test_the_report_says_so() -> None:
+    budget, step = simple("1 GB")
+    steps_of(budget, step, 10)
+    idle = budget.report().idle_steps
+    assert f"10 ({idle} not recorded), the last one" in str(budget.report())
