@@ -8,6 +8,7 @@ anything but overhead is left. Per operation of the forward:
 
 - record: the forward under a planned budget that keeps everything, less the plain forward;
 - keep all: the same for the whole step, so including the answers to autograd's requests;
+- idle: the whole step under a limit of more than twice its peak, which is not recorded at all;
 - replay: a step that recomputes everything in one region, less the plain step and a plain forward;
 - bytes: host memory with the graph of a forward alive, less what the plain graph takes;
 - first step: a budget's first step, unplanned and watched; next: the planning between two steps;
@@ -16,7 +17,7 @@ anything but overhead is left. Per operation of the forward:
 The figures of steps are for planned steps that are not measured. `--long` shows what training pays
 in the mean of its first 1,000 steps, which are measured now and then, and planned again beside.
 
-The last table is the cost of a tape that keeps everything, for DenseNet121.
+The last table is the same for DenseNet121: everything kept, recorded and idle.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine
-from models import WORKLOADS, arguments, clear, learn, markdown, results, timed_step, turns
+from models import WORKLOADS, arguments, clear, learn, markdown, results, settle, timed_step, turns
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 30_000)
 _PATIENCE = 40.0  # seconds: if one size takes longer, the next is left out
@@ -84,6 +85,28 @@ class Transformer(nn.Module):
         return x.sum()
 
 
+ROOM = "10 GiB"  # so much that steps are not recorded, once they were a few times
+_LITTLE_ROOM = 1.5  # times the plain peak: everything is kept, and every step recorded
+_UNTIL_IDLE = 12  # steps
+_TAPES = ("kept", "idle")
+
+
+def recording(net: nn.Module, steps: int = 3) -> lowtide.Budget:
+    """A budget that keeps everything and records every step, after so many."""
+
+    def learnt(limit: int | str) -> lowtide.Budget:
+        budget = lowtide.budget(limit)
+        for _ in range(steps):
+            with budget:
+                loss = net()
+            loss.backward()
+        return budget
+
+    peak = learnt(ROOM).report().plain_peak
+    assert peak is not None
+    return learnt(int(_LITTLE_ROOM * peak))
+
+
 KINDS = {"chain with skips": Chain, "transformer": Transformer}
 
 
@@ -102,30 +125,31 @@ def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
     """Microseconds per operation for recording and replaying."""
-    budget, forward_alone = lowtide.budget("10 GiB"), lowtide.budget("10 GiB")
-
-    def kept() -> None:
-        with budget:
-            loss = net()
-        loss.backward()
-
-    for _ in range(3):
-        kept()
-        with forward_alone:
-            loss = net()
-        loss.backward()
+    budget, forward_alone, roomy = recording(net), recording(net), lowtide.budget(ROOM)
     count = budget.report().recorded_operations
+
+    def step_under(budget: lowtide.Budget) -> Callable[[], None]:
+        def step() -> None:
+            with budget:
+                loss = net()
+            loss.backward()
+
+        return step
 
     def recorded() -> None:
         with forward_alone:
             net()
 
+    idle = step_under(roomy)
+    for _ in range(_UNTIL_IDLE):
+        idle()
     spent = seconds(
         {
             "forward": lambda: net(),
             "recorded": recorded,
             "plain": backward(net),
-            "kept": kept,
+            "kept": step_under(budget),
+            "idle": idle,
             "replayed": backward(lambda: lowtide.checkpoint(net)),
         },
         rounds,
@@ -136,6 +160,7 @@ def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
         "plain": micro["plain"],
         "record": micro["recorded"] - micro["forward"],
         "keep all": micro["kept"] - micro["plain"],
+        "idle": micro["idle"] - micro["plain"],
         "replay": micro["replayed"] - micro["plain"] - micro["forward"],
     }
 
@@ -163,11 +188,7 @@ def in_use() -> int:
 
 def bytes_of_records(net: nn.Module, operations: int) -> float:
     """Bytes per operation, with the graph of a forward alive."""
-    budget = lowtide.budget("10 GiB")
-    for _ in range(3):
-        with budget:
-            loss = net()
-        loss.backward()
+    budget = recording(net)
 
     def grown(around: AbstractContextManager[Any]) -> int:
         before = in_use()
@@ -249,7 +270,7 @@ def planning(net: nn.Module, count: int) -> dict[str, float]:
 def scale(kind: str, way: str, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     rows = []
     print(f"\n{kind}, engine: {way}; microseconds an operation\n")
-    head = ("operations", "plain step", "record", "keep all", "replay", "bytes")
+    head = ("operations", "plain step", "record", "keep all", "idle", "replay", "bytes")
     print(markdown(head, []))
     for size in sizes:
         torch.manual_seed(0)
@@ -258,7 +279,8 @@ def scale(kind: str, way: str, sizes: list[int], rounds: int) -> list[dict[str, 
         row |= engine_costs(net, rounds if size < 10_000 else 2)
         row["bytes"] = bytes_of_records(net, row["operations"])
         rows.append(row)
-        cells = [f"{row[key]:.2f}" for key in ("plain", "record", "keep all", "replay")]
+        cells = [f"{row[key]:.2f}" for key in head[2:-1]]
+        cells.insert(0, f"{row['plain']:.2f}")
         cells.append(f"{row['bytes']:.0f}")
         print(f"| {row['operations']} | " + " | ".join(cells) + " |", flush=True)
     return rows
@@ -291,7 +313,7 @@ def over_many_steps(way: str, size: int, steps: int) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             net = make(size)
             peak = lowtide.plan(net).plain_peak
-            limit: int | str = "10 GiB" if share is None else int(share * peak)
+            limit: int | str = ROOM if share is None else int(share * peak)
             try:
                 row = long_run(net, limit, steps)
             except lowtide.BudgetError:  # nothing in this kind of step can be dropped
@@ -307,23 +329,31 @@ def over_many_steps(way: str, size: int, steps: int) -> list[dict[str, Any]]:
 
 
 def keep_all_over_densenet(way: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a plain step and of one under a budget that keeps everything."""
+    """Seconds of a plain step, of one that is recorded and keeps everything, and of an idle one."""
     work = WORKLOADS["densenet121"]
     model, batch = work.make(), work.batch()
-    budget = lowtide.budget("10 GiB")
-    kept = timed_step(work, model, batch, budget)
+    roomy = lowtide.budget(ROOM)
+    idle = timed_step(work, model, batch, roomy)
+    for _ in range(_UNTIL_IDLE):
+        idle()
+        settle()
+    peak = roomy.report().plain_peak
+    assert peak is not None
+    kept = timed_step(work, model, batch, lowtide.budget(int(_LITTLE_ROOM * peak)))
     learn(kept)
-    spent = turns({"plain": timed_step(work, model, batch), "kept": kept}, rounds)
-    pairs = zip(spent["plain"], spent["kept"], strict=True)
-    shares = sorted(kept / plain - 1 for plain, kept in pairs)
+    spent = turns({"plain": timed_step(work, model, batch), "kept": kept, "idle": idle}, rounds)
     clear(model)
     return {
         "engine": way,
         "plain": statistics.median(spent["plain"]),
-        "kept": statistics.median(spent["kept"]),
-        "added": statistics.median(shares),
-        "quartiles": (shares[len(shares) // 4], shares[-1 - len(shares) // 4]),
+        **{name: shares(spent[name], spent["plain"]) for name in _TAPES},
     }
+
+
+def shares(spent: list[float], plain: list[float]) -> tuple[float, float, float]:
+    """The share of the plain step that another one adds: the median of pairs, and quartiles."""
+    added = sorted(mine / other - 1 for mine, other in zip(spent, plain, strict=True))
+    return statistics.median(added), added[len(added) // 4], added[-1 - len(added) // 4]
 
 
 def ways(wanted: list[str]) -> list[str]:
@@ -361,16 +391,22 @@ def main() -> None:
         if not options.no_planning:
             for kind in options.kinds:
                 rows += scale_planning(kind, sizes)
-        print("\nDenseNet121 under a tape that keeps everything\n")
+        print("\nDenseNet121 with everything kept\n")
         table = []
         for way in ways(options.engines):
             with engine.use(way):
                 row = keep_all_over_densenet(way, 9 if options.quick else 41)
             rows.append(row)
-            low, high = row["quartiles"]
-            spread = f"{100 * row['added']:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-            table.append((way, f"{row['plain']:.3f}", f"{row['kept']:.3f}", spread))
-        print(markdown(("engine", "plain, s", "kept, s", "added (quartiles of pairs)"), table))
+            cells = (
+                "{:.1f} % ({:.1f} to {:.1f})".format(*(100 * x for x in row[name]))
+                for name in _TAPES
+            )
+            table.append((way, f"{row['plain']:.3f}", *cells))
+        print(
+            markdown(
+                ("engine", "plain, s", "recorded adds (quartiles of pairs)", "idle adds"), table
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -82,7 +82,9 @@ def another_last_layer(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [None, take_the_branch, other_rows, freeze, another_last_layer], ids=str
+    "change",
+    [None, take_the_branch, other_rows, freeze, another_last_layer],
+    ids=lambda change: getattr(change, "__name__", "nothing"),
 )
 def test_the_same_bits_whatever_changes(change: Change | None) -> None:
     plain, _ = trained(None, change)

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
 from lowtide.errors import UncountedWarning, users_frame
-from lowtide.learning.idling import ROOM, Idling
+from lowtide.learning import idling
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.settling import Settling
@@ -63,7 +63,7 @@ class Loop(Settling):
         self._recording: Recording | None = None
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
-        self._idling = Idling()
+        self._idling = idling.Idling()
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._waiting = 0  # bytes that other steps held while one's backward began
         self._said_waiting = False
@@ -77,7 +77,9 @@ class Loop(Settling):
 
     def open(self) -> None:
         """Begin a step, and record it."""
-        failed = next((step for step in self._active if not step.ended), None)
+        open_ones = [step for step in self._active if not step.ended]
+        idled = True in [step.idle for step in open_ones]  # an interrupt may meet a generator
+        failed = None if idled or not open_ones else open_ones[0]
         for decisions in tuple(self._active):
             self._finish(decisions)
         for found in self._beside.found():
@@ -96,15 +98,18 @@ class Loop(Settling):
         self.allowance.before = self.place = 0
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
-        elif failed is not None and self._earlier.failures > last.failures:
-            self.backward_ran_out(failed)
+        elif self._earlier.failures > last.failures:
+            if idled:
+                self._idling.ran_out()
+            elif failed is not None:
+                self.backward_ran_out(failed)
         decisions = self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
             alone = not self._active
             self._started(decisions, recording.__enter__())
-            recorder = recording.recorder
-            decisions.idle = self._idling.begins(self._roomy(decisions, alone), recorder)
+            recorder, roomy = recording.recorder, self._roomy(decisions, alone)
+            decisions.idle = self._idling.begins(roomy, recorder, self.where.device)
             decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]
@@ -136,15 +141,14 @@ class Loop(Settling):
         self._active.append(decisions)
 
     def _roomy(self, decisions: StepDecisions, alone: bool) -> Prepared | None:
-        """The plan of a step that keeps everything and leaves half of what the step may take."""
+        """The plan of a step that need not be recorded: nothing is to be learned from it, no other
+        step is under way, and there is room to spare."""
         prepared, now = decisions.prepared, self.allowance.now
-        if prepared is None or now is None or decisions.observer is not None:
+        if prepared is None or now is None or decisions.observer is not None or not alone:
             return None
-        roomy = prepared.keeps_all and ROOM * prepared.peak <= now and prepared.measured
-        if not roomy or not alone or self._ranks is not None or self.behind.nbytes:
+        if self._ranks is not None or self.behind.nbytes:
             return None
-        seen = prepared.seen  # of other leaves, autograd would save and allocate something else
-        return prepared if seen.current() and not seen.appeared() else None
+        return prepared if idling.roomy(prepared, now) else None
 
     def woken(self, prepared: Prepared | None, at: int) -> None:
         """The running step is not the one that its idle recorder was to compare it with, and has
@@ -205,6 +209,8 @@ class Loop(Settling):
             idled = decisions.idle
             if idled and error is None:
                 self._idling.ended()
+            elif idled and isinstance(error, torch.OutOfMemoryError):
+                self._idling.ran_out()
             known = self._known_refusal(decisions) if error is None and not idled else None
             if isinstance(error, RuntimeError) and _compat.torchscripts(error):
                 known = self._halfway  # TorchScript replaces Python's errors by its own

@@ -72,6 +72,7 @@ struct Block {
   size_t size;  // rounded
   Lane home;    // whose free blocks it belongs to
   bool used = false;
+  bool reserved = true;     // the driver counts it; not once the allocator would have returned it
   std::set<Lane> recorded;  // `record_stream`
   std::pair<Lane, int64_t> written{{-1, 0}, 0};
   std::map<Lane, int64_t> read;
@@ -128,6 +129,8 @@ struct Allocator final : c10::DeviceAllocator {
     } else {
       block = free.back();
       free.pop_back();
+      if (!block->reserved) total(stats.reserved_bytes).increase(size);
+      block->reserved = true;
     }
     block->used = true;
     std::memset(block->data, 0xA5, size);  // nothing that was there before is read by chance
@@ -159,7 +162,7 @@ struct Allocator final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     Locked held(lock);
-    int64_t used = total(statistics[device].allocated_bytes).current;
+    int64_t used = total(statistics[device].reserved_bytes).current;
     int64_t all = std::min<int64_t>(capacity[device], int64_t{16} << 30);
     return {static_cast<size_t>(std::max<int64_t>(all - used, 0)), static_cast<size_t>(all)};
   }
@@ -745,7 +748,18 @@ PYBIND11_MODULE(_emulated_accelerator, m) {
     Locked held(lock);
     return std::map<std::string, int64_t>{{"kernels", kernels}, {"host_waits", host_waits}, {"stream_waits", stream_waits}};
   });
-  m.def("set_capacity", [](int device, int64_t nbytes) { capacity[device] = nbytes; });
+  // As where another process takes the rest: the allocator returns what it has and nobody uses.
+  m.def("set_capacity", [](int device, int64_t nbytes) {
+    Locked held(lock);
+    capacity[device] = nbytes;
+    for (const auto& [key, free] : pool) {
+      if (key.first.first != device) continue;
+      for (Block* block : free) {
+        if (block->reserved) total(statistics[device].reserved_bytes).decrease(block->size);
+        block->reserved = false;
+      }
+    }
+  });
   m.def("fail", [](const std::string& kernel, int64_t count) {
     Locked held(lock);
     failing[kernel] = count;

@@ -43,6 +43,9 @@ class Chained(nn.Module):
         return torch.randn(64, 64, device=ZERO)
 
 
+compiled = pytest.mark.skipif(
+    "lowtide.engine.core() is None", reason="the recorder in Python records every step"
+)
 KINDS = [Normalized, Attending]
 Around = Callable[[], Any]
 
@@ -182,8 +185,10 @@ def test_every_kernel_may_be_the_one_that_fails(
     begun = copy.deepcopy(model.state_dict())
     limit = lowtide.budget(PLENTY)
     if not watched:
+        room(core, model, x, 1.5)  # too little for a step that is not recorded
         for _ in range(8):
             step(model, x, limit)
+        assert not limit.report().idle_steps
         model.load_state_dict(begun)
     plain = left_by(model, x, [None])
     model.load_state_dict(begun)
@@ -206,6 +211,49 @@ def test_every_kernel_may_be_the_one_that_fails(
         core.fail(kernel, 0)
     assert_same(found, plain)
     assert failed[0]()
+
+
+@compiled
+@pytest.mark.parametrize("share", [1.5, 2.5])
+def test_a_step_is_recorded_if_the_device_has_little_room(share: float, core: ModuleType) -> None:
+    """What the limit allows is not all there; a step that is not recorded cannot make room."""
+    model, x = of(Attending), Attending.example()
+    limit = lowtide.budget(PLENTY)
+    room(core, model, x, share)
+    for _ in range(16):
+        step(model, x, limit)
+    assert (limit.report().idle_steps > 0) == (share > 2)
+
+
+@compiled
+def test_the_device_runs_out_in_a_step_that_is_not_recorded(core: ModuleType) -> None:
+    """As in the plain step; the next one is recorded, and drops what it can."""
+    model, x = of(Normalized), Normalized.example()
+    limit = lowtide.budget(PLENTY)
+    for _ in range(12):
+        step(model, x, limit)
+    before = limit.report().idle_steps
+    room(core, model, x, 0.75)
+    state = copy.deepcopy(model.state_dict())
+    generators = torch.get_device_module("emulated").default_generators
+    states = [generator.get_state() for generator in generators]
+    with pytest.raises(torch.OutOfMemoryError):
+        step(model, x, limit)
+    assert limit.report().idle_steps == before + 1
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+
+    def again() -> None:
+        model.load_state_dict(state)
+        for generator, kept in zip(generators, states, strict=True):
+            generator.set_state(kept)
+
+    again()
+    found = left_by(model, x, [limit] * 2, seed=None)
+    assert limit.report().idle_steps == before + 1
+    core.set_capacity(0, 2**62)
+    again()
+    assert_same(found, left_by(model, x, [None] * 2, seed=None))
 
 
 def test_nothing_that_could_go(core: ModuleType) -> None:

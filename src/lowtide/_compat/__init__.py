@@ -62,6 +62,7 @@ from lowtide._compat.devices import (
     on_stream,
     record_stream,
     reset_peak,
+    spare_memory,
     stream_of,
     synchronize,
 )
@@ -243,6 +244,7 @@ __all__ = [
     "set_grad_mode",
     "shares_counter",
     "skips_autograd",
+    "spare_memory",
     "sparse_members",
     "storage_holders",
     "storage_id",

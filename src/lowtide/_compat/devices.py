@@ -115,6 +115,18 @@ def free_memory(device: torch.device) -> int | None:
         return None
 
 
+def spare_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, and those that its allocator has and has not given out; None
+    if the driver does not tell."""
+    free = free_memory(device)
+    if free is None or not _C._accelerator_isAllocatorInitialized():
+        return free
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found = _C._accelerator_getDeviceStats(index)
+    kept, given = found["reserved_bytes"]["all"], found["allocated_bytes"]["all"]
+    return free + int(kept["current"]) - int(given["current"])
+
+
 def synchronize(device: torch.device | None = None) -> None:
     """Wait for a device, the current one by default. Only timing needs this."""
     torch.accelerator.synchronize(device)

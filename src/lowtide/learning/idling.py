@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide import engine
+import torch
+
+from lowtide import _compat, engine
 from lowtide.running.prepared import Prepared
 
 ROOM = 2  # a step is recorded if it takes more than one half of what it may
@@ -35,6 +37,23 @@ class _Step:
         return self.alike >= self.wanted and self.idled < _EVERY - 1
 
 
+def roomy(prepared: Prepared, now: int) -> bool:
+    """Whether a step of this plan keeps everything and takes at most half of these bytes."""
+    if not (prepared.keeps_all and prepared.measured and ROOM * prepared.peak <= now):
+        return False
+    seen = prepared.seen  # of other leaves, autograd would save and allocate something else
+    return seen.current() and not seen.appeared()
+
+
+def _has_room(prepared: Prepared, device: torch.device) -> bool:
+    """Whether the device itself has that much more, now that the step begins. One that is not
+    recorded cannot go on where it has not (rule 10)."""
+    if device.type == "cpu":
+        return True
+    spare = _compat.spare_memory(device)
+    return spare is not None and ROOM * prepared.peak <= spare
+
+
 class Idling:
     """What a budget remembers of the calls of its steps.
 
@@ -47,7 +66,7 @@ class Idling:
         self._known: dict[int, _Step] = {}
         self._now: _Step | None = None  # the running step, if it has room to spare
 
-    def begins(self, prepared: Prepared | None, recorder: Any) -> bool:
+    def begins(self, prepared: Prepared | None, recorder: Any, device: torch.device) -> bool:
         """A step begins that may follow this plan with room to spare, or none: whether its recorder
         idles. It is the compiled one, or never does."""
         core = engine.core()
@@ -55,7 +74,7 @@ class Idling:
             self._now = None
             return False
         step = self._now = self._of(prepared)
-        if not step.may_idle():
+        if not (step.may_idle() and (step.idled or _has_room(prepared, device))):
             recorder.calls = core.Calls()
             return False
         step.calls.begin()
@@ -92,6 +111,10 @@ class Idling:
         step = self._now
         if step is not None and step.calls.at < len(step.calls):
             self._was_another()
+
+    def ran_out(self) -> None:
+        """The device had no memory for an idle step: of one that is recorded, some can be freed."""
+        self._was_another()
 
     def _was_another(self) -> None:
         if self._now is not None:
