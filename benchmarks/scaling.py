@@ -91,20 +91,24 @@ _UNTIL_IDLE = 12  # steps
 _TAPES = ("kept", "idle")
 
 
-def recording(net: nn.Module, steps: int = 3) -> lowtide.Budget:
-    """A budget that keeps everything and records every step, after so many."""
+def under(budget: lowtide.Budget, net: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        with budget:
+            loss = net()
+        loss.backward()
 
-    def learnt(limit: int | str) -> lowtide.Budget:
-        budget = lowtide.budget(limit)
-        for _ in range(steps):
-            with budget:
-                loss = net()
-            loss.backward()
-        return budget
+    return step
 
-    peak = learnt(ROOM).report().plain_peak
+
+def recording(net: nn.Module) -> lowtide.Budget:
+    """A budget that keeps everything and records every step, once it has learned."""
+    budget = lowtide.budget(ROOM)
+    under(budget, net)()
+    peak = budget.report().plain_peak
     assert peak is not None
-    return learnt(int(_LITTLE_ROOM * peak))
+    budget = lowtide.budget(int(_LITTLE_ROOM * peak))
+    learn(under(budget, net))
+    return budget
 
 
 KINDS = {"chain with skips": Chain, "transformer": Transformer}
@@ -128,19 +132,11 @@ def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
     budget, forward_alone, roomy = recording(net), recording(net), lowtide.budget(ROOM)
     count = budget.report().recorded_operations
 
-    def step_under(budget: lowtide.Budget) -> Callable[[], None]:
-        def step() -> None:
-            with budget:
-                loss = net()
-            loss.backward()
-
-        return step
-
     def recorded() -> None:
         with forward_alone:
             net()
 
-    idle = step_under(roomy)
+    idle = under(roomy, net)
     for _ in range(_UNTIL_IDLE):
         idle()
     spent = seconds(
@@ -148,7 +144,7 @@ def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
             "forward": lambda: net(),
             "recorded": recorded,
             "plain": backward(net),
-            "kept": step_under(budget),
+            "kept": under(budget, net),
             "idle": idle,
             "replayed": backward(lambda: lowtide.checkpoint(net)),
         },
