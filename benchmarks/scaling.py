@@ -103,7 +103,8 @@ def under(budget: lowtide.Budget, net: nn.Module) -> Callable[[], None]:
 def recording(net: nn.Module) -> lowtide.Budget:
     """A budget that keeps everything and records every step, once it has learned."""
     budget = lowtide.budget(ROOM)
-    under(budget, net)()
+    for _ in range(2):  # the second has gradients already
+        under(budget, net)()
     peak = budget.report().plain_peak
     assert peak is not None
     budget = lowtide.budget(int(_LITTLE_ROOM * peak))
@@ -127,16 +128,15 @@ def seconds(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return {name: min(spent) for name, spent in turns(runs, rounds).items()}
 
 
-def engine_costs(net: nn.Module, rounds: int) -> dict[str, float]:
-    """Microseconds per operation for recording and replaying."""
-    budget, forward_alone, roomy = recording(net), recording(net), lowtide.budget(ROOM)
+def engine_costs(net: nn.Module, budget: lowtide.Budget, rounds: int) -> dict[str, float]:
+    """Microseconds per operation for recording and replaying. `budget` has learned."""
     count = budget.report().recorded_operations
 
     def recorded() -> None:
-        with forward_alone:
+        with budget:
             net()
 
-    idle = under(roomy, net)
+    idle = under(lowtide.budget(ROOM), net)
     for _ in range(_UNTIL_IDLE):
         idle()
     spent = seconds(
@@ -182,9 +182,8 @@ def in_use() -> int:
     return traced + read().uordblks
 
 
-def bytes_of_records(net: nn.Module, operations: int) -> float:
+def bytes_of_records(net: nn.Module, budget: lowtide.Budget, operations: int) -> float:
     """Bytes per operation, with the graph of a forward alive."""
-    budget = recording(net)
 
     def grown(around: AbstractContextManager[Any]) -> int:
         before = in_use()
@@ -272,8 +271,9 @@ def scale(kind: str, way: str, sizes: list[int], rounds: int) -> list[dict[str, 
         torch.manual_seed(0)
         net = KINDS[kind](size)
         row: dict[str, Any] = {"kind": kind, "engine": way}
-        row |= engine_costs(net, rounds if size < 10_000 else 2)
-        row["bytes"] = bytes_of_records(net, row["operations"])
+        budget = recording(net)
+        row |= engine_costs(net, budget, rounds if size < 10_000 else 2)
+        row["bytes"] = bytes_of_records(net, budget, row["operations"])
         rows.append(row)
         cells = [f"{row[key]:.2f}" for key in head[2:-1]]
         cells.insert(0, f"{row['plain']:.2f}")
