@@ -4,6 +4,7 @@ one than in the steps before (rule 13). The recorder in Python records every ste
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -310,3 +311,81 @@ def test_the_report_says_so() -> None:
     steps_of(budget, step, 10)
     idle = budget.report().idle_steps
     assert f"10 ({idle} not recorded), the last one" in str(budget.report())
+
+
+@compiled
+@on_one_recorder
+@pytest.mark.parametrize("write", [lambda it: it.add_(0.1), lambda it: it.data.add_(0.1)])
+def test_what_another_tape_reads_is_copied_before_an_idle_step_writes_it(
+    write: Callable[[Tensor], object],
+) -> None:
+    """Rule 4: any recorder that is open announces a write. The region reads the buffer, autograd
+    has not saved it, and the step under the budget changes it before the region's backward."""
+
+    def trained_beside(limit: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, layer, buffer, found = Net(), nn.Linear(32, 32), torch.ones(32), []
+        budget = nullcontext() if limit is None else lowtide.budget(limit)
+
+        def region(x: Tensor) -> Tensor:
+            return torch.sin(layer(x) + (buffer + 1)).exp()
+
+        for _ in range(STEPS):
+            x = torch.randn(64, 32)
+            y = region(x) if limit is None else lowtide.checkpoint(region, x)
+            with budget:
+                loss = net(x).square().mean()
+                with torch.no_grad():
+                    write(buffer)
+            (loss + y.mean()).backward()
+            found += [p.grad.clone() for p in layer.parameters() if p.grad is not None]
+            layer.zero_grad()
+            net.zero_grad()
+        return found
+
+    plain, found = trained_beside(None), trained_beside("1 GB")
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+@compiled
+@on_one_recorder
+def test_calls_after_the_last_one_are_not_let_pass_whatever_they_take() -> None:
+    """An evaluation without grad at the end of a forward, which some steps have: beside it, what
+    was kept may have to be dropped, or the step is refused."""
+    net, x = Net(), torch.randn(64, 32)
+    budget, large = lowtide.budget("1 MB"), [False]
+
+    def step() -> None:
+        with budget:
+            loss = net(x).square().mean()
+            if large[0]:
+                with torch.no_grad():
+                    found = [torch.cat([x] * 50) for _ in range(2)]
+                    del found
+        loss.backward()
+        net.zero_grad()
+
+    assert steps_of(budget, step, 12)[-1]
+    large[0] = True
+    assert not any(steps_of(budget, step, 1))
+
+
+@compiled
+@on_one_recorder
+def test_the_same_calls_on_other_results_are_another_step() -> None:
+    """Of a chain, autograd saves each link; of as many calls on one tensor, only that one."""
+    net, x = Net(), torch.randn(64, 32)
+    budget, chained = lowtide.budget("1 GB"), [False]
+
+    def step() -> None:
+        with budget:
+            first = found = net.first(x)
+            for _ in range(8):
+                found = torch.sin(found if chained[0] else first)
+            loss = found.square().mean()
+        loss.backward()
+        net.zero_grad()
+
+    assert steps_of(budget, step, 12)[-1]
+    chained[0] = True
+    assert not any(steps_of(budget, step, 1))

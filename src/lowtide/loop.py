@@ -109,7 +109,8 @@ class Loop(Settling):
             alone = not self._active
             self._started(decisions, recording.__enter__())
             recorder, roomy = recording.recorder, self._roomy(decisions, alone)
-            decisions.idle = self._idling.begins(roomy, recorder, self.where.device)
+            now, device = self.allowance.now or 0, self.where.device
+            decisions.idle = self._idling.begins(roomy, now, recorder, device)
             decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]

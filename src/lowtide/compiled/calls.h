@@ -9,13 +9,15 @@
 
 #include "state.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <vector>
 
 namespace lowtide {
 
-// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)` and `begin()`.
+// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)` and `begin(spare)`.
 struct Calls {
   PyObject_HEAD
   std::vector<uint64_t> digests;
@@ -23,6 +25,8 @@ struct Calls {
   char idle;         // compare, instead of noting
   char unusual;      // something was met that digests do not show
   bool backward;     // one has run since this step began
+  uint64_t first;    // the number of autograd's next node when the step began
+  long long spare;   // bytes that calls after the last one may still make without a record
 };
 
 inline PyTypeObject* calls_type;
@@ -41,10 +45,21 @@ inline Calls* idle_calls(const State* state) {
 struct Digest {
   uint64_t number = 0x9E3779B97F4A7C15u;
   bool known = true;  // all of the call could be looked at without Python
+  uint64_t first;     // the number of autograd's first node in this step
+
+  explicit Digest(uint64_t first) : first(first) {}
 
   void add(uint64_t part) {
     number = (number ^ part) * 0xD6E8FEB86659FD93u;
     number ^= number >> 32;
+  }
+
+  // Which of the step's nodes has made a tensor: of the same calls on other results, autograd may save more.
+  uint64_t maker(const c10::TensorImpl* impl) const {
+    auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
+    if (meta == nullptr || meta->grad_fn_ == nullptr) return 0;
+    uint64_t number = meta->grad_fn_->sequence_nr();
+    return number < first ? 1 : 2 + number - first;
   }
 
   void add(const at::Tensor& tensor) {
@@ -54,6 +69,7 @@ struct Digest {
     add(keys.raw_repr());
     add((static_cast<uint64_t>(c10::typeMetaToScalarType(impl->dtype())) << 16) +
         (static_cast<uint64_t>(static_cast<uint8_t>(impl->device().index())) << 8) + impl->requires_grad());
+    add(maker(impl));
     if (keys.has(c10::DispatchKey::Python) || impl->has_symbolic_sizes_strides() || tensor.is_nested()) {
       known = false;
       return;
@@ -77,8 +93,8 @@ struct Digest {
   }
 };
 
-inline Digest digest_of(const c10::OperatorHandle& op, const Stack& stack) {
-  Digest digest;
+inline Digest digest_of(uint64_t first, const c10::OperatorHandle& op, const Stack& stack) {
+  Digest digest(first);
   digest.add(reinterpret_cast<uint64_t>(&op.schema()));
   digest.add(c10::GradMode::is_enabled());
   for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) digest.add(stack[i]);
@@ -110,17 +126,31 @@ inline bool in_forward() { return !in_backward() || c10::GradMode::is_enabled();
 // Note a call of a step that is recorded.
 inline void note(Calls* calls, const State* state, const c10::OperatorHandle& op, const Stack& stack) {
   if (state->paused || !is_none(state->next_step) || !in_forward()) return;
-  Digest digest = digest_of(op, stack);
+  Digest digest = digest_of(calls->first, op, stack);
   calls->digests.push_back(digest.number);
   if (!digest.known) calls->unusual = 1;
+}
+
+// Whether a call after the last one, such as a metric's, takes little. Elsewhere, room is made for it.
+inline bool fits(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
+  auto bytes = [](const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined() ? static_cast<long long>(value.toTensor().nbytes()) : 0;
+  };
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    calls->spare -= bytes(stack[i]);
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) calls->spare -= bytes(item);
+  }
+  return calls->spare >= 0;
 }
 
 // Whether an idle recorder may let a call pass: it is the next one, or the forward is over.
 inline bool passes(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
   if (!in_forward()) return calls->backward = true;
   auto at = static_cast<size_t>(calls->at);
-  if (calls->backward || at == calls->digests.size()) return in_backward() || !has_gradient(op, stack);
-  Digest digest = digest_of(op, stack);
+  if (calls->backward) return in_backward() || !has_gradient(op, stack);
+  if (at == calls->digests.size()) return !has_gradient(op, stack) && fits(calls, op, stack);
+  Digest digest = digest_of(calls->first, op, stack);
   if (!digest.known || digest.number != calls->digests[at]) return false;
   ++calls->at;
   return true;
@@ -137,6 +167,7 @@ inline void wake(State* state) {
 inline PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made != nullptr) new (&as<Calls>(made)->digests) std::vector<uint64_t>();
+  if (made != nullptr) as<Calls>(made)->first = at::sequence_number::peek();
   return made;
 }
 
@@ -152,9 +183,12 @@ inline PyObject* calls_same_as(PyObject* self, PyObject* other) {
   return PyBool_FromLong(as<Calls>(self)->digests == as<Calls>(other)->digests);
 }
 
-// Compare the calls of the step that begins with these.
-inline PyObject* calls_begin(PyObject* self, PyObject*) {
+// Compare the calls of the step that begins with these. `spare`: see there.
+inline PyObject* calls_begin(PyObject* self, PyObject* spare) {
   auto* calls = as<Calls>(self);
+  calls->spare = PyLong_AsLongLong(spare);
+  if (calls->spare == -1 && PyErr_Occurred()) return nullptr;
+  calls->first = at::sequence_number::peek();
   calls->at = 0;
   calls->idle = 1;
   calls->backward = false;
@@ -167,7 +201,7 @@ inline Py_ssize_t calls_length(PyObject* self) {
 
 inline PyMethodDef calls_methods[] = {
     {"same_as", calls_same_as, METH_O, nullptr},
-    {"begin", calls_begin, METH_NOARGS, nullptr},
+    {"begin", calls_begin, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 inline PyMemberDef calls_members[] = {

@@ -224,6 +224,14 @@ inline bool may_write_watched(const Fact& fact, const c10::OperatorHandle& op, c
   return false;
 }
 
+// Whether a call of an idle recorder may write what another tape still reads, and has to announce that.
+inline bool may_overwrite(const Fact* fact, const c10::OperatorHandle& op, const Stack& stack) {
+  if (fact != nullptr && fact->writes.empty() && fact->mean < 0 && !fact->opaque) return false;
+  if (watched->storages.empty()) return false;
+  Gil gil;
+  return fact == nullptr || fact->opaque || may_write_watched(*fact, op, stack);
+}
+
 // Run a call after a backward that ended inside the recording; false if it needs a closer look in Python.
 inline bool run_between(
     State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -286,7 +294,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   if (Calls* calls = calls_of(state); calls != nullptr && !calls->idle) {
     note(calls, state, op, *stack);
   } else if (calls != nullptr) {
-    if (passes(calls, op, *stack)) return run_below(op, keys, stack);
+    if (!may_overwrite(fact, op, *stack) && passes(calls, op, *stack)) return run_below(op, keys, stack);
     Gil gil;
     wake(state);
   }

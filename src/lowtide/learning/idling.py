@@ -21,6 +21,7 @@ ROOM = 2  # a step is recorded if it takes more than one half of what it may
 _ALIKE = 2  # recorded steps in a row that made the same calls as the one before
 _EVERY = 16  # one of so many steps is recorded
 _MOST = 1024  # recorded steps in a row after idling ended often in the middle of a step
+_LITTLE = 8  # calls that come after a step's last one may look at this part of what is left
 _KNOWN = 16  # plans whose calls are remembered
 
 
@@ -66,9 +67,11 @@ class Idling:
         self._known: dict[int, _Step] = {}
         self._now: _Step | None = None  # the running step, if it has room to spare
 
-    def begins(self, prepared: Prepared | None, recorder: Any, device: torch.device) -> bool:
-        """A step begins that may follow this plan with room to spare, or none: whether its recorder
-        idles. It is the compiled one, or never does."""
+    def begins(
+        self, prepared: Prepared | None, now: int, recorder: Any, device: torch.device
+    ) -> bool:
+        """A step begins that may follow this plan with room to spare, `now` being
+        the limit, or none: whether its recorder idles. It is the compiled one, or never does."""
         core = engine.core()
         if prepared is None or core is None or not isinstance(recorder, core.State):
             self._now = None
@@ -77,7 +80,8 @@ class Idling:
         if not (step.may_idle() and (step.idled or _has_room(prepared, device))):
             recorder.calls = core.Calls()
             return False
-        step.calls.begin()
+        core.watched.sweep()  # what other tapes read is looked up at each write
+        step.calls.begin((now - prepared.peak) // _LITTLE)
         recorder.calls = step.calls
         step.idled += 1
         self.steps += 1
