@@ -389,3 +389,60 @@ def test_the_same_calls_on_other_results_are_another_step() -> None:
     assert steps_of(budget, step, 12)[-1]
     chained[0] = True
     assert not any(steps_of(budget, step, 1))
+
+
+@compiled
+@on_one_recorder
+def test_a_step_whose_plain_peak_is_above_half_of_the_limit_is_recorded() -> None:
+    """A recording drops what autograd saves for a graph that no backward ever goes through. Without
+    one it stays for as long as that graph lives."""
+    net, x = Net(), torch.randn(512, 32)
+
+    def step_under(limit: int | str) -> tuple[lowtide.Budget, Callable[[], None]]:
+        budget = lowtide.budget(limit)
+
+        def step() -> None:
+            with budget:
+                found = x
+                for layer in (*net.more, *net.more):
+                    found = torch.sin(layer(found))
+                del found
+                loss = net(x).square().mean()
+            loss.backward()
+            net.zero_grad()
+
+        return budget, step
+
+    budget, step = step_under("1 GB")
+    steps_of(budget, step, 6)
+    report = budget.report()
+    assert report.planned_peak is not None
+    assert report.plain_peak is not None
+    limit = int(2.1 * report.planned_peak)
+    assert report.plain_peak > limit
+    budget, step = step_under(limit)
+    steps_of(budget, step, 6)
+    assert all(lowtide.measure(step).peak_bytes <= limit for _ in range(12))
+    assert budget.report().idle_steps == 0
+
+
+@compiled
+@on_one_recorder
+def test_a_woken_step_leaves_the_report_as_it_was() -> None:
+    net, budget, more = Net(), lowtide.budget("1 GB"), [False]
+
+    def step() -> None:
+        with budget:
+            loss = net(torch.randn(64, 32)).square().mean()
+            if more[0]:
+                loss = loss + 1  # saves nothing
+        loss.backward()
+        net.zero_grad()
+
+    assert steps_of(budget, step, 12)[-1]
+    before = budget.report()
+    more[0] = True
+    assert not any(steps_of(budget, step, 1))
+    after = budget.report()
+    assert after.limit == before.limit
+    assert (after.planned_peak, after.plain_peak) == (before.planned_peak, before.plain_peak)

@@ -64,6 +64,7 @@ class Loop(Settling):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._idling = idling.Idling()
+        self._unrecorded = 0  # bytes of the running step's that its late recording does not know of
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._waiting = 0  # bytes that other steps held while one's backward began
         self._said_waiting = False
@@ -95,7 +96,7 @@ class Loop(Settling):
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.behind.context_begins()
-        self.allowance.before = self.place = 0
+        self.allowance.before = self.place = self._unrecorded = 0
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
         elif self._earlier.failures > last.failures:
@@ -156,7 +157,8 @@ class Loop(Settling):
         made `at` of that one's calls."""
         self._idling.woken(at)
         if at and prepared is not None:
-            self.allowance.before += prepared.peak
+            self._unrecorded = prepared.unrecorded_peak
+            self.allowance.before += self._unrecorded
             self.allowance.renew()
 
     def _moved(self) -> None:
@@ -178,7 +180,7 @@ class Loop(Settling):
         recording.recorder.met_unusual()
         self._finish(over)
         self._earlier.add(recording.recorder)
-        self.allowance.before = self._earlier.nbytes
+        self.allowance.before, self._unrecorded = self._earlier.nbytes, 0
         self.place = min(self._earlier.steps, PLACES - 1)
         decisions = self._next_decisions()
         self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))
@@ -412,16 +414,16 @@ class Loop(Settling):
         measured, whose = self._measured or (None, ())
         measured_steps, highest = self._peaks
         alike = last is not None and measured is not None and tuple(last.seen) == whose
-        allowance = self.allowance
+        allowance, plain = self.allowance, self.allowance.plain_peak
 
         def whole(nbytes: int | None) -> int | None:
             return None if nbytes is None else nbytes + allowance.before
 
         return BudgetReport(
             limit=whole(allowance.promised()),
-            planned_peak=None if prepared is None else whole(prepared.peak),
+            planned_peak=None if prepared is None else whole(prepared.peak - self._unrecorded),
             measured_peak=measured,
-            plain_peak=whole(allowance.plain_peak),
+            plain_peak=None if plain is None else whole(plain - self._unrecorded),
             kept_bytes=kept,
             recomputed_bytes=recomputed,
             recorded_operations=0 if last is None else last.operations,

@@ -40,7 +40,7 @@ class _Step:
 
 def roomy(prepared: Prepared, now: int) -> bool:
     """Whether a step of this plan keeps everything and takes at most half of these bytes."""
-    if not (prepared.keeps_all and prepared.measured and ROOM * prepared.peak <= now):
+    if not (prepared.keeps_all and prepared.measured and ROOM * prepared.unrecorded_peak <= now):
         return False
     seen = prepared.seen  # of other leaves, autograd would save and allocate something else
     return seen.current() and not seen.appeared()
@@ -52,7 +52,7 @@ def _has_room(prepared: Prepared, device: torch.device) -> bool:
     if device.type == "cpu":
         return True
     spare = _compat.spare_memory(device)
-    return spare is not None and ROOM * prepared.peak <= spare
+    return spare is not None and ROOM * prepared.unrecorded_peak <= spare
 
 
 class Idling:
@@ -81,7 +81,7 @@ class Idling:
             recorder.calls = core.Calls()
             return False
         core.watched.sweep()  # what other tapes read is looked up at each write
-        step.calls.begin((now - prepared.peak) // _LITTLE)
+        step.calls.begin((now - prepared.unrecorded_peak) // _LITTLE)
         recorder.calls = step.calls
         step.idled += 1
         self.steps += 1

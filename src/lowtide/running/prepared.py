@@ -157,6 +157,12 @@ class Prepared:
         return plain_peak(self.graph) if self.of_plain is None else self.of_plain
 
     @functools.cached_property
+    def unrecorded_peak(self) -> int:
+        """What the step takes without a recording, in bytes. A recording that keeps everything may
+        take less, as it drops what autograd saves for graphs that no backward goes through."""
+        return max(self.peak, self.plain_peak)
+
+    @functools.cached_property
     def seconds(self) -> float:
         """About how long the step takes, with nothing recomputed."""
         return plain_seconds(self.graph)
