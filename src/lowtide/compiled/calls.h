@@ -2,8 +2,9 @@
 //
 // Problem: where a step fits with everything kept and with room to spare, its records serve nothing.
 // Invariant: an idle recorder runs a call without a record only if the call, and each before it, is the
-// one that the recorded step of the same plan made: the operator, and shapes, strides, dtypes, devices and
-// `requires_grad` of its tensors. Numbers with a fraction are not compared: no size depends on them.
+// one that the recorded step of the same plan made: the operator, and of its tensors shapes, strides,
+// dtypes, devices, `requires_grad` and which of the step's nodes made them. Numbers with a fraction are not
+// compared: they change from step to step, and if a size depends on one, the next reader of it shows that.
 // Rejected: looking at the first calls only, after which a step may still become another.
 #pragma once
 

@@ -70,8 +70,8 @@ class Idling:
     def begins(
         self, prepared: Prepared | None, now: int, recorder: Any, device: torch.device
     ) -> bool:
-        """A step begins that may follow this plan with room to spare, `now` being
-        the limit, or none: whether its recorder idles. It is the compiled one, or never does."""
+        """A step begins that may follow this plan and take `now` bytes, with room to spare, or
+        that follows none: whether its recorder idles. It is the compiled one, or never does."""
         core = engine.core()
         if prepared is None or core is None or not isinstance(recorder, core.State):
             self._now = None
