@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import counted
 from lowtide import engine
-from once import on_one_recorder
+from lowtide.learning.idling import Idling
 
 Change = Callable[[nn.Module], None]
 STEPS = 30
@@ -113,6 +114,21 @@ def steps_of(budget: lowtide.Budget, step: Callable[[], None], count: int) -> li
     return found
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each step, whether its recorder began idle, also if it was woken: then the step counts as
+    recorded, but what came before is not on its tape."""
+    found: list[bool] = []
+    begins = Idling.begins
+
+    def noted(self: Idling, *given: Any) -> bool:
+        found.append(begins(self, *given))
+        return found[-1]
+
+    monkeypatch.setattr(Idling, "begins", noted)
+    return found
+
+
 def simple(
     limit: object, *, model: nn.Module | None = None
 ) -> tuple[lowtide.Budget, Callable[[], None]]:
@@ -128,7 +144,6 @@ def simple(
 
 
 @compiled
-@on_one_recorder
 def test_an_idle_step_leaves_no_records() -> None:
     net = Net()
     budget, step = simple("1 GB", model=net)
@@ -145,7 +160,6 @@ def test_an_idle_step_leaves_no_records() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_one_of_sixteen_is_recorded() -> None:
     budget, step = simple("1 GB")
     steps_of(budget, step, 12)
@@ -154,7 +168,6 @@ def test_one_of_sixteen_is_recorded() -> None:
 
 
 @compiled
-@on_one_recorder
 @pytest.mark.parametrize("times", [1.5, 3])
 def test_a_step_that_takes_more_than_half_is_recorded(times: float) -> None:
     model = Net()
@@ -164,8 +177,7 @@ def test_a_step_that_takes_more_than_half_is_recorded(times: float) -> None:
 
 
 @compiled
-@on_one_recorder
-def test_regions_policies_and_names_are_recorded() -> None:
+def test_regions_and_names_are_recorded(begun: list[bool]) -> None:
     net, budget = Net(), lowtide.budget("1 GB")
 
     def step() -> None:
@@ -174,7 +186,7 @@ def test_regions_policies_and_names_are_recorded() -> None:
             loss = net.last(x).square().mean()
         loss.backward()
 
-    assert not any(steps_of(budget, step, 20))
+    steps_of(budget, step, 20)
 
     def named() -> None:
         with budget:
@@ -182,11 +194,12 @@ def test_regions_policies_and_names_are_recorded() -> None:
             loss = net.last(x).square().mean()
         loss.backward()
 
-    assert not any(steps_of(budget, named, 20))
+    steps_of(budget, named, 20)
+    assert len(begun) == 40
+    assert not any(begun)
 
 
 @compiled
-@on_one_recorder
 def test_a_larger_step_keeps_the_limit_from_where_it_differs() -> None:
     """A branch that is ten times the usual step: it is found in the middle of an idle step, and
     recorded from there on, so that its limit holds."""
@@ -223,7 +236,6 @@ def test_a_larger_step_keeps_the_limit_from_where_it_differs() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_backward_and_optimizer_inside() -> None:
     net, budget = Net(), lowtide.budget("1 GB")
     optimizer = torch.optim.AdamW(net.parameters())
@@ -239,8 +251,7 @@ def test_backward_and_optimizer_inside() -> None:
 
 
 @compiled
-@on_one_recorder
-def test_two_steps_in_one_context_are_recorded() -> None:
+def test_two_steps_in_one_context_are_recorded(begun: list[bool]) -> None:
     net, budget = Net(), lowtide.budget("1 GB")
 
     def step() -> None:
@@ -249,11 +260,12 @@ def test_two_steps_in_one_context_are_recorded() -> None:
                 net(torch.randn(64, 32)).square().mean().backward()
                 net.zero_grad()
 
-    assert not any(steps_of(budget, step, 24))
+    steps_of(budget, step, 24)
+    assert len(begun) == 24
+    assert not any(begun)
 
 
 @compiled
-@on_one_recorder
 def test_an_error_in_an_idle_step_changes_nothing() -> None:
     net = Net()
     budget, step = simple("1 GB", model=net)
@@ -264,7 +276,6 @@ def test_an_error_in_an_idle_step_changes_nothing() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_torchs_own_checkpoint_inside() -> None:
     from torch.utils.checkpoint import checkpoint
 
@@ -290,7 +301,6 @@ def test_torchs_own_checkpoint_inside() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_a_fitted_model_idles() -> None:
     net = Net()
     fitted = lowtide.fit(net, "1 GB")
@@ -305,7 +315,6 @@ def test_a_fitted_model_idles() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_the_report_says_so() -> None:
     budget, step = simple("1 GB")
     steps_of(budget, step, 10)
@@ -314,7 +323,6 @@ def test_the_report_says_so() -> None:
 
 
 @compiled
-@on_one_recorder
 @pytest.mark.parametrize("write", [lambda it: it.add_(0.1), lambda it: it.data.add_(0.1)])
 def test_what_another_tape_reads_is_copied_before_an_idle_step_writes_it(
     write: Callable[[Tensor], object],
@@ -348,7 +356,6 @@ def test_what_another_tape_reads_is_copied_before_an_idle_step_writes_it(
 
 
 @compiled
-@on_one_recorder
 def test_calls_after_the_last_one_are_not_let_pass_whatever_they_take() -> None:
     """An evaluation without grad at the end of a forward, which some steps have: beside it, what
     was kept may have to be dropped, or the step is refused."""
@@ -371,7 +378,6 @@ def test_calls_after_the_last_one_are_not_let_pass_whatever_they_take() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_the_same_calls_on_other_results_are_another_step() -> None:
     """Of a chain, autograd saves each link; of as many calls on one tensor, only that one."""
     net, x = Net(), torch.randn(64, 32)
@@ -392,7 +398,6 @@ def test_the_same_calls_on_other_results_are_another_step() -> None:
 
 
 @compiled
-@on_one_recorder
 def test_a_step_whose_plain_peak_is_above_half_of_the_limit_is_recorded() -> None:
     """A recording drops what autograd saves for a graph that no backward ever goes through. Without
     one it stays for as long as that graph lives."""
@@ -427,7 +432,6 @@ def test_a_step_whose_plain_peak_is_above_half_of_the_limit_is_recorded() -> Non
 
 
 @compiled
-@on_one_recorder
 def test_a_woken_step_leaves_the_report_as_it_was() -> None:
     net, budget, more = Net(), lowtide.budget("1 GB"), [False]
 

@@ -401,7 +401,7 @@ class Loop(Settling):
             if parameter.requires_grad
             and parameter.grad is None
             and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
-            and self.where.counts in (None, parameter.device)
+            and self.where.has(parameter)
             and id(parameter) not in observer.leaves.gradients
         )
 

@@ -256,6 +256,26 @@ def test_the_device_runs_out_in_a_step_that_is_not_recorded(core: ModuleType) ->
     assert_same(found, left_by(model, x, [None] * 2, seed=None))
 
 
+@compiled
+def test_the_device_runs_out_in_the_backward_of_such_a_step(core: ModuleType) -> None:
+    model, x = of(Attending), Attending.example()
+    limit = lowtide.budget(PLENTY)
+    for _ in range(12):
+        step(model, x, limit)
+    model.zero_grad(set_to_none=True)
+    with limit:
+        loss = model(x).square().mean()
+    idle = limit.report().idle_steps
+    core.set_capacity(0, torch.accelerator.memory_stats()["allocated_bytes.all.current"])
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    del loss
+    gc.collect()
+    core.set_capacity(0, 2**62)
+    step(model, x, limit)
+    assert limit.report().idle_steps == idle
+
+
 def test_nothing_that_could_go(core: ModuleType) -> None:
     """It arrives as itself, and says what lowtide knows of it; the next step is right."""
     model, x = of(Attending), Attending.example()
