@@ -665,6 +665,29 @@ def test_without_a_compiler_python_records(tmp_path: Path) -> None:
     assert message == ""
 
 
+def build_now(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    source = str(Path(lowtide.__file__).resolve().parent.parent)
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide.compiled"],
+        env={**os.environ, "PYTHONPATH": source, "LOWTIDE_CACHE": str(cache), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_building_tells_a_compiler_that_fails_from_none(tmp_path: Path) -> None:
+    """`make test` goes on without the compiled recorder only where there is no compiler."""
+    compiler = script(tmp_path / "compiler", "echo 'core.cpp:1: error: no such key' >&2; exit 1\n")
+    fails = build_now(tmp_path / "cache", CXX=compiler)
+    assert fails.returncode == 1
+    assert fails.stderr.endswith("the C++ compiler failed: core.cpp:1: error: no such key\n")
+    none = build_now(tmp_path / "cache", CXX="", PATH=str(tmp_path))
+    assert none.returncode == 2
+    assert none.stderr.endswith("no C++ compiler was found (c++, g++, clang++ or $CXX)\n")
+
+
 @needs_compiler
 def test_a_damaged_build_is_not_used(tmp_path: Path) -> None:
     damaged = tmp_path / build.target().relative_to(build.cache_directory())

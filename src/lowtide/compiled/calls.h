@@ -11,6 +11,7 @@
 #include "state.h"
 
 #include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
