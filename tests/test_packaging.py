@@ -243,7 +243,7 @@ FLOORS = {
     # A dry run is recorded and observed like a real step, and knows no budget.
     "dryrun": "_compat engine errors kernels memory models observing planner running step tape",
     # Planning a budget's steps is independent of recording them.
-    "learning": "_compat engine errors memory observing planner report running",
+    "learning": "_compat engine errors limits memory observing planner report running",
     # Figures for pictures are made above planning.
     "analysis": "dryrun errors frontier levels limits page planner plans policies saved tape "
     "texttable",

@@ -9,7 +9,6 @@ decide, observer. Rejected: doing this in `lowtide.budget`, which is what people
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -18,12 +17,11 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
-from lowtide.errors import UncountedWarning, users_frame
 from lowtide.learning import idling
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.settling import Settling
-from lowtide.limits import format_bytes
+from lowtide.learning.waiting import Waiting
 from lowtide.memory import leftover
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
 
 _LEARNING_STEPS = 2
-_LITTLE = 0.01  # of the plain peak: what holds less is a loss whose graph was kept, not a step
 
 
 class Loop(Settling):
@@ -66,8 +63,7 @@ class Loop(Settling):
         self._idling = idling.Idling()
         self._unrecorded = 0  # bytes of the running step's that its late recording does not know of
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
-        self._waiting = 0  # bytes that other steps held while one's backward began
-        self._said_waiting = False
+        self._waiting = Waiting()
 
     def follow(self, plan: Prepared) -> None:
         """Let steps like the plan's follow it, from the first one on."""
@@ -91,7 +87,7 @@ class Loop(Settling):
         if self._refusal is not None:
             again, self._refusal = self._refusal.again, None  # the step after it may differ
             raise again()
-        self._say_waiting()
+        self._waiting.say(self.allowance.limit, self.allowance.plain_peak or 0)
         leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
@@ -259,8 +255,7 @@ class Loop(Settling):
         decisions.watch_end(decisions.backward_ended)
         if not decisions.begun:
             return
-        if len(self._active) > 1 and not self._said_waiting:
-            self._waiting = max(self._waiting, sum(step.holds() for step in self._active))
+        self._waiting.backward_begins(self._active)
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
                 decisions.starts_over(decisions.observer)
@@ -304,23 +299,6 @@ class Loop(Settling):
     def _look_behind(self, observer: Observer | None) -> None:
         if observer is not None:
             observer.behind, observer.withheld = self.behind.nbytes, self.behind.dropped
-
-    def _say_waiting(self) -> None:
-        """Say once, outside of a backward, that forwards were under way which share no limit."""
-        waiting, self._waiting = self._waiting, 0
-        limit, plain = self.allowance.limit, self.allowance.plain_peak or 0
-        if waiting <= _LITTLE * plain or (isinstance(limit, int) and waiting + plain <= limit):
-            return
-        self._said_waiting = True
-        warnings.warn(
-            f"while a backward ran, another forward under the same budget held "
-            f"{format_bytes(waiting)} for a backward still to come: each of them is a step that "
-            "may take the whole limit. Put all forwards that come before one backward into one "
-            "`with budget:`; for a model that lowtide.fit was given, leave lowtide.fit out and put "
-            "`with lowtide.budget(limit):` around all of its calls and the loss.",
-            UncountedWarning,
-            stacklevel=users_frame(),
-        )
 
     def asked_first(self, decisions: StepDecisions, number: int) -> None:
         """Called at the first request for a recorded value in a backward that began as planned.
