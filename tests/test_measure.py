@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import lowtide
 from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 from lowtide.measure import Measurement, measure
@@ -297,6 +298,35 @@ def test_garbage_is_looked_for_once_for_a_recording_that_is_held(
     assert again.start()
     assert again.stop() is not None
     assert len(collections) == 1
+
+
+def test_a_loss_that_is_kept_does_not_keep_other_budgets_from_learning() -> None:
+    """What is measured while another budget's step waits for its backward is known once that comes.
+    It may never come."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(512, 64)
+    peak = measure(lambda: model(x).sum().backward(), device="cpu").peak_bytes
+    plain = [parameter.grad for parameter in model.parameters()]
+    with lowtide.budget(int(0.8 * peak)):
+        kept = model(x).sum()
+    budget, events = lowtide.budget(int(0.7 * peak)), []
+    for _ in range(40):
+        model.zero_grad()
+        with budget:
+            loss = model(x).sum()
+        loss.backward()
+        events.append(budget.report().measured_steps)
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
+    assert budget.report().planned
+    assert events[5] == 0
+    assert events[30] > 0
+    assert 0 < (budget.report().highest_peak or 0) <= int(0.7 * peak)
+    model.zero_grad()
+    kept.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(one, two) for one, two in zip(plain, found, strict=True))
 
 
 @pytest.mark.parametrize("error", [ValueError("from the step"), KeyboardInterrupt()])

@@ -61,7 +61,6 @@ class Loop(Settling):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._idling = idling.Idling()
-        self._unrecorded = 0  # bytes of the running step's that its late recording does not know of
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._waiting = Waiting()
 
@@ -92,7 +91,8 @@ class Loop(Settling):
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.behind.context_begins()
-        self.allowance.before = self.place = self._unrecorded = 0
+        self.allowance.before = self.place = 0
+        self.compared = idling.NOTHING
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
         elif self._earlier.failures > last.failures:
@@ -153,8 +153,8 @@ class Loop(Settling):
         made `at` of that one's calls."""
         self._idling.woken(at)
         if at and prepared is not None:
-            self._unrecorded = prepared.unrecorded_peak
-            self.allowance.before += self._unrecorded
+            self.compared = idling.Compared(at, prepared.unrecorded_peak)
+            self.allowance.before += self.compared.nbytes
             self.allowance.renew()
 
     def _moved(self) -> None:
@@ -176,7 +176,7 @@ class Loop(Settling):
         recording.recorder.met_unusual()
         self._finish(over)
         self._earlier.add(recording.recorder)
-        self.allowance.before, self._unrecorded = self._earlier.nbytes, 0
+        self.allowance.before, self.compared = self._earlier.nbytes, idling.NOTHING
         self.place = min(self._earlier.steps, PLACES - 1)
         decisions = self._next_decisions()
         self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))
@@ -399,9 +399,9 @@ class Loop(Settling):
 
         return BudgetReport(
             limit=whole(allowance.promised()),
-            planned_peak=None if prepared is None else whole(prepared.peak - self._unrecorded),
+            planned_peak=None if prepared is None else whole(prepared.peak - self.compared.nbytes),
             measured_peak=measured,
-            plain_peak=None if plain is None else whole(plain - self._unrecorded),
+            plain_peak=None if plain is None else whole(plain - self.compared.nbytes),
             kept_bytes=kept,
             recomputed_bytes=recomputed,
             recorded_operations=0 if last is None else last.operations,

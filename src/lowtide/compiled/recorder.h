@@ -210,16 +210,23 @@ inline void run_unrecorded(
   add_outputs(state, nullptr, *stack, op.schema().returns().size(), none);
 }
 
+// Whether a tensor may have a watched storage; true if that is not easy to tell.
+inline bool may_be_watched(const at::Tensor& tensor) {
+  if (!tensor.defined() || !is_ordinary(tensor)) return true;
+  return watched->storages.find(key_number(tensor)) != watched->storages.end();
+}
+
 // Whether a call may write a watched storage; true if that is not easy to tell.
 inline bool may_write_watched(const Fact& fact, const c10::OperatorHandle& op, const Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const c10::IValue* values = stack.data() + stack.size() - arguments.size();
-  if (fact.mean >= 0) return true;
   for (int place : fact.writes) {
     if (place < 0 || arguments[place].kwarg_only() || !values[place].isTensor()) return true;
-    const at::Tensor& tensor = values[place].toTensor();
-    if (!tensor.defined() || !is_ordinary(tensor)) return true;
-    if (watched->storages.find(key_number(tensor)) != watched->storages.end()) return true;
+    if (may_be_watched(values[place].toTensor())) return true;
+  }
+  for (int place : {fact.mean, fact.variance}) {
+    if (place < 0 || values[place].isNone()) continue;
+    if (!values[place].isTensor() || may_be_watched(values[place].toTensor())) return true;
   }
   return false;
 }
@@ -236,7 +243,7 @@ inline bool may_overwrite(const Fact* fact, const c10::OperatorHandle& op, const
 inline bool run_between(
     State* state, const Fact& fact, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     Stack* stack) {
-  if (fact.opaque || may_write_watched(fact, op, *stack)) return false;
+  if (fact.opaque || fact.mean >= 0 || may_write_watched(fact, op, *stack)) return false;
   if (fact.writes.empty()) {
     run_unrecorded(state, op, keys, stack);
   } else {

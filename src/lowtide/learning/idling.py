@@ -10,7 +10,7 @@ recorder at all, as a larger batch would go unnoticed until the memory is gone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,17 @@ _EVERY = 16  # one of so many steps is recorded
 _MOST = 1024  # recorded steps in a row after idling ended often in the middle of a step
 _LITTLE = 8  # calls that come after a step's last one may look at this part of what is left
 _KNOWN = 16  # plans whose calls are remembered
+
+
+class Compared(NamedTuple):
+    """The part of a step that was compared and not recorded, if the rest is."""
+
+    calls: int
+    nbytes: int
+    """What is allowed for it: what was made is not known, but at most this."""
+
+
+NOTHING = Compared(0, 0)
 
 
 class _Step:

@@ -3,14 +3,15 @@
 Problem: a step that does not go as planned comes to its backward with whatever is still held, and
 one that nobody knows may have nothing left to drop. Invariant: the rest is planned from what is
 held; a step is refused only if no plan for the rest keeps the limit, and the error names a limit
-under which it would run, or says that this is an estimate. Imports planning, guesses, rests,
-planner, report. Rejected: going on, which is how other tools run out of memory.
+under which it would run, or says that this is an estimate. Imports planning, guesses, idling,
+rests, planner, report. Rejected: going on, which is how other tools run out of memory.
 """
 
 from __future__ import annotations
 
 from lowtide import _compat
 from lowtide.errors import BudgetError
+from lowtide.learning import idling
 from lowtide.learning.guesses import least_peak, sparing_graph, sparingly
 from lowtide.learning.learned import Learned
 from lowtide.learning.planning import Planning
@@ -38,6 +39,7 @@ class Settling(Planning):
     def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
         super().__init__(limit, ranks)
         self._rests = Rests()
+        self.compared = idling.NOTHING
         self.behind = Behind()
 
     # ------------------------------------------------------------------ when backward begins
@@ -177,7 +179,10 @@ class Settling(Planning):
         if not isinstance(limit, int) or live + need <= limit - before:
             return
         if self.partial:
-            return
+            # Only what was not recorded might take less than is allowed for it.
+            before -= self.compared.nbytes
+            if not self.compared.nbytes or live + need <= limit - before:
+                return
         later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
             graph = sparingly(observer, observer.graph)
@@ -191,7 +196,8 @@ class Settling(Planning):
         # What the operation itself takes is known, and no model's margin is left free for it.
         named = max(int((live + rest) / share) + need, int((later + rest) / share))
         least = max(live + need, later) + to_come + before
-        refused = too_small(name, live, need, limit, count, least, named, before)
+        at = self.compared.calls + count
+        refused = too_small(name, live, need, limit, at, least, named, before)
         self._halfway = refused.again()
         try:
             raise refused
@@ -215,7 +221,8 @@ class Settling(Planning):
     @property
     def partial(self) -> bool:
         """Whether a part of the running step cannot be dropped, see `Decisions.kept_whole` and
-        `Decisions.woken`: it is never refused, and nothing is learned from it."""
+        `Decisions.woken`: it is refused only if the other part alone exceeds the limit, and nothing
+        is learned from it."""
         return False
 
     def gradients_to_come(self, observer: Observer) -> int:

@@ -30,6 +30,9 @@ from lowtide.memory.profiler import drop_memory_profiler, start_memory_profiler
 # The two sizes between which `mark` resizes its block; small and unusual.
 _MARKER_SIZES = (61, 67)
 
+# The recording of a step waits for its backward while this many other steps begin and end.
+_PATIENT = 16
+
 _lock = threading.Lock()
 _recording: weakref.ref[MemoryEvents] | None = None
 
@@ -92,6 +95,7 @@ class MemoryEvents:
         self._waiting: list[Callable[[Timeline | None], None]] = []
         self._over = False
         self._step: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self._others = 0  # steps that were measured in this recording and are over
         self._held = False  # garbage was collected, and this recording survived it
         self._early: list[Timeline | None] = []
 
@@ -107,16 +111,24 @@ class MemoryEvents:
         """It records a step, and is wanted as long as `pending` says that the step is pending."""
         self._step = weakref.WeakMethod(pending)
 
+    def another_is_over(self) -> None:
+        """Another step was measured in this recording."""
+        self._others += 1
+
     def wanted(self) -> bool:
         """Whether more of this recording may still be needed."""
         if self._step is None or self._over:
             return not self._over
-        pending = self._step()
+        return self._others < _PATIENT and self._is_pending()
+
+    def _is_pending(self) -> bool:
+        pending = None if self._step is None else self._step()
         return pending is not None and pending()
 
     def _give_way(self) -> None:
         timeline = self._stop()
-        self._early.append(timeline)
+        # Of a step that is still pending, this is only a part.
+        self._early.append(timeline if self._over or not self._is_pending() else None)
         self._tell(timeline)
 
     def _tell(self, timeline: Timeline | None) -> None:

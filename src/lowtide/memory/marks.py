@@ -67,7 +67,8 @@ class OwnEvents:
 
 
 class SharedEvents:
-    """Marks in a recording that was started around the step, as `measure` does.
+    """Marks in a recording that was started around the step, as `measure` does, or for a step of
+    another budget whose backward is still to come.
 
     Its timeline is available once that recording stops, before or after this measurement ends.
     """
@@ -102,6 +103,7 @@ class SharedEvents:
             then(self._timeline)
         else:
             self._then = then
+            self._events.another_is_over()
 
     def _arrived(self, timeline: Timeline | None) -> None:
         self._over = True
