@@ -72,8 +72,7 @@ LARGE: dict[str, Callable[[], Batch]] = {
 
 def many(batch: Batch) -> Batch:
     """Sixteen times as many examples."""
-    first, second = (part.repeat(16, *(1,) * (part.dim() - 1)) for part in batch)
-    return first, second
+    return tuple(part.repeat(16, *(1,) * (part.dim() - 1)) for part in batch)
 
 
 def main() -> None:
