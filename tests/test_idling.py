@@ -508,6 +508,56 @@ def test_a_step_whose_plain_peak_is_above_half_of_the_limit_is_recorded() -> Non
 
 
 @compiled
+@pytest.mark.parametrize("where", ["at the end", "in the middle", "at the beginning"])
+def test_steps_that_differ_by_little_do_not_end_idling(where: str) -> None:
+    """One step of each epoch has a call more: a metric is set back, DDP sends buffers."""
+    net, budget, count, zero = Net(), lowtide.budget("1 GB"), [0], torch.zeros(4)
+
+    def step() -> None:
+        odd, count[0] = count[0] % 20 == 19, count[0] + 1
+        x = torch.randn(64, 32)
+        with budget:
+            if odd and where == "at the beginning":
+                zero.clone()
+            x = net.first(x)
+            if odd and where == "in the middle":
+                zero.clone()
+            loss = net.last(x).square().mean()
+            if odd and where == "at the end":
+                x.detach().sum(0)
+            loss.backward()
+        net.zero_grad()
+
+    steps_of(budget, step, 200)
+    idle = steps_of(budget, step, 100)
+    assert idle.count(True) >= 60
+
+
+@compiled
+def test_steps_that_take_much_more_after_a_late_call_are_soon_recorded(
+    begun: list[bool],
+) -> None:
+    net, count = Net(), [0]
+    x = torch.randn(64, 32)
+    budget = lowtide.budget(8 * lowtide.plan(lambda x: net(x).square().mean(), x).plain_peak)
+
+    def step() -> None:
+        odd, count[0] = count[0] % 20 == 19, count[0] + 1
+        with budget:
+            y = net(x)
+            loss = y.square().mean()
+            if odd:
+                for _ in range(20):
+                    y = torch.sin(y) * y
+                loss = loss + y.mean()
+        loss.backward()
+        net.zero_grad()
+
+    steps_of(budget, step, 200)
+    assert not any(begun[100:])
+
+
+@compiled
 def test_a_woken_step_leaves_the_report_as_it_was() -> None:
     net, budget, more = Net(), lowtide.budget("1 GB"), [False]
 

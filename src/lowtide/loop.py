@@ -174,6 +174,7 @@ class Loop(Settling):
             return
         over.drop_replayed()
         recording.recorder.met_unusual()
+        self._idling.turned(None)
         self._finish(over)
         self._earlier.add(recording.recorder)
         self.allowance.before, self.compared = self._earlier.nbytes, idling.NOTHING
@@ -206,6 +207,7 @@ class Loop(Settling):
             if decisions.operations:
                 self.where.forward_over()
             idled = decisions.idle
+            self._idling.turned(decisions.made_bytes() if error is None else None)
             if idled and error is None:
                 self._idling.ended()
             elif idled and isinstance(error, torch.OutOfMemoryError):

@@ -21,7 +21,7 @@ ROOM = 2  # a step is recorded if it takes more than one half of what it may
 _ALIKE = 2  # recorded steps in a row that made the same calls as the one before
 _EVERY = 16  # one of so many steps is recorded
 _MOST = 1024  # recorded steps in a row after idling ended often in the middle of a step
-_LITTLE = 8  # calls that come after a step's last one may look at this part of what is left
+_LITTLE = 8  # what is not as in the steps before may take this part of what is left
 _KNOWN = 16  # plans whose calls are remembered
 
 
@@ -44,6 +44,7 @@ class _Step:
         self.alike = 0
         self.idled = 0  # in a row
         self.wanted = _ALIKE
+        self.spare = 0  # bytes that a step which turns out to be another one may make after that
 
     def may_idle(self) -> bool:
         return self.alike >= self.wanted and self.idled < _EVERY - 1
@@ -77,12 +78,14 @@ class Idling:
         self.steps = 0
         self._known: dict[int, _Step] = {}
         self._now: _Step | None = None  # the running step, if it has room to spare
+        self._turned = False  # it began idle, and was woken after some of its calls
 
     def begins(
         self, prepared: Prepared | None, now: int, recorder: Any, device: torch.device
     ) -> bool:
         """A step begins that may follow this plan and take `now` bytes, with room to spare, or
         that follows none: whether its recorder idles. It is the compiled one, or never does."""
+        self._turned = False
         core = engine.core()
         if prepared is None or core is None or not isinstance(recorder, core.State):
             self._now = None
@@ -92,7 +95,8 @@ class Idling:
             recorder.calls = core.Calls()
             return False
         core.watched.sweep()  # what other tapes read is looked up at each write
-        step.calls.begin((now - prepared.unrecorded_peak) // _LITTLE)
+        step.spare = (now - prepared.unrecorded_peak) // _LITTLE
+        step.calls.begin(step.spare)
         recorder.calls = step.calls
         step.idled += 1
         self.steps += 1
@@ -118,7 +122,18 @@ class Idling:
     def woken(self, at: int) -> None:
         """The idle step turned out to be another one after `at` calls, and is recorded."""
         self.steps -= 1
-        if at:
+        self._turned = at > 0
+        if at and self._now is not None:
+            self._now.alike = 0
+
+    def turned(self, made: int | None) -> None:
+        """The forward that was woken has ended, and made so many bytes since; None if nobody knows.
+
+        One that made little (the first step of an epoch, which sets metrics back; one after a
+        validation) would have kept the limit unrecorded, however often it comes.
+        """
+        turned, self._turned = self._turned, False
+        if turned and self._now is not None and (made is None or made > self._now.spare):
             self._was_another()
 
     def ended(self) -> None:
