@@ -356,6 +356,24 @@ def test_what_another_tape_reads_is_copied_before_an_idle_step_writes_it(
 
 
 @compiled
+def test_sparse_tensors_after_the_last_call_are_let_alone() -> None:
+    """They do not say how many bytes they have."""
+    net, x, eye = Net(), torch.randn(64, 32), torch.eye(32).to_sparse()
+    budget = lowtide.budget("1 GB")
+
+    def step() -> None:
+        with budget:
+            loss = net(x).square().mean()
+            if budget.report().idle_steps > 2:
+                with torch.no_grad():
+                    assert (eye * 2).coalesce().values().sum() == 64
+        loss.backward()
+        net.zero_grad()
+
+    assert any(steps_of(budget, step, 14))
+
+
+@compiled
 def test_what_another_tape_reads_does_not_keep_other_nets_from_idling() -> None:
     """A net with running statistics, beside a step of another one whose backward is to come."""
     net, x = Net(), torch.randn(64, 32)

@@ -100,15 +100,19 @@ class Loop(Settling):
                 self._idling.ran_out()
             elif failed is not None:
                 self.backward_ran_out(failed)
-        decisions = self._next_decisions()
+        unseen = self._unseen()
+        decisions = unseen or self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
             alone = not self._active
             self._started(decisions, recording.__enter__())
-            recorder, roomy = recording.recorder, self._roomy(decisions, alone)
-            now, device = self.allowance.now or 0, self.where.device
-            decisions.idle = self._idling.begins(roomy, now, recorder, device)
-            decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
+            recorder, now = recording.recorder, self.allowance.now or 0
+            if unseen is None:
+                roomy = self._roomy(decisions, alone)
+                decisions.idle = self._idling.begins(roomy, now, recorder, self.where.device)
+                decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
+            elif not self._idling.unseen_begins(now, recorder):
+                decisions.woken(0)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]
             decisions.discard()
@@ -133,6 +137,20 @@ class Loop(Settling):
             observer.memory.of_step(decisions.pending)
         return decisions
 
+    def _unseen(self) -> StepDecisions | None:
+        """The decisions of a step that is like none before, but small enough not to be recorded."""
+        limit, highest = self.allowance.limit, self._peaks[1]
+        if self._active or self._ranks is not None or self.behind.nbytes:
+            return None
+        if not isinstance(limit, int):
+            return None
+        if not self._idling.may_pass_unseen(limit, highest, self.where.device):
+            return None
+        self.allowance.renew()
+        decisions = StepDecisions(None, None, self)
+        decisions.idle = True
+        return decisions
+
     def _started(self, decisions: StepDecisions, tape: Tape) -> None:
         decisions.attach(tape)
         self.steps += 1
@@ -153,9 +171,23 @@ class Loop(Settling):
         made `at` of that one's calls."""
         self._idling.woken(at)
         if at and prepared is not None:
-            self.compared = idling.Compared(at, prepared.unrecorded_peak)
-            self.allowance.before += self.compared.nbytes
-            self.allowance.renew()
+            self._unrecorded(at, prepared.unrecorded_peak)
+
+    def unseen_woken(self, at: int) -> Observer:
+        """The running step was not recorded for its first `at` calls, as it was taken to be small.
+        Returns what is to watch the rest."""
+        self._idling.unseen_woken()
+        if at:
+            self._unrecorded(at, (self.allowance.now or 0) // 2)
+        observer = Observer(None)
+        observer.only(self.where)
+        observer.place, observer.before = self.place, self.allowance.before
+        return observer
+
+    def _unrecorded(self, calls: int, nbytes: int) -> None:
+        self.compared = idling.Compared(calls, nbytes)
+        self.allowance.before += nbytes
+        self.allowance.renew()
 
     def _moved(self) -> None:
         """The limit applies to another device than assumed: what was measured so far is void."""
@@ -339,6 +371,8 @@ class Loop(Settling):
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1
+        partial = decisions.partial or followed is not None
+        self._idling.watched(None if partial else decisions.made_bytes(), self.allowance.limit)
         if followed is not None:
             measured = observer is not None and observer.memory is not None
             strange = decisions.strange is not None

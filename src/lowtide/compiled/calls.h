@@ -19,16 +19,17 @@
 
 namespace lowtide {
 
-// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)` and `begin(spare)`.
+// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)`, `begin(spare)` and `begin_unseen(spare)`.
 struct Calls {
   PyObject_HEAD
   std::vector<uint64_t> digests;
   long long at;      // how many were compared
   char idle;         // compare, instead of noting
+  char unseen;       // idle, and with nothing to compare: all calls pass as long as they make little
   char unusual;      // something was met that digests do not show
   bool backward;     // one has run since this step began
   uint64_t first;    // the number of autograd's next node when the step began
-  long long spare;   // bytes that calls after the last one may still make without a record
+  long long spare;   // bytes that calls after the last one, or unseen ones, may still make without a record
 };
 
 inline PyTypeObject* calls_type;
@@ -133,16 +134,25 @@ inline void note(Calls* calls, const State* state, const c10::OperatorHandle& op
   if (!digest.known) calls->unusual = 1;
 }
 
+inline long long bytes_of(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().has_storage()) return 0;
+  const c10::Storage& storage = value.toTensor().storage();
+  auto bytes = storage.sym_nbytes().maybe_as_int();
+  return bytes.has_value() ? static_cast<long long>(*bytes) : 0;
+}
+
+// Take what the last values on the stack consist of from the bytes that may still be made.
+inline void take_off(Calls* calls, const Stack& stack, size_t count) {
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    calls->spare -= bytes_of(stack[i]);
+    if (!stack[i].isList()) continue;
+    for (const c10::IValue& item : stack[i].toListRef()) calls->spare -= bytes_of(item);
+  }
+}
+
 // Whether a call after the last one, such as a metric's, takes little. Elsewhere, room is made for it.
 inline bool fits(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
-  auto bytes = [](const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().defined() ? static_cast<long long>(value.toTensor().nbytes()) : 0;
-  };
-  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
-    calls->spare -= bytes(stack[i]);
-    if (!stack[i].isList()) continue;
-    for (const c10::IValue& item : stack[i].toListRef()) calls->spare -= bytes(item);
-  }
+  take_off(calls, stack, op.schema().arguments().size());
   return calls->spare >= 0;
 }
 
@@ -151,11 +161,23 @@ inline bool passes(Calls* calls, const c10::OperatorHandle& op, const Stack& sta
   if (!in_forward()) return calls->backward = true;
   auto at = static_cast<size_t>(calls->at);
   if (calls->backward) return in_backward() || !has_gradient(op, stack);
+  if (calls->unseen) {
+    if (calls->spare < 0 || !digest_of(calls->first, op, stack).known) return false;
+    ++calls->at;
+    return true;
+  }
   if (at == calls->digests.size()) return !has_gradient(op, stack) && fits(calls, op, stack);
   Digest digest = digest_of(calls->first, op, stack);
   if (!digest.known || digest.number != calls->digests[at]) return false;
   ++calls->at;
   return true;
+}
+
+// Run a call that an idle recorder has let pass.
+inline void run_passed(
+    Calls* calls, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  run_below(op, keys, stack);
+  if (calls->unseen) take_off(calls, *stack, op.schema().returns().size());
 }
 
 // `Recorder.wake` of `lowtide/compiled/recorder.py`: from here on, the step is recorded.
@@ -185,16 +207,23 @@ inline PyObject* calls_same_as(PyObject* self, PyObject* other) {
   return PyBool_FromLong(as<Calls>(self)->digests == as<Calls>(other)->digests);
 }
 
-// Compare the calls of the step that begins with these. `spare`: see there.
-inline PyObject* calls_begin(PyObject* self, PyObject* spare) {
-  auto* calls = as<Calls>(self);
+inline PyObject* begin(Calls* calls, PyObject* spare, bool unseen) {
   calls->spare = PyLong_AsLongLong(spare);
   if (calls->spare == -1 && PyErr_Occurred()) return nullptr;
   calls->first = at::sequence_number::peek();
   calls->at = 0;
   calls->idle = 1;
+  calls->unseen = unseen;
   calls->backward = false;
   Py_RETURN_NONE;
+}
+
+// Compare the calls of the step that begins with these. `spare`: see there.
+inline PyObject* calls_begin(PyObject* self, PyObject* spare) { return begin(as<Calls>(self), spare, false); }
+
+// Let the calls of the step that begins pass.
+inline PyObject* calls_begin_unseen(PyObject* self, PyObject* spare) {
+  return begin(as<Calls>(self), spare, true);
 }
 
 inline Py_ssize_t calls_length(PyObject* self) {
@@ -204,6 +233,7 @@ inline Py_ssize_t calls_length(PyObject* self) {
 inline PyMethodDef calls_methods[] = {
     {"same_as", calls_same_as, METH_O, nullptr},
     {"begin", calls_begin, METH_O, nullptr},
+    {"begin_unseen", calls_begin_unseen, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 inline PyMemberDef calls_members[] = {
