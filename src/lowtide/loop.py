@@ -3,7 +3,7 @@
 Problem: a backward may come after its forward's recording has closed, inside it, late, in part or
 never, and several steps may be under way at once. Invariant: a step is learned from once, after its
 backward has ended, and a refused step teaches nothing; a backward ends a step, also while the
-recording is open, and what is saved after it belongs to the next step. Imports step, settling,
+recording is open, and what is saved after it belongs to the next step. Imports step, unrecorded,
 decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
 """
 
@@ -20,7 +20,7 @@ from lowtide import _compat
 from lowtide.learning import idling
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
-from lowtide.learning.settling import Settling
+from lowtide.learning.unrecorded import Unrecorded
 from lowtide.learning.waiting import Waiting
 from lowtide.memory import leftover
 from lowtide.memory.marks import start_marks
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LEARNING_STEPS = 2
 
 
-class Loop(Settling):
+class Loop(Unrecorded):
     """The steps under one limit, one after the other.
 
     Attributes:
@@ -53,15 +53,12 @@ class Loop(Settling):
     def __init__(
         self, limit: int | float, device: torch.device | None, ranks: Ranks | None
     ) -> None:
-        super().__init__(limit, ranks)
-        self.where = Where(device, self._moved)
+        super().__init__(limit, ranks, Where(device, self._moved))
         self.steps = 0
         self.model: weakref.ref[torch.nn.Module] | None = None
         self._recording: Recording | None = None
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
-        self._idling = idling.Idling()
-        self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._waiting = Waiting()
 
     def follow(self, plan: Prepared) -> None:
@@ -100,19 +97,12 @@ class Loop(Settling):
                 self._idling.ran_out()
             elif failed is not None:
                 self.backward_ran_out(failed)
-        unseen = self._unseen()
-        decisions = unseen or self._next_decisions()
+        decisions = self._unseen() if self._passes_unseen() else self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
             alone = not self._active
             self._started(decisions, recording.__enter__())
-            recorder, now = recording.recorder, self.allowance.now or 0
-            if unseen is None:
-                roomy = self._roomy(decisions, alone)
-                decisions.idle = self._idling.begins(roomy, now, recorder, self.where.device)
-                decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
-            elif not self._idling.unseen_begins(now, recorder):
-                decisions.woken(0)
+            self._may_idle(decisions, recording.recorder, alone)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]
             decisions.discard()
@@ -137,15 +127,7 @@ class Loop(Settling):
             observer.memory.of_step(decisions.pending)
         return decisions
 
-    def _unseen(self) -> StepDecisions | None:
-        """The decisions of a step that is like none before, but small enough not to be recorded."""
-        limit, highest = self.allowance.limit, self._peaks[1]
-        if self._active or self._ranks is not None or self.behind.nbytes:
-            return None
-        if not isinstance(limit, int):
-            return None
-        if not self._idling.may_pass_unseen(limit, highest, self.where.device):
-            return None
+    def _unseen(self) -> StepDecisions:
         self.allowance.renew()
         decisions = StepDecisions(None, None, self)
         decisions.idle = True
@@ -156,48 +138,11 @@ class Loop(Settling):
         self.steps += 1
         self._active.append(decisions)
 
-    def _roomy(self, decisions: StepDecisions, alone: bool) -> Prepared | None:
-        """The plan of a step that need not be recorded: nothing is to be learned from it, no other
-        step is under way, and there is room to spare."""
-        prepared, now = decisions.prepared, self.allowance.now
-        if prepared is None or now is None or decisions.observer is not None or not alone:
-            return None
-        if self._ranks is not None or self.behind.nbytes:
-            return None
-        return prepared if idling.roomy(prepared, now) else None
-
-    def woken(self, prepared: Prepared | None, at: int) -> None:
-        """The running step is not the one that its idle recorder was to compare it with, and has
-        made `at` of that one's calls."""
-        self._idling.woken(at)
-        if at and prepared is not None:
-            self._unrecorded(at, prepared.unrecorded_peak)
-
-    def unseen_woken(self, at: int) -> Observer:
-        """The running step was not recorded for its first `at` calls, as it was taken to be small.
-        Returns what is to watch the rest."""
-        self._idling.unseen_woken()
-        if at:
-            self._unrecorded(at, (self.allowance.now or 0) // 2)
-        observer = Observer(None)
-        observer.only(self.where)
-        observer.place, observer.before = self.place, self.allowance.before
-        return observer
-
-    def _unrecorded(self, calls: int, nbytes: int) -> None:
-        self.compared = idling.Compared(calls, nbytes)
-        self.allowance.before += nbytes
-        self.allowance.renew()
-
     def _moved(self) -> None:
         """The limit applies to another device than assumed: what was measured so far is void."""
         self._earlier.begin()
         for decisions in self._active:
             decisions.stop_measuring()
-
-    @property
-    def partial(self) -> bool:
-        return bool(self._active) and self._active[-1].partial
 
     def next_step(self) -> None:
         """Called when autograd saves something after a backward that ran inside the context."""
