@@ -55,10 +55,10 @@ class Watching(Observer):
         live: int,
         signature: Signature,
     ) -> None:
-        fake = self.memory if isinstance(self.memory, FakeMemory) else None
+        seconds = self.memory.last if isinstance(self.memory, FakeMemory) else None
         super().operation(op, made, args, kwargs, live, signature)
-        if fake is not None:
-            self.ops[-1].seconds = fake.last
+        if seconds is not None:
+            self.ops[-1].seconds = seconds
             self.ops[-1].kind = None  # modelled times are not averaged with measured ones
         self.modules.append(self._inside[-1] if self._inside else "")
         if self.witness is not None:

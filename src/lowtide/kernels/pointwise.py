@@ -1,8 +1,8 @@
 """What pointwise operators on the CPU allocate besides their results, and what of it stays.
 
 Problem: a few pointwise kernels copy what they read, or leave a scalar result in the memory of what
-it was reduced from; tensors without memory do neither. Invariant: as measured. Imports `_compat`.
-Rejected: treating them as all the others, which take nothing but their result.
+it was reduced from; tensors without memory do neither. Invariant: as measured. Imports `_compat`
+and promotion. Rejected: treating them as all the others, which take nothing but their result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.promotion import promoted
 
 # Losses whose kernels write all elements into their result and then reduce it to one, which keeps
 # the storage: the position of the argument `reduction`.
@@ -35,7 +36,7 @@ def kept_storage(name: str, args: Any) -> int | None:
         return None
     one, other = args[:2]
     shape = torch.broadcast_shapes(one.shape, other.shape)
-    return int(math.prod(shape) * torch.promote_types(one.dtype, other.dtype).itemsize)
+    return int(math.prod(shape) * promoted(one.dtype, other.dtype).itemsize)
 
 
 def pointwise_workspace(name: str, tensors: list[torch.Tensor]) -> int:

@@ -3,7 +3,7 @@
 Problem: an operator on tensors of two dtypes converts one of them as a whole before its loop, so a
 product with a boolean mask allocates four times the mask; the tape does not show this. Invariant:
 as measured, kernel by kernel; only for the CPU, since other devices convert while reading. Imports
-torch. Rejected: a share of the operator's result, as the result of a reduction is tiny.
+`_compat`. Rejected: a share of the operator's result, as the result of a reduction is tiny.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from lowtide import _compat
 
 _ELEMENTWISE = frozenset(
     f"aten::{name}{end}"
@@ -52,13 +54,20 @@ def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
     return 0 if several is None or not tensors else several(tensors, args)
 
 
+def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """`torch.promote_types`, which is an operator: no mode of the program's, and no dry run, is to
+    see a call that the program does not make."""
+    with _compat.disable_dispatch():
+        return torch.promote_types(one, other)
+
+
 def _promoted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     if name.startswith("aten::where"):
         tensors = tensors[1:]  # the condition is not converted
     large = [t for t in tensors if t.dim()]
     if not large:
         return 0
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in large))
+    dtype = functools.reduce(promoted, (t.dtype for t in large))
     fractions = name in _DIVIDING or any(isinstance(a, float) for a in args)
     if fractions and not (dtype.is_floating_point or dtype.is_complex):
         dtype = torch.get_default_dtype()
