@@ -147,6 +147,25 @@ def test_a_step_too_large_for_any_plan_is_refused_in_the_middle() -> None:
 
 
 @compiled
+@pytest.mark.parametrize("what", ["input", "gradient", "gradients"])
+def test_a_step_that_reads_something_large_is_recorded_from_there(what: str) -> None:
+    """What its first calls make is small, but not what a later one, or backward, will."""
+    net, budget, _ = learned(16_000_000)
+    before = idle_steps(budget)
+    large = torch.randn(1_000_000 if what == "input" else 2_000_000, requires_grad=what != "input")
+    layers = [nn.Linear(200, 200) for _ in range(30 if what == "gradients" else 0)]
+    with budget:
+        loss = net(torch.randn(32, 16)).square().mean()
+        if layers:
+            loss = loss + nn.Sequential(*layers)(torch.randn(2, 200)).mean()
+        else:
+            loss = loss + large.sum()
+    loss.backward()
+    assert idle_steps(budget) == before
+    assert net.cell.weight.grad is not None
+
+
+@compiled
 def test_an_unseen_step_leaves_what_is_sparse_alone() -> None:
     """Sparse tensors do not say how many bytes they have."""
     net, budget, _ = learned(GENEROUS)

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <unordered_set>
 #include <vector>
 
 namespace lowtide {
@@ -30,6 +31,8 @@ struct Calls {
   bool backward;     // one has run since this step began
   uint64_t first;    // the number of autograd's next node when the step began
   long long spare;   // bytes that calls after the last one, or unseen ones, may still make without a record
+  long long slopes;  // bytes of gradients that backward may still allocate after unseen calls
+  std::unordered_set<const c10::TensorImpl*> leaves;  // what was taken off these
 };
 
 inline PyTypeObject* calls_type;
@@ -156,6 +159,29 @@ inline bool fits(Calls* calls, const c10::OperatorHandle& op, const Stack& stack
   return calls->spare >= 0;
 }
 
+// Whether an unseen call reads nothing large, as what it makes of that is large too, and no parameter
+// whose gradient would be.
+inline bool reads_little(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
+  auto little = [calls](const c10::IValue& value) {
+    long long bytes = bytes_of(value);
+    if (bytes == 0) return true;
+    const at::Tensor& read = value.toTensor();
+    // A linear layer reads a view of its weight.
+    const at::Tensor tensor = read.is_view() ? at::Tensor(read._base()) : read;
+    if (!tensor.requires_grad() || tensor.grad_fn() != nullptr) return bytes <= calls->spare;
+    bool has_gradient = tensor.grad().defined();
+    if (!has_gradient && calls->leaves.insert(tensor.unsafeGetTensorImpl()).second) calls->slopes -= bytes;
+    return calls->slopes >= 0;
+  };
+  for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
+    if (!little(stack[i])) return false;
+    if (!stack[i].isList()) continue;
+    auto items = stack[i].toListRef();
+    if (!std::all_of(items.begin(), items.end(), little)) return false;
+  }
+  return true;
+}
+
 // Whether an idle recorder may let a call pass: it is the next one, or the forward is over.
 inline bool passes(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
   if (!in_forward()) return calls->backward = true;
@@ -163,6 +189,7 @@ inline bool passes(Calls* calls, const c10::OperatorHandle& op, const Stack& sta
   if (calls->backward) return in_backward() || !has_gradient(op, stack);
   if (calls->unseen) {
     if (calls->spare < 0 || !digest_of(calls->first, op, stack).known) return false;
+    if (!reads_little(calls, op, stack)) return false;
     ++calls->at;
     return true;
   }
@@ -191,12 +218,14 @@ inline void wake(State* state) {
 inline PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made != nullptr) new (&as<Calls>(made)->digests) std::vector<uint64_t>();
+  if (made != nullptr) new (&as<Calls>(made)->leaves) std::unordered_set<const c10::TensorImpl*>();
   if (made != nullptr) as<Calls>(made)->first = at::sequence_number::peek();
   return made;
 }
 
 inline void delete_calls(PyObject* self) {
   as<Calls>(self)->digests.~vector();
+  as<Calls>(self)->leaves.~unordered_set();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -207,9 +236,14 @@ inline PyObject* calls_same_as(PyObject* self, PyObject* other) {
   return PyBool_FromLong(as<Calls>(self)->digests == as<Calls>(other)->digests);
 }
 
+// Gradients, for one step's, may be this many times as large as what unseen calls make.
+inline constexpr long long SLOPES = 8;
+
 inline PyObject* begin(Calls* calls, PyObject* spare, bool unseen) {
   calls->spare = PyLong_AsLongLong(spare);
   if (calls->spare == -1 && PyErr_Occurred()) return nullptr;
+  calls->slopes = SLOPES * calls->spare;
+  calls->leaves.clear();
   calls->first = at::sequence_number::peek();
   calls->at = 0;
   calls->idle = 1;
