@@ -40,6 +40,7 @@ from lowtide.planner.polish import Polish, choices_of
 from lowtide.planner.reference import choices
 from lowtide.planner.repair import Problem
 from lowtide.planner.simulate import Lists
+from lowtide.plans import plan_step
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
@@ -245,21 +246,24 @@ def test_other_threads_go_on_and_the_clock_ends_it(annealing: Polish) -> None:
 
 
 def test_the_engine_decides_who_plans(annealing: Polish) -> None:
-    """Without the core there is no annealing; what is planned with it costs less, and more is
-    proved of it."""
+    """Without the core there is no annealing; what is planned with it costs less, and is proved to
+    be nearer to the best."""
     model, source, target = translator()
+    # One step for both: in a dry run under another engine, torch adds a bias in place or not.
+    step = lowtide.plan(lambda: model(source, target).sum()).step
     overheads, bounds = [], []
     for way, polish in (("python", None), ("compiled", annealing)):
         with engine.use(way):
             assert (engine.annealing() is None) == (polish is None)
             assert (engine.cutting() is None) == (polish is None)
-            plan = lowtide.plan(lambda: model(source, target).sum(), limit=TIGHT[0])
-        graph, limit = plan.step.graph, plan.limit or 0
+            plan = plan_step(step, TIGHT[0])
+        graph, limit = step.graph, plan.limit or 0
         alone = solve(graph, limit, margin=int(0.02 * limit), polish_with=polish)
         assert plan.retention == alone.plan
         overheads.append(plan.overhead)
         bounds.append(plan.lower_bound or 0.0)
-    assert bounds[0] < bounds[1] <= overheads[1] < overheads[0]
+    assert max(bounds) <= overheads[1] < overheads[0]
+    assert overheads[1] - bounds[1] < overheads[0] - bounds[0]
 
 
 def test_same_plan_in_another_process(core: Any) -> None:
