@@ -97,7 +97,7 @@ class Loop(Unrecorded):
                 self._idling.ran_out()
             elif failed is not None:
                 self.backward_ran_out(failed)
-        decisions = self._unseen() if self._passes_unseen() else self._next_decisions()
+        decisions = self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
             alone = not self._active
@@ -125,12 +125,6 @@ class Loop(Unrecorded):
         decisions = StepDecisions(prepared, observer, self, check_up=check_up)
         if observer is not None and observer.memory is not None:
             observer.memory.of_step(decisions.pending)
-        return decisions
-
-    def _unseen(self) -> StepDecisions:
-        self.allowance.renew()
-        decisions = StepDecisions(None, None, self)
-        decisions.idle = True
         return decisions
 
     def _started(self, decisions: StepDecisions, tape: Tape) -> None:
@@ -316,8 +310,6 @@ class Loop(Unrecorded):
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1
-        partial = decisions.partial or followed is not None
-        self._idling.watched(None if partial else decisions.made_bytes(), self.allowance.limit)
         if followed is not None:
             measured = observer is not None and observer.memory is not None
             strange = decisions.strange is not None

@@ -49,8 +49,7 @@ class BudgetReport:
             memory inside a step, and later steps are planned for this. None: it did not run out.
         fraction: the fraction of a plain peak that the budget was given; None: it was given bytes.
         idle_steps: forwards that were not recorded, as their plan keeps everything and takes less
-            than half of the limit, or as no step recurs and all are small (rule 13). "The last
-            step" is the last one that was recorded.
+            than half of the limit (rule 13). "The last step" is the last one that was recorded.
     """
 
     limit: int | None

@@ -15,24 +15,20 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <unordered_set>
 #include <vector>
 
 namespace lowtide {
 
-// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)`, `begin(spare)` and `begin_unseen(spare)`.
+// To Python: `Calls()`, with `idle`, `at`, `unusual`, `same_as(other)` and `begin(spare)`.
 struct Calls {
   PyObject_HEAD
   std::vector<uint64_t> digests;
   long long at;      // how many were compared
   char idle;         // compare, instead of noting
-  char unseen;       // idle, and with nothing to compare: all calls pass as long as they make little
   char unusual;      // something was met that digests do not show
   bool backward;     // one has run since this step began
   uint64_t first;    // the number of autograd's next node when the step began
-  long long spare;   // bytes that calls after the last one, or unseen ones, may still make without a record
-  long long slopes;  // bytes of gradients that backward may still allocate after unseen calls
-  std::unordered_set<const c10::TensorImpl*> leaves;  // what was taken off these
+  long long spare;   // bytes that calls after the last one may still make without a record
 };
 
 inline PyTypeObject* calls_type;
@@ -137,49 +133,19 @@ inline void note(Calls* calls, const State* state, const c10::OperatorHandle& op
   if (!digest.known) calls->unusual = 1;
 }
 
-inline long long bytes_of(const c10::IValue& value) {
-  if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().has_storage()) return 0;
-  const c10::Storage& storage = value.toTensor().storage();
-  auto bytes = storage.sym_nbytes().maybe_as_int();
-  return bytes.has_value() ? static_cast<long long>(*bytes) : 0;
-}
-
-// Take what the last values on the stack consist of from the bytes that may still be made.
-inline void take_off(Calls* calls, const Stack& stack, size_t count) {
-  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    calls->spare -= bytes_of(stack[i]);
-    if (!stack[i].isList()) continue;
-    for (const c10::IValue& item : stack[i].toListRef()) calls->spare -= bytes_of(item);
-  }
-}
-
 // Whether a call after the last one, such as a metric's, takes little. Elsewhere, room is made for it.
 inline bool fits(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
-  take_off(calls, stack, op.schema().arguments().size());
-  return calls->spare >= 0;
-}
-
-// Whether an unseen call reads nothing large, as what it makes of that is large too, and no parameter
-// whose gradient would be.
-inline bool reads_little(Calls* calls, const c10::OperatorHandle& op, const Stack& stack) {
-  auto little = [calls](const c10::IValue& value) {
-    long long bytes = bytes_of(value);
-    if (bytes == 0) return true;
-    const at::Tensor& read = value.toTensor();
-    // A linear layer reads a view of its weight.
-    const at::Tensor tensor = read.is_view() ? at::Tensor(read._base()) : read;
-    if (!tensor.requires_grad() || tensor.grad_fn() != nullptr) return bytes <= calls->spare;
-    bool has_gradient = tensor.grad().defined();
-    if (!has_gradient && calls->leaves.insert(tensor.unsafeGetTensorImpl()).second) calls->slopes -= bytes;
-    return calls->slopes >= 0;
+  // Sparse tensors do not say how many bytes they have; what they consist of is read by other calls.
+  auto bytes = [](const c10::IValue& value) {
+    bool known = value.isTensor() && value.toTensor().defined() && value.toTensor().has_storage();
+    return known ? static_cast<long long>(value.toTensor().nbytes()) : 0;
   };
   for (size_t i = stack.size() - op.schema().arguments().size(); i < stack.size(); ++i) {
-    if (!little(stack[i])) return false;
+    calls->spare -= bytes(stack[i]);
     if (!stack[i].isList()) continue;
-    auto items = stack[i].toListRef();
-    if (!std::all_of(items.begin(), items.end(), little)) return false;
+    for (const c10::IValue& item : stack[i].toListRef()) calls->spare -= bytes(item);
   }
-  return true;
+  return calls->spare >= 0;
 }
 
 // Whether an idle recorder may let a call pass: it is the next one, or the forward is over.
@@ -187,24 +153,11 @@ inline bool passes(Calls* calls, const c10::OperatorHandle& op, const Stack& sta
   if (!in_forward()) return calls->backward = true;
   auto at = static_cast<size_t>(calls->at);
   if (calls->backward) return in_backward() || !has_gradient(op, stack);
-  if (calls->unseen) {
-    if (calls->spare < 0 || !digest_of(calls->first, op, stack).known) return false;
-    if (!reads_little(calls, op, stack)) return false;
-    ++calls->at;
-    return true;
-  }
   if (at == calls->digests.size()) return !has_gradient(op, stack) && fits(calls, op, stack);
   Digest digest = digest_of(calls->first, op, stack);
   if (!digest.known || digest.number != calls->digests[at]) return false;
   ++calls->at;
   return true;
-}
-
-// Run a call that an idle recorder has let pass.
-inline void run_passed(
-    Calls* calls, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  run_below(op, keys, stack);
-  if (calls->unseen) take_off(calls, *stack, op.schema().returns().size());
 }
 
 // `Recorder.wake` of `lowtide/compiled/recorder.py`: from here on, the step is recorded.
@@ -218,14 +171,12 @@ inline void wake(State* state) {
 inline PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made != nullptr) new (&as<Calls>(made)->digests) std::vector<uint64_t>();
-  if (made != nullptr) new (&as<Calls>(made)->leaves) std::unordered_set<const c10::TensorImpl*>();
   if (made != nullptr) as<Calls>(made)->first = at::sequence_number::peek();
   return made;
 }
 
 inline void delete_calls(PyObject* self) {
   as<Calls>(self)->digests.~vector();
-  as<Calls>(self)->leaves.~unordered_set();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -236,28 +187,16 @@ inline PyObject* calls_same_as(PyObject* self, PyObject* other) {
   return PyBool_FromLong(as<Calls>(self)->digests == as<Calls>(other)->digests);
 }
 
-// Gradients, for one step's, may be this many times as large as what unseen calls make.
-inline constexpr long long SLOPES = 8;
-
-inline PyObject* begin(Calls* calls, PyObject* spare, bool unseen) {
+// Compare the calls of the step that begins with these. `spare`: see there.
+inline PyObject* calls_begin(PyObject* self, PyObject* spare) {
+  auto* calls = as<Calls>(self);
   calls->spare = PyLong_AsLongLong(spare);
   if (calls->spare == -1 && PyErr_Occurred()) return nullptr;
-  calls->slopes = SLOPES * calls->spare;
-  calls->leaves.clear();
   calls->first = at::sequence_number::peek();
   calls->at = 0;
   calls->idle = 1;
-  calls->unseen = unseen;
   calls->backward = false;
   Py_RETURN_NONE;
-}
-
-// Compare the calls of the step that begins with these. `spare`: see there.
-inline PyObject* calls_begin(PyObject* self, PyObject* spare) { return begin(as<Calls>(self), spare, false); }
-
-// Let the calls of the step that begins pass.
-inline PyObject* calls_begin_unseen(PyObject* self, PyObject* spare) {
-  return begin(as<Calls>(self), spare, true);
 }
 
 inline Py_ssize_t calls_length(PyObject* self) {
@@ -267,7 +206,6 @@ inline Py_ssize_t calls_length(PyObject* self) {
 inline PyMethodDef calls_methods[] = {
     {"same_as", calls_same_as, METH_O, nullptr},
     {"begin", calls_begin, METH_O, nullptr},
-    {"begin_unseen", calls_begin_unseen, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 inline PyMemberDef calls_members[] = {

@@ -301,7 +301,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   if (Calls* calls = calls_of(state); calls != nullptr && !calls->idle) {
     note(calls, state, op, *stack);
   } else if (calls != nullptr) {
-    if (!may_overwrite(fact, op, *stack) && passes(calls, op, *stack)) return run_passed(calls, op, keys, stack);
+    if (!may_overwrite(fact, op, *stack) && passes(calls, op, *stack)) return run_below(op, keys, stack);
     Gil gil;
     wake(state);
   }

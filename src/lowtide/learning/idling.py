@@ -4,10 +4,9 @@ Problem: the records of a step that takes less than half of what it may are neve
 more than many small kernels do. Invariant: the recorder of such a step stays open and compares each
 call with the ones that recorded steps of its plan made, one after the other; from the first call
 that is another one on, the step is recorded. One of sixteen is recorded in any case, as a backward
-shows nothing to a recorder that has recorded nothing. Where steps never recur, there is nothing to
-compare with: if all of them are small, a step is recorded once it has made more than a small part
-of what it may. Imports prepared and the engine. Rejected: no recorder at all, as a larger batch
-would go unnoticed until the memory is gone.
+shows nothing to a recorder that has recorded nothing. Imports prepared and the engine. Rejected: no
+recorder at all, as a larger batch would go unnoticed until the memory is gone; to let steps that
+never recur pass until they have made a little, as one call may make any amount out of little.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ _EVERY = 16  # one of so many steps is recorded
 _MOST = 1024  # recorded steps in a row after idling ended often in the middle of a step
 _LITTLE = 8  # what is not as in the steps before may take this part of what is left
 _KNOWN = 16  # plans whose calls are remembered
-_NEW = 8  # steps in a row that followed no plan, until the next one like that is not recorded
-_SMALL = 32  # this part of the limit may be made in the forward of such a step
 
 
 class Compared(NamedTuple):
@@ -71,24 +68,6 @@ def _has_room(prepared: Prepared, device: torch.device) -> bool:
     return spare is not None and ROOM * prepared.unrecorded_peak <= spare
 
 
-class _Unseen:
-    """Steps that follow no plan, as none is like another."""
-
-    def __init__(self) -> None:
-        self.small = 0  # how many in a row were recorded, and were small
-        self.idled = 0  # in a row
-        self.every = _EVERY  # one of so many is recorded: each takes as long as many others
-        self.wanted = _NEW
-
-    def may_idle(self) -> bool:
-        return self.small >= self.wanted and self.idled < self.every - 1
-
-    def recorded(self, *, small: bool) -> None:
-        self.every = min(2 * self.every, _MOST) if small and self.idled else _EVERY
-        self.small = self.small + 1 if small else 0
-        self.idled = 0
-
-
 class Idling:
     """What a budget remembers of the calls of its steps.
 
@@ -101,8 +80,6 @@ class Idling:
         self._known: dict[int, _Step] = {}
         self._now: _Step | None = None  # the running step, if it has room to spare
         self._turned = False  # it began idle, and was woken after some of its calls
-        self._unseen = _Unseen()
-        self._passing = False  # the running step is one of these, and not recorded
 
     def begins(
         self, prepared: Prepared | None, now: int, recorder: Any, device: torch.device
@@ -125,44 +102,6 @@ class Idling:
         step.idled += 1
         self.steps += 1
         return True
-
-    def may_pass_unseen(self, limit: int, highest: int, device: torch.device) -> bool:
-        """Whether the step that begins need not be recorded, though none like it is known: those
-        before it were like none either, and small. `highest`: the highest peak that was measured.
-        """
-        unseen = self._unseen
-        if engine.core() is None or not unseen.may_idle() or not 0 < highest <= limit // 4:
-            return False
-        if device.type == "cpu" or unseen.idled:
-            return True
-        spare = _compat.spare_memory(device)
-        return spare is not None and limit // 2 <= spare
-
-    def unseen_begins(self, limit: int, recorder: Any) -> bool:
-        """The step that `may_pass_unseen` was asked about begins: whether its recorder idles."""
-        core, self._now, self._turned, self._passing = engine.core(), None, False, False
-        if core is None or not isinstance(recorder, core.State):
-            return False
-        core.watched.sweep()
-        recorder.calls = core.Calls()
-        recorder.calls.begin_unseen(limit // _SMALL)
-        self._unseen.idled += 1
-        self._passing = True
-        self.steps += 1
-        return True
-
-    def unseen_woken(self) -> None:
-        """Such a step made too much, or something that always has to be recorded."""
-        if self._passing:
-            self._passing = False
-            self.steps -= 1
-            self._unseen.small = 0
-            self._unseen.wanted = min(4 * self._unseen.wanted, _MOST)
-
-    def watched(self, made: int | None, limit: int | float) -> None:
-        """A recorded step is over. `made`: bytes that its forward made if it followed no plan."""
-        small = made is not None and isinstance(limit, int) and made <= limit // _SMALL
-        self._unseen.recorded(small=small)
 
     def _of(self, prepared: Prepared) -> _Step:
         step = self._known.pop(prepared.digest, None) or _Step()
@@ -207,7 +146,6 @@ class Idling:
     def ran_out(self) -> None:
         """The device had no memory for an idle step: of one that is recorded, some can be freed."""
         self._was_another()
-        self._unseen.small = 0
 
     def _was_another(self) -> None:
         if self._now is not None:

@@ -3,7 +3,7 @@
 Problem: what a step needs in order to go unrecorded is known to the loop, to the plans and to its
 recorder. Invariant: such a step begins alone, under a limit that is not shared with other ranks;
 one that is recorded from its middle on is allowed what its first part may have taken at most, and
-nothing is learned from it. Imports idling, settling, decide and observer. Rejected: asking the
+nothing is learned from it. Imports idling, settling and decide. Rejected: asking the
 recorder for what it let pass, which it does not keep.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 from lowtide.learning import idling
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.settling import Settling
-from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.running.where import Where
@@ -33,25 +32,11 @@ class Unrecorded(Settling):
         self._idling = idling.Idling()
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
 
-    def _passes_unseen(self) -> bool:
-        """Whether the step that begins, like none before, is taken to be too small to be
-        recorded."""
-        limit, highest = self.allowance.limit, self._peaks[1]
-        if self._active or self._ranks is not None or self.behind.nbytes:
-            return False
-        if not isinstance(limit, int):
-            return False
-        return self._idling.may_pass_unseen(limit, highest, self.where.device)
-
     def _may_idle(self, decisions: StepDecisions, recorder: Any, alone: bool) -> None:
         """A step begins: not recorded if that is possible. `alone`: no other step is under way."""
-        now = self.allowance.now or 0
-        if decisions.idle:  # `_passes_unseen`, if this is the compiled recorder
-            if not self._idling.unseen_begins(now, recorder):
-                decisions.woken(0)
-            return
+        now, device = self.allowance.now or 0, self.where.device
         roomy = self._roomy(decisions) if alone else None
-        decisions.idle = self._idling.begins(roomy, now, recorder, self.where.device)
+        decisions.idle = self._idling.begins(roomy, now, recorder, device)
         decisions.noted = None if decisions.idle else getattr(recorder, "calls", None)
 
     def _roomy(self, decisions: StepDecisions) -> Prepared | None:
@@ -69,23 +54,9 @@ class Unrecorded(Settling):
         made `at` of that one's calls."""
         self._idling.woken(at)
         if at and prepared is not None:
-            self._unrecorded(at, prepared.unrecorded_peak)
-
-    def unseen_woken(self, at: int) -> Observer:
-        """The running step was not recorded for its first `at` calls, as it was taken to be small.
-        Returns what is to watch the rest."""
-        self._idling.unseen_woken()
-        if at:
-            self._unrecorded(at, (self.allowance.now or 0) // 2)
-        observer = Observer(None)
-        observer.only(self.where)
-        observer.place, observer.before = self.place, self.allowance.before
-        return observer
-
-    def _unrecorded(self, calls: int, nbytes: int) -> None:
-        self.compared = idling.Compared(calls, nbytes)
-        self.allowance.before += nbytes
-        self.allowance.renew()
+            self.compared = idling.Compared(at, prepared.unrecorded_peak)
+            self.allowance.before += self.compared.nbytes
+            self.allowance.renew()
 
     @property
     def partial(self) -> bool:

@@ -15,7 +15,6 @@ from collections import Counter
 from typing import Any
 
 from lowtide.kernels.unfolding import runs_itself
-from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD
 from lowtide.running.follower import Follower
 from lowtide.running.making_room import StepInRoom
@@ -37,8 +36,7 @@ class ForwardDecisions(StepInRoom):
         if self.observer is not None:
             self.observer.attach(tape.recorder, self.calls)
         if self.prepared is None:
-            if not self.idle:
-                self._watch_room()
+            self._watch_room()
             return
         tape.recorder.before = self._before_planned
         follower = Follower.of(tape.recorder, self.seen) if self.observer is None else None
@@ -184,21 +182,12 @@ class ForwardDecisions(StepInRoom):
         """See `lowtide.tape.tape.Decisions`. What was made and saved before is not on the tape, and
         stays: the rest of the step has what the plan leaves of the limit."""
         self.idle = False
-        self.partial = at > 0
-        if self.prepared is None:
-            self._watch_rest(self.owner.unseen_woken(at))
-            return
-        self.usual = frozenset(name for _, name in self.prepared.seen.calls)
+        if self.prepared is not None:
+            self.usual = frozenset(name for _, name in self.prepared.seen.calls)
         self.owner.woken(self.prepared, at)
         if at:
+            self.partial = True
             self._diverged(0, None, None, [], covered=False)
-
-    def _watch_rest(self, observer: Observer) -> None:
-        """Go on without a plan, and watch what is recorded."""
-        assert self.recorder is not None
-        self.observer = observer
-        observer.attach(self.recorder, self.calls)
-        self._watch_room()
 
     # ------------------------------------------------------------------ autograd
 
