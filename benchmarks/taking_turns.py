@@ -181,7 +181,7 @@ def contest(
         "last": sum(mine[-third:]) / sum(plain[-third:]),
         "milliseconds": 1000 * sum(plain[-third:]) / third,
         "unplanned": unplanned,
-        "idle": getattr(report, "idle_steps", 0),
+        "idle": report.idle_steps,
     }
 
 

@@ -182,8 +182,6 @@ class ForwardDecisions(StepInRoom):
         """See `lowtide.tape.tape.Decisions`. What was made and saved before is not on the tape, and
         stays: the rest of the step has what the plan leaves of the limit."""
         self.idle = False
-        if self.prepared is not None:
-            self.usual = frozenset(name for _, name in self.prepared.seen.calls)
         self.owner.woken(self.prepared, at)
         if at:
             self.partial = True

@@ -70,7 +70,6 @@ class StepInRoom:
         self._crowded = False  # the plan had no room for what came next
         self.seen: list[Signature] = []
         self.idle = False  # it is not recorded, see `lowtide.learning.idling`
-        self.usual: frozenset[str] = frozenset()  # calls that were not recorded before it was woken
         self.noted: Any = None  # its calls, if they are to be compared with the next step's
         self._event = [-1]  # the last of backward's requests for a recorded value
         self._made: WeakList[Value] = WeakList()  # values made without an observer
@@ -104,7 +103,8 @@ class StepInRoom:
     def made_bytes(self) -> int | None:
         """Bytes that operations have made since the step was woken; None if a call was not recorded
         that the steps before did not have."""
-        if not self.usual.issuperset(name for _, name in self.calls):
+        known = () if self.parted is None else self.parted[0].seen.calls
+        if {name for _, name in self.calls} - {name for _, name in known}:
             return None
         return sum(sum(nbytes) for _, nbytes, *_ in self.seen)
 
