@@ -55,8 +55,8 @@ def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
 
 
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """`torch.promote_types`, which is an operator: no dry run is to see a call that the program does
-    not make."""
+    """`torch.promote_types`, which is an operator: no dry run is to see a call that the program
+    does not make."""
     with _compat.disable_dispatch():
         return torch.promote_types(one, other)
 
