@@ -198,6 +198,48 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
             yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
     yield "fsdp2 region over groups", fsdp_region_over_groups
     yield "fsdp2 region over groups of one rank", lambda: fsdp_region_over_groups(of_one=True)
+    yield "fsdp2 peaks reshard=True", lambda: fsdp_peaks(of_one=True, reshard=True)
+    yield "fsdp2 peaks reshard=False", lambda: fsdp_peaks(of_one=False, reshard=False)
+
+
+def mesh_of(*, of_one: bool) -> Any:
+    """All ranks, or this one alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not of_one:
+        return init_device_mesh("cpu", (WORLD,))
+    return init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("apart", "alone"))["alone"]
+
+
+def fsdp_peaks(*, of_one: bool, reshard: bool) -> Outcome:
+    """Peaks of plain steps, and of steps under a limit."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    mesh, model = mesh_of(of_one=of_one), nn.Sequential(*(Block(64) for _ in range(5)))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    def peak(around: Any) -> int:
+        x = torch.randn(128, 64)
+
+        def step() -> None:
+            with around:
+                loss = model(x).square().mean()
+            loss.backward()
+
+        found = lowtide.measure(step, device="cpu").peak_bytes
+        model.zero_grad()
+        return found
+
+    plain = [peak(contextlib.nullcontext()) for _ in range(3)]
+    budget = lowtide.budget(int(0.7 * max(plain)))
+    peaks, known = [], []
+    for _ in range(5):
+        peaks.append(peak(budget))
+        known.append(budget.report().plain_peak)
+    return {"plain": max(plain), "limit": budget.limit, "peaks": peaks, "known": known}
 
 
 def fsdp_region_over_groups(*, of_one: bool = False) -> Outcome:
@@ -210,12 +252,9 @@ def fsdp_region_over_groups(*, of_one: bool = False) -> Outcome:
             return out
 
     def sharded(model: nn.Module) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (WORLD,))
-        if of_one:
-            mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("apart", "alone"))["alone"]
+        mesh = mesh_of(of_one=of_one)
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         return fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -487,6 +526,24 @@ def test_compiled_code_under_a_limit(outcomes: list[dict[str, Outcome]], how: st
 @on_one_recorder
 def test_fsdp2_region_over_groups(outcomes: list[dict[str, Outcome]]) -> None:
     check_same(outcomes, "fsdp2 region over groups")
+
+
+@on_one_recorder
+def test_what_fsdp2_has_resharded_is_made_by_no_replay(outcomes: list[dict[str, Outcome]]) -> None:
+    """What a later module reads of a resharded one is in memory under every plan (rule 5). In a
+    group of one rank, no thread of a collective frees memory when it gets to it."""
+    for rank in outcomes:
+        found = rank["fsdp2 peaks reshard=True"]
+        print(found.get("text"))
+        assert max(found["peaks"]) <= found["limit"]
+        assert found["known"] == pytest.approx([found["plain"]] * 5, rel=0.02)
+
+
+@on_one_recorder
+def test_what_fsdp2_gathers_counts_in_the_first_step(outcomes: list[dict[str, Outcome]]) -> None:
+    for rank in outcomes:
+        found = rank["fsdp2 peaks reshard=False"]
+        assert found["peaks"][0] <= found["limit"]
 
 
 @on_one_recorder

@@ -69,6 +69,9 @@ class RegionDecisions:
     def packed(self, handle: Handle, value: Value) -> None:
         pass
 
+    def cut_off(self, numbers: int) -> None:
+        pass
+
     def forgotten(self, value: Value) -> None:
         pass
 

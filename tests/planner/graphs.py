@@ -267,6 +267,17 @@ def random_graph(seed: int, ops: int) -> Graph:
     return with_owned(tape.close(), rng, rng.choice((0, 0, 1, 2)))
 
 
+def with_cut(graph: Graph, seed: int) -> Graph:
+    """The same step, where some values may be cut off from the operations that make them."""
+    rng = random.Random(seed)
+    share = rng.choice((0.0, 0.1, 0.4))
+    values = tuple(
+        replace(node, cut=node.producer >= 0 and not node.pinned and rng.random() < share)
+        for node in graph.values
+    )
+    return replace(graph, values=values)
+
+
 def with_owned(graph: Graph, rng: random.Random, count: int) -> Graph:
     """The same step with more externals, which only the record has: some operations read them, and
     autograd may have saved them until some event."""

@@ -102,6 +102,7 @@ def test_must_hold_needs_a_reader_that_can_replay() -> None:
         ((ValueNode(8, -1, named=-2),), (), (), "value 0 is named up to operation -2"),
         ((ValueNode(8, -1, named=1, owned=True),), (), (), "value 0 is named up to operation 1"),
         ((ValueNode(8, 0, owned=True),), (OpNode("f", 0, (), (0,)),), (), "only for the record"),
+        ((ValueNode(8, -1, cut=True),), (), (), "cut off from its operation"),
         ((ValueNode(8, -1, owned=True), ValueNode(8, -1)), (), (), "they follow all other values"),
         ((ValueNode(8, -1, forgotten=0),), (), (), "value 0 is saved up to operation 0"),
         (VALUES, (OP,), (Event(2),), "event 0 names value 2"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import NETWORKS, random_graph, resnet, with_later
+from graphs import NETWORKS, random_graph, resnet, with_cut, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ def any_plan(graph: Graph, random: Any) -> list[int]:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_both_simulators_say_the_same(core: Any, seed: int, ops: int, random: Any) -> None:
-    graph = with_later(random_graph(seed, ops), seed)
+    graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
     retain = any_plan(graph, random)
     compare(core, graph, retain)
     compare(core, graph, retain, random.random() * graph.seconds)
@@ -177,7 +177,7 @@ def test_it_finds_what_no_exchange_does(annealing: Polish, share: float) -> None
 def test_it_keeps_to_the_decisions_that_are_open(
     annealing: Polish, seed: int, ops: int, share: float, retained: bool
 ) -> None:
-    graph = with_later(random_graph(seed, ops), seed)
+    graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
     graph = graph.retained() if retained else graph
     lowest, plain = minimum(graph).peak, simulate(graph, keep_all(graph).retain).peak
     limit = lowest + int(share * (plain - lowest))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from graphs import chain, random_graph
+from graphs import chain, random_graph, with_cut
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,10 +13,11 @@ from lowtide.planner import HOLD, Graph, simulate
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
 
 
-def stopped(seed: int) -> tuple[Graph, set[int], random.Random]:
+def stopped(seed: int, *, cut: bool = False) -> tuple[Graph, set[int], random.Random]:
     """A forward that is over, and what it happens to hold."""
     rng = random.Random(seed)
     graph = random_graph(seed, rng.randint(6, 16))
+    graph = with_cut(graph, seed) if cut else graph
     may = [v for v, node in enumerate(graph.values) if node.producer >= 0]
     held = {v for v in may if v not in graph.fleeting and rng.random() < 0.4}
     held |= graph.must_hold
@@ -25,7 +26,7 @@ def stopped(seed: int) -> tuple[Graph, set[int], random.Random]:
 
 @given(st.integers(0, 1 << 16), st.floats(0.5, 1.5))
 def test_only_what_is_held_is_held(seed: int, share: float) -> None:
-    graph, held, _ = stopped(seed)
+    graph, held, _ = stopped(seed, cut=True)
     least = from_held(graph, held, 0).result.peak
     found = with_margin(graph, held, int(share * least), 0.1, search=True)
     kept = {v for v, choice in enumerate(found.retain) if choice == HOLD}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import chain, random_graph, with_later
+from graphs import chain, random_graph, with_cut, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import peak_and_replays
@@ -53,6 +53,20 @@ def with_external(*, named: int = -1, released: bool = False) -> Graph:
     ops = (graph.ops[0], replace(graph.ops[1], inputs=(1, 4)), graph.ops[2])
     last = replace(graph.events[2], releases=(1, 4)) if released else graph.events[2]
     return Graph(values, ops, (*graph.events[:2], last))
+
+
+def test_what_is_cut_off_from_its_operation_is_held_while_a_reader_may_be_replayed() -> None:
+    graph = line()
+    values = [replace(node, cut=number == 1) for number, node in enumerate(graph.values)]
+    cut = replace(graph, values=tuple(values))
+    assert cut.must_hold == {1}
+    assert cut.fingerprint == graph.fingerprint  # it is an observation
+    assert Graph.from_json(cut.to_json()) == cut
+    assert simulate(cut, (HOLD,) * 4) == simulate(graph, (HOLD,) * 4)
+    held = (HOLD, HOLD, 0, 0)
+    assert simulate(cut, held) == simulate(graph, held)
+    with pytest.raises(UsageError, match="value 1, cut off from its operation, which cannot be"):
+        simulate(cut, (HOLD, 0, 0, 0))
 
 
 def test_an_external_that_only_the_record_has_lives_as_long_as_a_reader_may_be_replayed() -> None:
@@ -246,7 +260,7 @@ def test_a_step_without_operations() -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 14), st.randoms(use_true_random=False))
 def test_against_the_rules_followed_literally(seed: int, ops: int, random: object) -> None:
-    graph = with_later(random_graph(seed, ops), seed)
+    graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
     pick = random.choice  # type: ignore[attr-defined]
     last = len(graph.events)
     retain = [

@@ -9,7 +9,7 @@ from functools import cache
 from math import prod
 
 import pytest
-from graphs import MIB, NETWORKS, chain, densenet, random_graph, transformer, with_later
+from graphs import MIB, NETWORKS, chain, densenet, random_graph, transformer, with_cut, with_later
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def check(graph: Graph, solution: Solution, limit: int) -> None:
 
 
 def tiny(seed: int, ops: int) -> Graph:
-    graph = with_later(random_graph(seed, ops), seed)
+    graph = with_cut(with_later(random_graph(seed, ops), seed), seed)
     problem = Problem(Simulator(graph))
     assume(prod(len(choices(problem, v)) for v in range(len(graph.values))) <= 2_000)
     return graph

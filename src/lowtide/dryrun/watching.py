@@ -107,6 +107,9 @@ class _Everything:
     def packed(self, handle: Handle, value: Value) -> None:
         self.observer.saved(value, handle)
 
+    def cut_off(self, numbers: int) -> None:
+        pass
+
     def forgotten(self, value: Value) -> None:
         self.observer.let_go(value)
 

@@ -50,6 +50,8 @@ class Observer(Lives):
         self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
         self._kept: set[int] = set()  # made by what is never replayed
+        self.cut: set[int] = set()  # values that no replay makes, see `ValueNode`
+        self._cut_off = 0  # those with lower numbers are, once something reads them
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.calls: list[tuple[int, str]] = []  # as in `Seen`
@@ -106,6 +108,8 @@ class Observer(Lives):
         observer.names.resume(base, count, {} if recorder is None else recorder.table)
         observer.leaves.resume(seen, count)
         observer.externals.resume(base, count)
+        made = 1 + max([-1, *(number for log in observer.ops for number in log.outputs)])
+        observer.cut = {value for value in base.cut if value < made}
         observer._values = list(map(weak_to, values))
         for handle in handles:
             observer.saved(handle.value, handle)
@@ -117,6 +121,15 @@ class Observer(Lives):
         self.calls = self.calls if calls is None else calls
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
+
+    def cut_off(self, numbers: int) -> None:
+        """See `lowtide.tape.tape.Decisions`."""
+        self._cut_off = numbers
+
+    def saved(self, value: Value, handle: Handle) -> None:
+        super().saved(value, handle)
+        if 0 <= value.number < self._cut_off:
+            self.cut.add(value.number)
 
     def runs_again(self) -> bool:
         """Whether a custom Function of the step is taken to run its forward again in backward."""
@@ -173,6 +186,8 @@ class Observer(Lives):
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         if log.kept:
             self._kept.update(log.outputs)
+        if self._cut_off:
+            self.cut.update([number for number in log.inputs if number < self._cut_off])
         self.ops.append(log)
         self._values.extend(map(weak_to, made))
 
@@ -300,8 +315,8 @@ class Observer(Lives):
             self._lives(value, -1)
             storage = value.held.untyped_storage()
             ours.add(_compat.storage_id(storage))
-            for_good = value.op is None and number not in anchored and number not in self._kept
-            if for_good or _compat.storage_holders(storage) > 2:
+            planned = number in anchored or number in self._kept or number in self.cut
+            if (value.op is None and not planned) or _compat.storage_holders(storage) > 2:
                 self.pinned.add(number)
         self.externals.begin_backward()
         self.elsewhere = self.names.over(ours)

@@ -145,6 +145,7 @@ def rebuild(seen: Observer) -> Graph:
             number in overwritten,
             stays[number] if stays[number] > last_use[number] else -1,
             min(seen.forgotten.get(number, 0), len(seen.ops)) - 1,
+            cut=number in seen.cut and number not in seen.pinned,
         )
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )

@@ -54,6 +54,10 @@ class ValueNode:
     custom operator. It counts for as long as an operation that reads it may be replayed, or until
     its release; no replay can make it. Other externals count no bytes. If `named` is the number of
     operations, it is in memory whatever a plan says until the first event."""
+    cut: bool = False
+    """If an operation makes it: no replay can, though one may run that operation for its other
+    outputs, as the tape has cut it off from what that operation read (FSDP2 had freed that). It
+    counts for as long as an operation that reads it may be replayed, or until its release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,12 @@ class Graph:
                 read = any(self.ops[reader].replayable for reader in self.consumers[value])
                 if self.release[value] >= 0 or read:
                     found.add(value)
-        return frozenset(found.union(self.owned))
+        return frozenset(found.union(self.owned, self.cut))
+
+    @cached_property
+    def cut(self) -> tuple[int, ...]:
+        """The values of its operations that no replay can make, see `ValueNode`."""
+        return tuple([value for value, node in enumerate(self.values) if node.cut])
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
@@ -262,9 +271,9 @@ class Graph:
     def fingerprint(self) -> str:
         """A hash of the structure: equal fingerprints mean that value ids mean the same.
 
-        Times, memory outside the plan, `pinned`, `named` and `owned` values are observations that
-        vary from step to step, so they are left out: a plan stays applicable when they are measured
-        again.
+        Times, memory outside the plan, `pinned`, `named`, `owned` and `cut` values are observations
+        that vary from step to step, so they are left out: a plan stays applicable when they are
+        measured again.
         """
         known = self.recorded
         text = json.dumps(
@@ -289,6 +298,7 @@ class Graph:
                 "values": [[v.nbytes, v.producer, v.pinned, v.named] for v in self.values],
                 "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
                 "owned": self.owned,
+                "cut": self.cut,
                 "forgotten": [
                     [k, v.forgotten] for k, v in enumerate(self.values) if v.forgotten >= 0
                 ],
@@ -320,6 +330,7 @@ class Graph:
         data = fields.read_document(text, FORMAT, VERSION)
         overwritten = frozenset(fields.ids(data.get("overwritten", [])))
         owned = frozenset(fields.ids(data.get("owned", [])))
+        cut = frozenset(fields.ids(data.get("cut", [])))
         rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
         forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
         rows = fields.rows({"overwrites": data.get("overwrites", [])}, "overwrites", 2)
@@ -333,6 +344,7 @@ class Graph:
                 fields.whole(row[3]),
                 forgotten.get(place, -1),
                 place in owned,
+                place in cut,
             )
             for place, row in enumerate(fields.rows(data, "values", 4))
         )

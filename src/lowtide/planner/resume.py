@@ -55,7 +55,7 @@ def from_held(graph: Graph, held: set[int], limit: int, *, search: bool = True) 
     If none fits, the one with the lowest peak found. Without `search`, moves are chosen by
     estimates only, not simulated one by one.
     """
-    held = held.union(graph.owned)
+    held = held.union(graph.owned, graph.cut)
     gone = frozenset(range(len(graph.values))) - held
     problem = Problem(Simulator(graph), gone)
     found = shrink(problem, problem.start(held), limit, rounds=80)

@@ -10,7 +10,8 @@ Invariant: this module is the definition of what a plan means. The rules:
 2. A value lives until its release and as long as an operation that reads it may be replayed; an
    operation may be replayed as long as one of its outputs that is not held lives. A held value cuts
    the link to its producer. A held or retained value is freed after the last event of its life.
-   An external that only the record has (`ValueNode.owned`) is such a value, and always held.
+   An external that only the record has (`ValueNode.owned`) is such a value, and always held; so
+   is a value that is cut off from its operation (`ValueNode.cut`).
 3. At an event whose value is missing, the operations that lead to it from values in memory run in
    recorded order. Outputs that nothing needs are freed right after their operation, temporaries
    after their last reader in this replay; an output with a pending handle is retained if the plan
@@ -119,13 +120,17 @@ class Simulator:
         self.reads = [
             tuple(x for x in dict.fromkeys(op.inputs) if not self.free[x]) for op in graph.ops
         ]
-        self.outputs = [op.outputs for op in graph.ops]
+        cut = frozenset(graph.cut)
+        self.outputs = [
+            tuple([w for w in op.outputs if w not in cut]) if cut else op.outputs
+            for op in graph.ops
+        ]
         self.work = [sum(self.nbytes[w] for w in op.outputs) + op.workspace for op in graph.ops]
         self.overwrites = [op.overwrites for op in graph.ops]
         self.cost = [op.seconds + REPLAY_OVERHEAD for op in graph.ops]
         self.replayable = [op.replayable for op in graph.ops]
-        for value in graph.owned:
-            self._make_before(value)
+        for value in (*graph.owned, *graph.cut):
+            self._make_apart(value)
         if len(self.cost) in graph.stays:  # in memory until after the last operation: one more
             self._make_nothing()
         self.release = list(graph.release)
@@ -144,9 +149,9 @@ class Simulator:
         self.evaluations = 0
         self._compiled: Compiled | None = None
 
-    def _make_before(self, value: int) -> None:
-        """Give an external that counts bytes a producer of its own, which cannot be replayed. It
-        is one more entry after those of the operations, and is none of the forward."""
+    def _make_apart(self, value: int) -> None:
+        """Give a value that no replay makes and that counts bytes a producer of its own. It is one
+        more entry after those of the operations, and is none of the forward."""
         self.producer[value] = len(self.cost)
         self._make_nothing((value,))
 
@@ -162,7 +167,9 @@ class Simulator:
         """In words, for errors."""
         if op < len(self.graph.ops):
             return f"an output of operation {op} ({self.graph.ops[op].name})"
-        return f"value {self.outputs[op][0]}, an external"
+        value = self.outputs[op][0]
+        external = self.graph.values[value].producer < 0
+        return f"value {value}, {'an external' if external else 'cut off from its operation'}"
 
     def lists(self) -> Lists:
         """The lists, in the order in which `planning.h` reads them."""

@@ -72,6 +72,11 @@ def _check_values(graph: Graph) -> None:
             raise UsageError(
                 f"value {value} names producer {node.producer}, which does not list it"
             )
+        if node.cut and (node.producer == EXTERNAL or node.pinned):
+            raise UsageError(
+                f"value {value} is said to be cut off from its operation: that can be said of "
+                "values that an operation makes and that are not pinned"
+            )
         if node.owned and (node.producer != EXTERNAL or node.pinned or value < graph.recorded):
             raise UsageError(
                 f"value {value} is said to be in memory only for the record: that can be said of "

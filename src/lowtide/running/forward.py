@@ -198,6 +198,11 @@ class ForwardDecisions(StepInRoom):
         if self.observer is not None:
             self.observer.saved(value, handle)
 
+    def cut_off(self, numbers: int) -> None:
+        self._cut_off = numbers
+        if self.observer is not None:
+            self.observer.cut_off(numbers)
+
     def forgotten(self, value: Value) -> None:
         if self.observer is not None:
             self.observer.let_go(value)

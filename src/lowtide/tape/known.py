@@ -384,10 +384,21 @@ class Known:
             return
         read.clear()
         self._group = self.sequence
+        self.decisions.cut_off(self.numbers)
         for entry in list(self.table.values()):
             value = entry.value or (entry.weak() if entry.weak is not None else None)
             if value is not None:
                 value.keep = True  # which also keeps readers off the fast path around the check
+            storage = entry()
+            if storage is not None and storage.nbytes() < entry.counted:
+                self.live[0] -= entry.counted
+                entry.counted = 0
+
+    def _gathered(self, entry: Entry) -> None:
+        """FSDP2 has filled a parameter, whose storage it had given its size just before."""
+        if not entry.counted and self._is_here(self._device(entry), made=False):
+            entry.counted = entry.nbytes
+            self.live[0] += entry.counted
 
 
 def is_lazy(tensor: Tensor) -> bool:

@@ -357,6 +357,8 @@ class Recorder(Encoding, _compat.Mode):
         for entry, _ in written:
             version = entry.version, entry.loose
             self._rewritten(None, None, entry, [])
+            if facts.name.startswith("fsdp::"):
+                self._gathered(entry)
             unnoticed = behind.get(entry.key)
             if unnoticed is not None:
                 if unnoticed.elsewhere:

@@ -51,6 +51,12 @@ class Decisions(Protocol):
         """Autograd received a handle on `value`; called again if the handle moves to another."""
         ...
 
+    def cut_off(self, numbers: int) -> None:
+        """Nothing can make the values so far again, of which there are so many numbers, once their
+        part of the model has ended: FSDP2 has freed its parameters. The tape holds what something
+        reads after that."""
+        ...
+
     def forgotten(self, value: Value) -> None:
         """All graphs that had saved a held value died in the forward: it is about to be dropped."""
         ...
