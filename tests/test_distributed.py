@@ -534,7 +534,6 @@ def test_what_fsdp2_has_resharded_is_made_by_no_replay(outcomes: list[dict[str, 
     group of one rank, no thread of a collective frees memory when it gets to it."""
     for rank in outcomes:
         found = rank["fsdp2 peaks reshard=True"]
-        print(found.get("text"))
         assert max(found["peaks"]) <= found["limit"]
         assert found["known"] == pytest.approx([found["plain"]] * 5, rel=0.02)
 

@@ -69,6 +69,9 @@ class RegionDecisions:
     def packed(self, handle: Handle, value: Value) -> None:
         pass
 
+    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        pass
+
     def cut_off(self, numbers: int) -> None:
         pass
 

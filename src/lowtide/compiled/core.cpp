@@ -20,6 +20,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->live);
   Py_VISIT(state->forget);
   Py_VISIT(state->read);
+  Py_VISIT(state->newest);
   Py_VISIT(state->before);
   Py_VISIT(state->tape);
   Py_VISIT(state->decisions);
@@ -42,6 +43,7 @@ int clear(PyObject* self) {
   Py_CLEAR(state->live);
   Py_CLEAR(state->forget);
   Py_CLEAR(state->read);
+  Py_CLEAR(state->newest);
   Py_CLEAR(state->before);
   Py_CLEAR(state->tape);
   Py_CLEAR(state->decisions);
@@ -98,6 +100,7 @@ PyMemberDef state_members[] = {
     {"live", T_OBJECT_EX, offsetof(State, live), 0, nullptr},
     {"_forget", T_OBJECT_EX, offsetof(State, forget), 0, nullptr},
     {"_read", T_OBJECT, offsetof(State, read), 0, nullptr},
+    {"_newest", T_OBJECT, offsetof(State, newest), 0, nullptr},
     {"before", T_OBJECT, offsetof(State, before), 0, nullptr},
     {"tape", T_OBJECT_EX, offsetof(State, tape), 0, nullptr},
     {"decisions", T_OBJECT_EX, offsetof(State, decisions), 0, nullptr},
@@ -113,6 +116,7 @@ PyMemberDef state_members[] = {
     {"sequence", T_LONGLONG, offsetof(State, sequence), 0, nullptr},
     {"numbers", T_LONGLONG, offsetof(State, numbers), 0, nullptr},
     {"_group", T_LONGLONG, offsetof(State, group), 0, nullptr},
+    {"_gathering", T_LONGLONG, offsetof(State, gathering), 0, nullptr},
     {"_lazy_bits", T_BOOL, offsetof(State, lazy_bits), 0, nullptr},
     {"paused", T_BOOL, offsetof(State, paused), 0, nullptr},
     {"_asks", T_BOOL, offsetof(State, asks), 0, nullptr},

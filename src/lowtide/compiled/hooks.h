@@ -33,7 +33,7 @@ inline bool is_traced_by_fx() {
 
 inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (is_traced_by_fx()) return call_python_pack(state, tensor);
-  if (current == nullptr || !is_ordinary(tensor) || state->lazy_bits || state->group != 0 ||
+  if (current == nullptr || !is_ordinary(tensor) || state->lazy_bits ||
       !is_none(state->next_step)) {  // first: on another thread
     return call_python_pack(state, tensor);
   }
@@ -53,6 +53,7 @@ inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
     return call_python_pack(state, tensor);
   }
   auto* value = as<Value>(owner.get());
+  if (may_be_cut_off(state, value)) return call_python_pack(state, tensor);
   bool external = value->op == nullptr;
   if (!external && is_constant(value->op)) {  // a foreign kernel may fill it
     give_up(std::exchange(value->op, nullptr));

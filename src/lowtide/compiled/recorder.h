@@ -254,9 +254,9 @@ inline bool run_between(
 }
 
 inline void look_for_freed(State* state) {
+  if (is_none(state->newest) || !is_freed(state->newest)) return;
   static PyObject* name = interned("_look_for_freed");
-  PyObject* arguments[] = {object_of(state), state->read};
-  Owned done(checked(PyObject_VectorcallMethod(name, arguments, 2, nullptr)));
+  Owned done(checked(PyObject_CallMethodNoArgs(object_of(state), name)));
 }
 
 inline PyObject* trials_module;  // `lowtide.tape.trials`
@@ -285,7 +285,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   if (aside && state->paused && !fact->writes.empty()) aside = !may_write_watched(*fact, op, *stack);
   if (aside) {
     // Must not wrap the result in a Python tensor: its caller may be about to give it another class.
-    if (!is_none(state->read)) {
+    if (!is_none(state->newest)) {
       Gil gil;
       look_for_freed(state);
     }
@@ -310,9 +310,10 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     if (fact == nullptr || !run_between(state, *fact, op, keys, stack)) run_python(state, op, stack);
     return;
   }
+  look_for_freed(state);
   bool tried_out = fact != nullptr && fact->tried_out && may_have_tried_out(op, *stack);
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !tried_out && !state->paused &&
-      !state->lazy_bits && !state->timed && state->group == 0 && is_none(state->read) &&
+      !state->lazy_bits && !state->timed && state->gathering == 0 &&
       (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;

@@ -26,7 +26,8 @@ struct State {
   PyObject* table;  // a `Table`
   PyObject* live;  // a `Box`
   PyObject* forget;
-  PyObject* read;
+  PyObject* read;    // of `tape/sharded.py`, as the next
+  PyObject* newest;
   PyObject* before;
   PyObject* tape;
   PyObject* decisions;
@@ -38,7 +39,7 @@ struct State {
   PyObject* settle;     // to be called with the first accelerator device that is met, or none
   PyObject* next_step;  // to be called before autograd saves anything more, or none
   PyObject* calls;      // `Calls` to note the step's in, or to compare them with while idle; or none
-  long long sequence, numbers, group;
+  long long sequence, numbers, group, gathering;
   long long limit;  // bytes that may be live while the script is followed; -1: any number
   char lazy_bits, paused, asks, timed;
   State* outer;  // the recording around this one on the same thread

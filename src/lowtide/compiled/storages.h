@@ -70,11 +70,32 @@ inline bool is_external_now(Entry* entry, const at::Tensor& tensor) {
   return true;
 }
 
+// Whether what made a value may have read parameters that FSDP2 has freed since, see `tape/sharded.py`.
+inline bool may_be_cut_off(const State* state, const Value* value) {
+  if (state->group == 0 || value->op == nullptr) return false;
+  return !is_compiled_operation(value->op) || as<Operation>(value->op)->sequence < state->group;
+}
+
+// As `is_freed` of `lowtide/tape/sharded.py`.
+inline bool is_freed(PyObject* entry) {
+  Owned storage(target_of(entry));
+  if (storage.get() == nullptr) return false;
+  return static_cast<int64_t>(THPStorage_Unpack(storage.get()).nbytes()) < entry_of(entry)->nbytes;
+}
+
+// An external was read, of which FSDP2 may free the memory.
+inline void note_read(State* state, Entry* entry) {
+  if (is_none(state->read)) return;
+  Owned key(checked(PyLong_FromLongLong(entry->key)));
+  if (PyDict_SetItem(state->read, key.get(), object_of(entry)) < 0) throw py::error_already_set();
+  Py_XSETREF(state->newest, Py_NewRef(object_of(entry)));
+}
+
 // The value in a storage, if it can be read without a closer look; else null.
 inline Owned readable(State* state, Entry* entry, const at::Tensor& tensor) {
   if (!is_current(entry, tensor) || entry->given_out) return Owned();
   Value* value = value_in(entry);
-  if (value == nullptr || !is_external_now(entry, tensor)) return Owned();
+  if (value == nullptr || !is_external_now(entry, tensor) || may_be_cut_off(state, value)) return Owned();
   Owned owner(Py_NewRef(object_of(value)));
   bool held = value->held.defined();
   if (value->op == nullptr) {
@@ -82,6 +103,7 @@ inline Owned readable(State* state, Entry* entry, const at::Tensor& tensor) {
     if (held && !same_counter(value->held, tensor)) return Owned();
     value->read = true;
     if (!held) hold(entry, value, tensor);
+    note_read(state, entry);
   } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
     return Owned();
   }
@@ -135,6 +157,7 @@ inline Owned external(State* state, const at::Tensor& tensor, int64_t key, bool 
   Owned kept(Py_NewRef(object_of(value)));
   value->read = value->read || read;
   hold(entry, value, tensor);
+  if (read) note_read(state, entry);
   return kept;
 }
 

@@ -107,6 +107,9 @@ class _Everything:
     def packed(self, handle: Handle, value: Value) -> None:
         self.observer.saved(value, handle)
 
+    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        pass
+
     def cut_off(self, numbers: int) -> None:
         pass
 

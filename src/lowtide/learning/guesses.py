@@ -1,10 +1,10 @@
 """Whether a step that would be refused may be refused for a guess alone.
 
-Problem: what the backward of a custom Function takes is guessed before it has run. A guess that is
-too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
-is refused before it was measured only if it does not fit even where its Functions take the least
-they may; then the refusal says so. Imports planner, observer. Rejected: one guess in
-between, which makes too little room for a Function that runs all of its forward again.
+Problem: what the backward of a custom Function takes is guessed before it has run, and what FSDP2
+does in it. A guess that is too high would refuse the step whenever it comes, and it would never be
+measured. Invariant: a step is refused before it was measured only if it does not fit even where
+these take the least they may; then the refusal says so. Imports planner, observer. Rejected: one
+guess in between, which makes too little room for a Function that runs all of its forward again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     What reads parameters without grad need not be a Function: a teacher's forward, or a moving
     average, has no backward, and so nothing was guessed for it.
     """
-    if not observer.runs_again():
+    if not (observer.runs_again() or observer.turnover):
         return None
     sparing = sparingly(observer, lambda: observer.graph_from(first))
     return None if sparing.events == observer.graph_from(first).events else sparing

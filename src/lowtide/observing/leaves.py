@@ -46,6 +46,8 @@ class Leaves:
         nodes: for each operation, the number of autograd's newest node when it ran.
         frozen: parameters that get none.
         where: the device whose bytes count; gradients on others count as none. None: all do.
+        parts: for storages of which FSDP2 leaves this rank a part of the gradient, by their keys:
+            how many parts there are.
     """
 
     def __init__(self) -> None:
@@ -55,6 +57,7 @@ class Leaves:
         self.reads: dict[int, list[Read]] = {}
         self.nodes: list[int] = []
         self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.parts: dict[int, int] = {}
 
     def resume(self, seen: Seen, count: int) -> None:
         """Start with the leaves that the first `count` operations of another step have read."""
@@ -88,7 +91,7 @@ class Leaves:
         self.known[id(leaf)] = (op, _weak(leaf))
         self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way, argument))
         if leaf.grad is None:
-            self.gradients[id(leaf)] = (op, nbytes)
+            self.gradients[id(leaf)] = (op, nbytes // self._parts_of(leaf))
 
     def collecting(self) -> Iterator[tuple[int, int, int, bool]]:
         """(leaf, last reader, bytes of its gradient, whether that exists already)."""
@@ -110,6 +113,10 @@ class Leaves:
             return 0
         return tensor.numel() * tensor.element_size()
 
+    def _parts_of(self, leaf: torch.Tensor) -> int:
+        storage = _compat.storage_of(leaf) if self.parts else None
+        return 1 if storage is None else self.parts.get(_compat.storage_id(storage), 1)
+
     def look_again(self) -> None:
         """Update: since the forward, gradients may have been set to None, or allocated."""
         for key, (reader, weak) in self.known.items():
@@ -117,7 +124,7 @@ class Leaves:
             if leaf is None:
                 continue
             if leaf.grad is None:
-                self.gradients[key] = (reader, self._bytes(leaf))
+                self.gradients[key] = (reader, self._bytes(leaf) // self._parts_of(leaf))
             else:
                 self.gradients.pop(key, None)
 

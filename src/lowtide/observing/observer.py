@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from lowtide.running.where import Where
     from lowtide.tape.recorder import Recorder
 
+_TURNOVER = 4
+"""In backward, FSDP2 has as much as it gathers for one module so many times: the parameters of that
+module and of the one before, their gradients, and copies of either on the way to other ranks."""
+
 
 class Observer(Lives):
     """Collects one step. Fed by the decisions of a budget."""
@@ -52,6 +56,7 @@ class Observer(Lives):
         self._kept: set[int] = set()  # made by what is never replayed
         self.cut: set[int] = set()  # values that no replay makes, see `ValueNode`
         self._cut_off = 0  # those with lower numbers are, once something reads them
+        self.turnover = 0  # bytes that FSDP2 takes in backward, all along
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.calls: list[tuple[int, str]] = []  # as in `Seen`
@@ -64,7 +69,7 @@ class Observer(Lives):
         self.timeline: Timeline | None = None
         self._later = False  # a backward has run, and this is another one of the same step
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
-        self.sparing = False  # custom Functions hold no more in backward than in their forward
+        self.sparing = False  # what is guessed of custom Functions and of FSDP2 is the least
         self.retains = False  # backward releases nothing that was saved: it may run again
         self.behind = 0  # bytes that backward may take in the graphs of earlier steps
         self.withheld = 0  # bytes that those of this context would hold more under a larger limit
@@ -121,6 +126,11 @@ class Observer(Lives):
         self.calls = self.calls if calls is None else calls
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
+
+    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        """See `lowtide.tape.tape.Decisions`."""
+        self.leaves.parts.update(dict.fromkeys(keys, parts))
+        self.turnover = max(self.turnover, _TURNOVER * nbytes)
 
     def cut_off(self, numbers: int) -> None:
         """See `lowtide.tape.tape.Decisions`."""

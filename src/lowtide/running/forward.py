@@ -198,6 +198,11 @@ class ForwardDecisions(StepInRoom):
         if self.observer is not None:
             self.observer.saved(value, handle)
 
+    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        self._gathers.append((keys, nbytes, parts))
+        if self.observer is not None:
+            self.observer.gathered(keys, nbytes, parts)
+
     def cut_off(self, numbers: int) -> None:
         self._cut_off = numbers
         if self.observer is not None:

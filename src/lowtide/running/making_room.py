@@ -68,7 +68,8 @@ class StepInRoom:
         self.parted: tuple[Prepared, int] | None = None  # the plan it left first, and where
         self.calls: list[tuple[int, str]] = []  # not recorded: before which operation, and whose
         self._crowded = False  # the plan had no room for what came next
-        self._cut_off = 0  # the last that `cut_off` was told
+        self._gathers: list[tuple[list[int], int, int]] = []  # what `gathered` was told
+        self._cut_off = 0  # and `cut_off` last
         self.seen: list[Signature] = []
         self.idle = False  # it is not recorded, see `lowtide.learning.idling`
         self.noted: Any = None  # its calls, if they are to be compared with the next step's
@@ -125,6 +126,8 @@ class StepInRoom:
             )
             self.observer.calls = self.calls
             self.observer.only(self.where)
+            for gather in self._gathers:
+                self.observer.gathered(*gather)
             self.observer.cut_off(self._cut_off)
             self.observer.place = self.prepared.seen.place
             self.observer.before = self.owner.allowance.before

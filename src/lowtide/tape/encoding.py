@@ -151,7 +151,7 @@ class Encoding(Saves):
             else:
                 self._know_counters(entry, value, tensor)
             if self._read is not None:
-                self._read[entry.key] = entry
+                self._read[entry.key] = self._newest = entry
             return Ref(value, tensor)
         if value.keep and value.held is None:
             self._hold(entry, value, tensor)

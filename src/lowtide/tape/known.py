@@ -79,8 +79,6 @@ class Known:
         self.sequence = 0  # operations recorded so far
         self.numbers = 0  # values numbered so far
         self._lazy_bits = False  # some tensor was lazily conjugated or negated here
-        self._read: dict[int, Entry] | None = None  # externals read since FSDP2 last freed some
-        self._group = 0  # the operation at which FSDP2 did so
         self.table: dict[int, Entry] = self.new_table()
         self.live, self._forget = self.new_count(self.table)
 
@@ -368,37 +366,6 @@ class Known:
         common = common_region(value.region, self.region)
         if common is not self.region and (value.scope is None or common.depth < value.scope.depth):
             value.scope = common
-
-    def _look_for_freed(self, read: dict[int, Entry]) -> None:
-        """Look whether FSDP2 has freed parameters that were read, at the end of a sharded module.
-
-        They come back in that module's own backward. The module's outputs are needed before that,
-        when they cannot be replayed, so all values so far are kept once something reads them
-        (rule 5).
-        """
-        for entry in read.values():
-            storage = entry()
-            if storage is not None and storage.nbytes() < entry.nbytes:
-                break
-        else:
-            return
-        read.clear()
-        self._group = self.sequence
-        self.decisions.cut_off(self.numbers)
-        for entry in list(self.table.values()):
-            value = entry.value or (entry.weak() if entry.weak is not None else None)
-            if value is not None:
-                value.keep = True  # which also keeps readers off the fast path around the check
-            storage = entry()
-            if storage is not None and storage.nbytes() < entry.counted:
-                self.live[0] -= entry.counted
-                entry.counted = 0
-
-    def _gathered(self, entry: Entry) -> None:
-        """FSDP2 has filled a parameter, whose storage it had given its size just before."""
-        if not entry.counted and self._is_here(self._device(entry), made=False):
-            entry.counted = entry.nbytes
-            self.live[0] += entry.counted
 
 
 def is_lazy(tensor: Tensor) -> bool:

@@ -26,6 +26,7 @@ from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.pieces import Pieces
 from lowtide.tape.retry import called_with_room
+from lowtide.tape.sharded import is_freed
 from lowtide.tape.streams import put_on, read_unrecorded
 from lowtide.tape.values import Operation, RareOperation, Ref, Value, tensors_in
 from lowtide.tape.writes import Behind, reads_moved
@@ -85,8 +86,8 @@ class Recorder(Encoding, _compat.Mode):
             # The operations that the wrapper runs on its parts are dispatched here in turn.
             self.know_wholes(args, kwargs)
             return NotImplemented
-        if self._read is not None:
-            self._look_for_freed(self._read)
+        if self._newest is not None and is_freed(self._newest):
+            self._look_for_freed()
         if facts.view or self.paused:
             if facts.lazy_bits:
                 self._lazy_bits = True
@@ -100,6 +101,7 @@ class Recorder(Encoding, _compat.Mode):
             return result
         if (
             facts.opaque
+            or self._gathering
             or self.next_step is not None
             or self._among_others
             or (types and any(map(_compat.has_own_dispatch, types)))
@@ -335,8 +337,7 @@ class Recorder(Encoding, _compat.Mode):
             written += self._written_inside(args, kwargs)
         if facts.statistics is not None:
             self._statistics_move(facts, args)
-        if self._read is None and _of_fsdp(facts.name, args):
-            self._read = {}
+        self._fsdp_may_begin(facts.name, args)
         behind = self._behind(facts, written, args, kwargs, ()) if written else {}
         for entry, _ in written:
             hidden = facts.unversioned or _of_external(behind.get(entry.key))
@@ -357,13 +358,12 @@ class Recorder(Encoding, _compat.Mode):
         for entry, _ in written:
             version = entry.version, entry.loose
             self._rewritten(None, None, entry, [])
-            if facts.name.startswith("fsdp::"):
-                self._gathered(entry)
             unnoticed = behind.get(entry.key)
             if unnoticed is not None:
                 if unnoticed.elsewhere:
                     entry.version, entry.loose = version  # the known counter did not move
                 self._follow_live(unnoticed, entry)
+        self._fsdp_may_end(facts.name, args, written)
         self._register(None, result, [])
         if self.kept is not None:
             self.kept(facts, args, kwargs, True)
@@ -424,11 +424,3 @@ def _of_external(unnoticed: Behind | None) -> bool:
     """Whether autograd goes on with the new content of what the tape did not make."""
     saved = None if unnoticed is None or not unnoticed.handles else unnoticed.saved
     return saved is not None and saved.op is None
-
-
-def _of_fsdp(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operation shows that FSDP2 is at work: its own gather; or, as it copies instead of
-    gathering where there is a single rank, the label that it gives to its hooks for profilers."""
-    if name.startswith("profiler::"):
-        return bool(args) and isinstance(args[0], str) and args[0].startswith("FSDP::")
-    return name.startswith("fsdp::")

@@ -51,6 +51,11 @@ class Decisions(Protocol):
         """Autograd received a handle on `value`; called again if the handle moves to another."""
         ...
 
+    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        """FSDP2 has gathered parameters of so many bytes, whose storages have these keys, from so
+        many ranks."""
+        ...
+
     def cut_off(self, numbers: int) -> None:
         """Nothing can make the values so far again, of which there are so many numbers, once their
         part of the model has ended: FSDP2 has freed its parameters. The tape holds what something

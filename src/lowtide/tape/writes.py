@@ -3,9 +3,9 @@
 Problem: in-place activations, buffers, running statistics and `.data` change what is in a storage,
 in ways that autograd notices or does not. Invariant: what a call will write is known before it
 runs; what cannot be replayed is not recorded as reading anything (rule 5); where autograd does not
-notice that what it saved changes, it reads what it would in the plain step (rule 4). Imports known,
-operators, pieces. Rejected: treating every write alike, which keeps too much or gives gradients of
-the wrong content.
+notice that what it saved changes, it reads what it would in the plain step (rule 4). Imports
+sharded, operators, pieces. Rejected: treating every write alike, which keeps too much or gives
+gradients of the wrong content.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import _compat
-from lowtide.tape.known import Entry, Known
+from lowtide.tape.known import Entry
 from lowtide.tape.operators import Facts, hidden_statistics
 from lowtide.tape.pieces import covers
+from lowtide.tape.sharded import Sharded
 from lowtide.tape.values import Handle, Ref, Value, flatten, tensors_in
 from lowtide.tape.watch import hold
 
@@ -40,7 +41,7 @@ class Behind(NamedTuple):
     """Whether the counter that is known of the storage does not move."""
 
 
-class Writes(Known):
+class Writes(Sharded):
     """The part of a recorder that deals with writes."""
 
     def _written(
