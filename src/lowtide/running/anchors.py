@@ -25,11 +25,16 @@ class _Anchor(weakref.ref):  # type: ignore[type-arg]
 
 
 class Anchors:
-    """The anchored values of one step."""
+    """The anchored values of one step.
 
-    __slots__ = ("_anchors", "_to_come")
+    Attributes:
+        cut_off: no replay makes those with lower numbers, see `lowtide.tape.tape.Decisions`.
+    """
+
+    __slots__ = ("_anchors", "_to_come", "cut_off")
 
     def __init__(self) -> None:
+        self.cut_off = 0
         self._anchors: dict[int, _Anchor] = {}
         self._to_come: list[Value] = []  # until the forward is over
 
@@ -57,10 +62,11 @@ class Anchors:
         self._to_come.clear()
 
     def release(self) -> None:
-        """What is held only because the plan said so may be dropped after all."""
-        for anchor in tuple(self._anchors.values()):
+        """What is held only because the plan said so may be dropped after all, if it can be made
+        again."""
+        for number, anchor in tuple(self._anchors.items()):
             value = anchor()
-            if value is not None:
+            if value is not None and number >= self.cut_off:
                 value.keep = False
                 if value.held is not None:
                     value.op = anchor.op

@@ -204,7 +204,7 @@ class ForwardDecisions(StepInRoom):
             self.observer.gathered(keys, nbytes, parts)
 
     def cut_off(self, numbers: int) -> None:
-        self._cut_off = numbers
+        self.anchors.cut_off = numbers
         if self.observer is not None:
             self.observer.cut_off(numbers)
 

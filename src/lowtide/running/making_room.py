@@ -69,7 +69,6 @@ class StepInRoom:
         self.calls: list[tuple[int, str]] = []  # not recorded: before which operation, and whose
         self._crowded = False  # the plan had no room for what came next
         self._gathers: list[tuple[list[int], int, int]] = []  # what `gathered` was told
-        self._cut_off = 0  # and `cut_off` last
         self.seen: list[Signature] = []
         self.idle = False  # it is not recorded, see `lowtide.learning.idling`
         self.noted: Any = None  # its calls, if they are to be compared with the next step's
@@ -128,7 +127,7 @@ class StepInRoom:
             self.observer.only(self.where)
             for gather in self._gathers:
                 self.observer.gathered(*gather)
-            self.observer.cut_off(self._cut_off)
+            self.observer.cut_off(self.anchors.cut_off)
             self.observer.place = self.prepared.seen.place
             self.observer.before = self.owner.allowance.before
         return self.observer
