@@ -17,6 +17,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
+from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
@@ -60,6 +61,7 @@ class Loop(Unrecorded):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
+        self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
     def follow(self, plan: Prepared) -> None:
         """Let steps like the plan's follow it, from the first one on."""
@@ -88,7 +90,8 @@ class Loop(Unrecorded):
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.behind.context_begins()
-        self.allowance.before = self.place = 0
+        self.place, model = 0, None if self.model is None else self.model()
+        self.allowance.before = self._gathered = gathered_for(model)
         self.compared = idling.NOTHING
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
@@ -148,7 +151,8 @@ class Loop(Unrecorded):
         self._idling.turned(None)
         self._finish(over)
         self._earlier.add(recording.recorder)
-        self.allowance.before, self.compared = self._earlier.nbytes, idling.NOTHING
+        self.allowance.before = self._gathered + self._earlier.nbytes
+        self.compared = idling.NOTHING
         self.place = min(self._earlier.steps, PLACES - 1)
         decisions = self._next_decisions()
         self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))

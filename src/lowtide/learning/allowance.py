@@ -18,7 +18,8 @@ class Allowance:
 
     Attributes:
         limit: bytes, or a fraction of the plain peak.
-        before: bytes in memory that earlier steps of the context have left.
+        before: bytes in memory that earlier steps of the context have left, and that FSDP2 had
+            gathered when it was opened in the model's forward.
         now: what the running step may take, in bytes; None if not known yet. See `renew`.
         plain_peak: of the running step, or of the last one; None if not known yet.
         largest: the largest plain peak of measured steps, including what was there before.
