@@ -271,11 +271,11 @@ def with_cut(graph: Graph, seed: int) -> Graph:
     """The same step, where some values may be cut off from the operations that make them."""
     rng = random.Random(seed)
     share = rng.choice((0.0, 0.1, 0.4))
-    values = tuple(
-        replace(node, cut=node.producer >= 0 and not node.pinned and rng.random() < share)
-        for node in graph.values
-    )
-    return replace(graph, values=values)
+    values = list(graph.values)
+    for number, (node, stays) in enumerate(zip(values, graph.stays, strict=True)):
+        if node.producer >= 0 and not node.pinned and rng.random() < share:
+            values[number] = replace(node, cut=min(stays, len(graph.ops) - 1))
+    return replace(graph, values=tuple(values))
 
 
 def with_owned(graph: Graph, rng: random.Random, count: int) -> Graph:

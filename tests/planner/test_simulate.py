@@ -57,7 +57,9 @@ def with_external(*, named: int = -1, released: bool = False) -> Graph:
 
 def test_what_is_cut_off_from_its_operation_is_held_while_a_reader_may_be_replayed() -> None:
     graph = line()
-    values = [replace(node, cut=number == 1) for number, node in enumerate(graph.values)]
+    values = [
+        replace(node, cut=1 if number == 1 else -1) for number, node in enumerate(graph.values)
+    ]
     cut = replace(graph, values=tuple(values))
     assert cut.must_hold == {1}
     assert cut.fingerprint == graph.fingerprint  # it is an observation

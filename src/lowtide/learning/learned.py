@@ -49,6 +49,7 @@ class Learned:
         lessons: how many measured steps like it there were, itself included.
         grown: whether it is a larger step than the watched one, see `larger`.
         own: if the graph has room for what other steps took, see `Partings`: that without it.
+        missing: bytes that it takes more than the graph tells, see `Shortfalls`.
     """
 
     graph: Graph
@@ -58,6 +59,7 @@ class Learned:
     lessons: int
     grown: bool = False
     own: Graph | None = None
+    missing: int = 0
 
     @staticmethod
     def of(prepared: Prepared) -> Learned:
@@ -99,8 +101,10 @@ class Learned:
         return signatures_of(self.seen.ops)
 
     def alone(self) -> Learned:
-        """The same, without room for what other steps took."""
-        return self if self.own is None else replace(self, graph=self.own, own=None)
+        """The same, without room for what other steps took, or for what is missing."""
+        if self.own is None and not self.missing:
+            return self
+        return replace(self, graph=self.own or self.graph, own=None, missing=0)
 
     @cached_property
     def plain_peak(self) -> int:
@@ -115,6 +119,11 @@ class Learned:
 
     def solve(self, limit: int, polish: Polish | None = None) -> tuple[Retention, int]:
         """A plan for the next step, and its peak, which may be above the limit."""
+        limit -= self.missing
+        plan, peak = self._solve(max(limit, 0), polish)
+        return plan, peak + self.missing
+
+    def _solve(self, limit: int, polish: Polish | None) -> tuple[Retention, int]:
         share = margins.MEASURED if self.measured else margins.MODELLED
         margin = 0 if self.measured and self.plain_peak <= limit else int(share * limit)
         solution = solve(self.graph, limit, margin=margin, polish_with=polish)
@@ -147,6 +156,12 @@ class Learned:
         retain = tuple(ran) + (HOLD,) * len(graph.owned)
         return Simulator(graph).run(retain), Retention(retain, graph.fingerprint)
 
+    @property
+    def peak_as_it_ran(self) -> int | None:
+        """What the graph tells that the plan which the step followed takes; None: it followed none
+        that is known."""
+        return None if self._as_it_ran is None else self._as_it_ran[0].peak
+
     def search(self, limit: int, polish: Polish | None = None) -> Prepared | None:
         """A plan for steps like this one; None if it would not fit."""
         plan, peak = self.solve(limit, polish)
@@ -156,7 +171,7 @@ class Learned:
         """The same, and None if it saves less than times vary from step to step: every new plan is
         measured once, which costs more."""
         found, ran = self.search(limit, polish), self._as_it_ran
-        if found is None or ran is None or ran[0].peak > limit:
+        if found is None or ran is None or ran[0].peak > limit - self.missing:
             return found
         saved = ran[0].seconds - Simulator(self.graph).run(found.plan.retain).seconds
         return found if saved > _NOTABLE * self.seconds else None

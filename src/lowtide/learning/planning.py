@@ -27,6 +27,7 @@ from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
 from lowtide.learning.partings import Partings
 from lowtide.learning.ranks import Ranks, Step
 from lowtide.learning.refusals import Refusals
+from lowtide.learning.shortfalls import Shortfalls
 from lowtide.memory import margins
 from lowtide.observing.observer import Observer
 from lowtide.observing.rebuild import with_gradients
@@ -56,6 +57,7 @@ class Planning:
         self._check_ups = CheckUps()
         self._depth = Depth()
         self._partings = Partings()
+        self._shortfalls = Shortfalls()
         self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
@@ -207,7 +209,9 @@ class Planning:
         if self._ranks is None:
             if over and (parted := decisions.parted or decisions.strange) is not None:
                 self._make_room(*parted, learned, limit)
-            learned = self._partings.with_room(learned)
+            elif over and timeline is not None and followed is not None and not covered:
+                self._shortfalls.note(learned, timeline.peak)
+            learned = self._shortfalls.with_room(self._partings.with_room(learned))
         worth = covered or over or self._worth_planning(decisions, learned, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
@@ -303,7 +307,7 @@ class Planning:
         if self._ranks is None:
             self._effort.spent_first(time.perf_counter() - begin)
         allowed = self.allowance.of(learned.plain_peak, before)
-        if peak > allowed and learned.own is not None:
+        if peak > allowed and (learned.own is not None or learned.missing):
             learned = learned.alone()
             plan, peak = learned.solve(limit)
         if peak <= allowed:

@@ -134,7 +134,8 @@ def rebuild(seen: Observer) -> Graph:
     for number, until in seen.names.until.items():
         if number < count:
             stays[number] = max(stays[number], until)
-    for number in lent_to_the_loss(seen):
+    plain = stays.copy()
+    for number in until_backward(seen):
         stays[number] = len(seen.ops)
     overwritten = {number for log in seen.ops for number in log.overwrites}
     values = tuple(
@@ -145,7 +146,7 @@ def rebuild(seen: Observer) -> Graph:
             number in overwritten,
             stays[number] if stays[number] > last_use[number] else -1,
             min(seen.forgotten.get(number, 0), len(seen.ops)) - 1,
-            cut=number in seen.cut and number not in seen.pinned,
+            cut=plain[number] if number in seen.cut and number not in seen.pinned else -1,
         )
         for number, (nbytes, producer) in enumerate(zip(sizes, producers, strict=True))
     )
@@ -161,11 +162,15 @@ def rebuild(seen: Observer) -> Graph:
     return with_externals(Graph(values, ops, events), externals)
 
 
-def lent_to_the_loss(seen: Observer) -> set[int]:
-    """Values that the program had when the forward was over and has no more when backward first
-    asks for something. What is between the two, such as a loss that saves its input and releases it
-    in its backward, has them in memory whatever a plan says; until when is not known."""
-    return (seen.names.returned & seen.reached) - seen.pinned
+def until_backward(seen: Observer) -> set[int]:
+    """Values that are in memory whatever a plan says until backward asks for something, and then
+    may be no more.
+
+    The program had some of them when the forward was over: what is between the two, such as a loss
+    that saves its input and releases it in its backward, has them; until when is not known. The
+    record has those that no replay makes, as links to them are not cut before.
+    """
+    return ((seen.names.returned | seen.cut) & seen.reached) - seen.pinned
 
 
 def recorded(seen: Observer) -> int:
@@ -406,7 +411,7 @@ def _turn(seen: Observer, sizes: list[int], stays: list[int]) -> int:
     peak = max([*rises[begin:entry], *levels[begin + 1 : entry]], default=0)
     peak = max(peak, _unseen(seen.timeline, last, begin, begin))
     gone = seen.timeline.levels[last] - _gone_since(seen, sizes, stays, count)
-    lent = lent_to_the_loss(seen)
+    lent = until_backward(seen)
     by_entry = sum(sizes[number] for number in lent)  # under a plan that does not hold them
     ends = [min(levels[begin], gone), *(level - by_entry for level in levels[entry : entry + 1])]
     if peak <= max([*ends, 0]) + (_SCALARS if seen.requests else 0):

@@ -54,10 +54,12 @@ class ValueNode:
     custom operator. It counts for as long as an operation that reads it may be replayed, or until
     its release; no replay can make it. Other externals count no bytes. If `named` is the number of
     operations, it is in memory whatever a plan says until the first event."""
-    cut: bool = False
-    """If an operation makes it: no replay can, though one may run that operation for its other
-    outputs, as the tape has cut it off from what that operation read (FSDP2 had freed that). It
-    counts for as long as an operation that reads it may be replayed, or until its release."""
+    cut: int = -1
+    """If it is cut off from the operation that makes it, as FSDP2 had freed what that read: the
+    last operation of the forward during which a plain step has it, unless it is saved; else -1. No
+    replay makes it, though one may run that operation for its other outputs. It counts for as long
+    as an operation that reads it may be replayed, or until its release; and until the first event,
+    if `named` is the number of operations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,8 @@ class Graph:
     @property  # not cached: it may be this graph, which would refer to itself
     def plain(self) -> Graph:
         """The plain step: what autograd saves for a graph that dies before any backward stays in
-        memory as long as that graph lives."""
-        change = [0] * (len(self.ops) + 1)
+        memory as long as that graph lives, and what is only read does not stay."""
+        change = [0] * (len(self.ops) + 2)
         values = list(self.values)
         for value, (node, stays) in enumerate(zip(values, self.stays, strict=True)):
             mine = node.producer >= 0 and not (node.pinned or node.overwritten)
@@ -148,13 +150,18 @@ class Graph:
                 change[stays + 1] += node.nbytes
                 change[node.forgotten + 1] -= node.nbytes
                 values[value] = replace(node, named=node.forgotten)
-        if not any(change):
+            if node.cut >= 0:
+                change[node.cut + 1] -= node.nbytes
+                change[stays + 1] += node.nbytes
+                values[value] = replace(values[value], named=node.cut, cut=-1)
+        if not any(change) and not self.cut:
             return self
         ops = tuple(
-            replace(op, other=op.other + more, peak_other=op.peak_other + more)
+            replace(op, other=max(0, op.other + more), peak_other=max(0, op.peak_other + more))
             for op, more in zip(self.ops, accumulate(change), strict=False)
         )
-        return replace(self, values=tuple(values), ops=ops)
+        turn = max(0, self.turn + sum(change[: len(ops) + 1]))
+        return replace(self, values=tuple(values), ops=ops, turn=turn)
 
     @cached_property
     def over(self) -> Graph:
@@ -231,7 +238,7 @@ class Graph:
     @cached_property
     def cut(self) -> tuple[int, ...]:
         """The values of its operations that no replay can make, see `ValueNode`."""
-        return tuple([value for value, node in enumerate(self.values) if node.cut])
+        return tuple([value for value, node in enumerate(self.values) if node.cut >= 0])
 
     @cached_property
     def owned(self) -> tuple[int, ...]:
@@ -298,7 +305,7 @@ class Graph:
                 "values": [[v.nbytes, v.producer, v.pinned, v.named] for v in self.values],
                 "overwritten": [k for k, v in enumerate(self.values) if v.overwritten],
                 "owned": self.owned,
-                "cut": self.cut,
+                "cut": [[value, self.values[value].cut] for value in self.cut],
                 "forgotten": [
                     [k, v.forgotten] for k, v in enumerate(self.values) if v.forgotten >= 0
                 ],
@@ -330,7 +337,8 @@ class Graph:
         data = fields.read_document(text, FORMAT, VERSION)
         overwritten = frozenset(fields.ids(data.get("overwritten", [])))
         owned = frozenset(fields.ids(data.get("owned", [])))
-        cut = frozenset(fields.ids(data.get("cut", [])))
+        rows = fields.rows({"cut": data.get("cut", [])}, "cut", 2)
+        cut = {fields.whole(value): fields.whole(until) for value, until in rows}
         rows = fields.rows({"forgotten": data.get("forgotten", [])}, "forgotten", 2)
         forgotten = {fields.whole(value): fields.whole(until) for value, until in rows}
         rows = fields.rows({"overwrites": data.get("overwrites", [])}, "overwrites", 2)
@@ -344,7 +352,7 @@ class Graph:
                 fields.whole(row[3]),
                 forgotten.get(place, -1),
                 place in owned,
-                place in cut,
+                cut.get(place, -1),
             )
             for place, row in enumerate(fields.rows(data, "values", 4))
         )

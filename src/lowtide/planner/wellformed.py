@@ -62,7 +62,11 @@ def _check_values(graph: Graph) -> None:
     made = {value for op in graph.ops for value in op.outputs}
     for value, node in enumerate(graph.values):
         _check_sizes(f"value {value}", node.nbytes)
-        for what, until, end in (("named", node.named, 1), ("saved", node.forgotten, node.owned)):
+        for what, until, end in (
+            ("named", node.named, 1),
+            ("saved", node.forgotten, node.owned),
+            ("there", node.cut, 0),
+        ):
             if not -1 <= until < len(graph.ops) + end:
                 raise UsageError(
                     f"value {value} is {what} up to operation {until}; the graph has "
@@ -72,7 +76,7 @@ def _check_values(graph: Graph) -> None:
             raise UsageError(
                 f"value {value} names producer {node.producer}, which does not list it"
             )
-        if node.cut and (node.producer == EXTERNAL or node.pinned):
+        if node.cut >= 0 and (node.producer == EXTERNAL or node.pinned):
             raise UsageError(
                 f"value {value} is said to be cut off from its operation: that can be said of "
                 "values that an operation makes and that are not pinned"
