@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +25,9 @@ from against_plain import WAYS, Scenario, Way, check, gradients, leaf
 from lowtide import replay, step
 from lowtide._compat import switches
 from lowtide.errors import UnsupportedError
-from lowtide.tape.values import Operation
+from lowtide.running.anchors import Anchors
+from lowtide.tape.regions import Region
+from lowtide.tape.values import Operation, Value
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -729,3 +731,17 @@ def test_a_batch_norm_whose_statistics_are_shared_is_replayed(way: Way) -> None:
 
     check(scenario, way)
     assert check(scenario)["native_batch_norm"] > 0
+
+
+def test_what_is_cut_off_stays_held_when_a_plan_is_left() -> None:
+    """Rule 5: FSDP2 has freed what its operation read, so nothing would make it again."""
+    anchors, region = Anchors(), Region(None, None)
+    values = [Value(cast(Operation, object()), 4, region) for _ in range(2)]
+    for number, value in enumerate(values):
+        value.number = number
+        anchors.hold(value)
+        value.held, value.op = torch.zeros(1), None  # as something has read it
+    anchors.cut_off = 1
+    anchors.release()
+    assert [value.keep for value in values] == [True, False]
+    assert [value.op is None for value in values] == [True, False]
