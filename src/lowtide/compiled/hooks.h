@@ -180,11 +180,13 @@ inline void look_at_counter(Handle* handle) {
   value->held.reset();
 }
 
-// As `free_once_asked` of `lowtide/tape/retained.py`.
+// As `free_once_asked` of `lowtide/tape/retained.py`. Under the tape's lock, as a replay on another thread may
+// be about to read the value.
 inline void free_once_asked(Handle* handle) {
   int64_t backward = torch::autograd::get_current_graph_task_id();
   if (handle->told || backward < 0 || !torch::autograd::get_current_graph_task_keep_graph()) return;
   if (slot(handle->tape, layout.tape_recorder) != Py_None) return;
+  Locked locked(slot(handle->tape, layout.tape_lock));
   handle->asked_in = backward;
   Value* value = handle->value;
   if (value->op == nullptr || value->keep || value->scope != value->region) return;
