@@ -1,10 +1,11 @@
 """Every use of a torch-private name, in one place.
 
 What the engine needs is exported here: layers of the dispatcher (`dispatch`), what tensors consist
-of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), autocast inside kernels
-(`casting`), the accelerator (`devices`), modules (`modules`). What few files need is imported from
-its own file: tensors without memory (`fakes`), global state that operators read (`switches`),
-allocations (`profiling`), compiled code (`partitioner`).
+of (`tensors`), autograd's graph (`autograd`), what becomes of leaves' gradients (`leafgrads`),
+torch.compile (`dynamo`), autocast inside kernels (`casting`), the accelerator (`devices`), modules
+(`modules`). What few files need is imported from its own file: tensors without memory (`fakes`),
+global state that operators read (`switches`), allocations (`profiling`), compiled code
+(`partitioner`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package uses one; each is here with its reason, and with what would make it
@@ -110,6 +111,7 @@ from lowtide._compat.kernels import (
     onednn_tiles,
     second_cache,
 )
+from lowtide._compat.leafgrads import keep_from_leaves
 from lowtide._compat.modules import (
     CHECKPOINT_WRAPPER_HOME,
     COMPOSABLE_CHECKPOINT_HOME,
@@ -206,6 +208,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "is_wrapper",
+    "keep_from_leaves",
     "kernel_at_key",
     "leaf_of",
     "leaves_behind",
