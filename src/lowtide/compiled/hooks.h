@@ -186,8 +186,8 @@ inline void keep_from_leaves(const at::Tensor& tensor) {
   Owned done(checked(PyObject_CallOneArg(keep_from_leaves_function, wrapped.get())));
 }
 
-// The tensor that autograd has saved, over the memory of `base`. A custom backward may write what it is given:
-// a view shows that to the value it is of.
+// The tensor that autograd has saved, over the memory of `base`. A custom backward may write what it is
+// given: a view shows that to the value it is of.
 inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
   at::Tensor tensor = base;
   if (!handle->geometry.fits(base)) {
@@ -210,8 +210,8 @@ inline void look_at_counter(Handle* handle) {
   value->held.reset();
 }
 
-// As `free_once_asked` of `lowtide/tape/retained.py`. Under the tape's lock, as a replay on another thread may
-// be about to read the value.
+// As `free_once_asked` of `lowtide/tape/retained.py`. Under the tape's lock, as a replay on another thread
+// may be about to read the value.
 inline void free_once_asked(Handle* handle) {
   int64_t backward = torch::autograd::get_current_graph_task_id();
   if (handle->told || backward < 0 || !torch::autograd::get_current_graph_task_keep_graph()) return;
