@@ -433,3 +433,27 @@ def test_code_of_inductors_that_is_called_without_dynamo(kind: str) -> None:
         found.append(scale.grad)
     assert torch.equal(*found)  # type: ignore[arg-type]
     assert scale.grad is not None
+
+
+@on_one_recorder
+def test_a_package_of_aotinductors(tmp_path: Path) -> None:
+    """Of its products the recorder would see that they copy the bias, and nothing else."""
+    torch.manual_seed(0)
+    x, net = torch.randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    with torch.no_grad():
+        program = torch.export.export(net, (x,))
+        name = str(tmp_path / "net.pt2")
+        path = torch._inductor.aoti_compile_and_package(program, package_path=name)
+    code = torch._inductor.aoti_load_package(path)
+    scale = torch.randn_like(code(x)).requires_grad_()
+
+    def region(scale: Tensor) -> Tensor:
+        made: Tensor = code(x * 2)
+        return ((scale * made).sin() * (made * 0.1).exp()).sum()
+
+    found = []
+    for way in (lambda f, s: f(s), lowtide.checkpoint):
+        scale.grad = None
+        way(region, scale).backward()
+        found.append(scale.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]

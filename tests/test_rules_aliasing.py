@@ -6,6 +6,7 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,41 @@ def test_outputs_that_alias_inputs_and_each_other(way: Way) -> None:
         half.mul_(2)
         view.add_(1)
         return gradients((hidden.exp().sum() + made.cos().sum()), x)
+
+    check(scenario, way)
+
+
+class ReturnsWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return ((x + y) * z).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.saved_tensors[0], ctx.saved_tensors[0], None
+
+
+@every_way
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_that_a_custom_backward_returns_as_it_saved_them(inside: bool, way: Way) -> None:
+    """They share no memory with each other, nor with what was saved."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, y, z = leaf(6), leaf(6), leaf(6)
+
+        def region(z: Tensor) -> Tensor:
+            saved = z.sin() if inside else z
+            return ReturnsWhatItSaved.apply(x, y, saved) + saved.exp().sum()  # type: ignore[no-any-return]
+
+        way(region, z).backward()
+        loss = way(region, z)
+        loss.backward(retain_graph=True)
+        x.grad = None
+        loss.backward()
+        assert x.grad is not None
+        x.grad.mul_(2)
+        return [loss, x.grad, y.grad, z.grad, z]
 
     check(scenario, way)
 

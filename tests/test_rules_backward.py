@@ -234,6 +234,29 @@ def test_two_backwards_at_once_on_two_threads() -> None:
     check(scenario)
 
 
+def test_what_one_thread_is_done_with_another_may_be_about_to_read() -> None:
+    """Each backward asks for `h` while the other, on the way to the result, multiplies matrices."""
+    x, w, c = leaf(200, 200), torch.randn(200, 200) / 20, torch.randn(200, 200)
+
+    def region(x: Tensor) -> Tensor:
+        h = c.exp()
+        return (x @ w @ w @ w @ w * h).tanh()
+
+    def run(loss: Tensor) -> None:
+        found.append(torch.autograd.grad(loss, x, retain_graph=True)[0])
+
+    expected = torch.autograd.grad(region(x).sum(), x)[0]
+    for _ in range(40):
+        y, found = lowtide.checkpoint(region, x), []
+        threads = [threading.Thread(target=run, args=(y.sum(),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 2
+        assert all(torch.equal(gradient, expected) for gradient in found)
+
+
 def test_two_threads_replay_under_two_default_dtypes() -> None:
     """The default dtype is the whole process's: the one waits until the other has put it back."""
     found: dict[torch.dtype, torch.dtype] = {}

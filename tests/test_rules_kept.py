@@ -376,6 +376,61 @@ def test_a_body_of_a_higher_order_operator_that_would_lose_a_gradient(
 
 
 @every_way
+def test_a_module_as_a_body_that_would_lose_a_gradient(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "_warned", True)  # given once per process; other tests want it
+
+    def region(x: Tensor) -> Tensor:
+        out: Tensor = torch.cond(rows.sum() > 0, net, net, (rows,))
+        return out * x.exp()
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(4)
+        return gradients(way(region, x).sum(), x)
+
+    rows, net = torch.ones(2, 4), nn.Linear(4, 4)
+    with pytest.raises(UnsupportedError, match=r"cond reads a tensor of shape \(4, 4\) that"):
+        way(region, leaf(4))
+    net.requires_grad_(False)
+    check(scenario, way)
+
+
+@every_way
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")
+def test_a_score_function_that_would_lose_a_gradient(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`flex_attention` too finds what it closes over by compiling it; on the CPU torch refuses."""
+    from torch.nn.attention import flex_attention as flex
+
+    monkeypatch.setattr(step, "_warned", True)  # given once per process; other tests want it
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    bias = torch.randn(8, 8)
+
+    def region(x: Tensor, bias: Tensor) -> Tensor:
+        def score(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + bias[i, j]
+
+        found: Tensor = flex.flex_attention(x.sin(), x, x, score_mod=score)
+        return found.exp()
+
+    def both(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = region(x, learned)
+        return region(x, bias) * teacher
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(1, 2, 8, 4)
+        return gradients(way(both, x).sum(), x)
+
+    learned = nn.Parameter(bias.clone())
+    check(scenario, way)
+    with pytest.raises(UnsupportedError, match=r"flex_attention reads a tensor of shape \(8, 8\)"):
+        way(region, leaf(1, 2, 8, 4), learned)
+
+
+@every_way
 @pytest.mark.parametrize("inner", [lambda t: {"out": t}, lambda t: ((t,), t + 1)])
 def test_bodies_that_return_what_autograd_takes_for_no_tensors(
     way: Way, inner: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch

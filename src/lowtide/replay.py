@@ -53,7 +53,9 @@ def unpack(packed: Any) -> Any:
     if not isinstance(packed, Handle):
         if not packed.intact():
             raise _changed(packed)
-        return packed.tensor
+        kept: Tensor = packed.tensor
+        _compat.keep_from_leaves(kept)
+        return kept
     tape = packed.tape
     with tape.lock:
         tape.decisions.requested(packed)
@@ -81,17 +83,23 @@ def unpack(packed: Any) -> Any:
         hand_over(value, base)
         tape.decisions.answered(value)
         free_once_asked(packed)
-        ref = packed.ref
-        if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
-            return base
-        # A custom backward may write what it is given: a view shows that to the value it is of.
-        with (
-            _compat.without_inference_mode(),
-            _compat.below_autograd(),
-            _compat.no_overrides(),
-            _compat.counting_writes(),
-        ):
-            return ref.of(_as_dtype(base, ref))
+        tensor = _as_saved(base, packed.ref)
+        _compat.keep_from_leaves(tensor)
+        return tensor
+
+
+def _as_saved(base: Tensor, ref: Ref) -> Tensor:
+    """The tensor that autograd has saved, over the memory of `base`."""
+    if base.shape == ref.size and base.dtype == ref.dtype and ref.fits(base):
+        return base
+    # A custom backward may write what it is given: a view shows that to the value it is of.
+    with (
+        _compat.without_inference_mode(),
+        _compat.below_autograd(),
+        _compat.no_overrides(),
+        _compat.counting_writes(),
+    ):
+        return ref.of(_as_dtype(base, ref))
 
 
 def _as_dtype(base: Tensor, ref: Ref) -> Tensor:

@@ -1,10 +1,11 @@
 """Every use of a torch-private name, in one place.
 
 What the engine needs is exported here: layers of the dispatcher (`dispatch`), what tensors consist
-of (`tensors`), autograd's graph (`autograd`), torch.compile (`dynamo`), autocast inside kernels
-(`casting`), the accelerator (`devices`), modules (`modules`). What few files need is imported from
-its own file: tensors without memory (`fakes`), global state that operators read (`switches`),
-allocations (`profiling`), compiled code (`partitioner`).
+of (`tensors`), autograd's graph (`autograd`), what becomes of leaves' gradients (`leafgrads`),
+torch.compile (`dynamo`), autocast inside kernels (`casting`), the accelerator (`devices`), modules
+(`modules`). What few files need is imported from its own file: tensors without memory (`fakes`),
+global state that operators read (`switches`), allocations (`profiling`), compiled code
+(`partitioner`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package uses one; each is here with its reason, and with what would make it
@@ -72,6 +73,7 @@ from lowtide._compat.dispatch import (
     below_autograd,
     called,
     compiled_before_modes,
+    differentiates_flex_attention,
     disable_dispatch,
     disable_torch_function_subclass,
     each_higher_order_operator,
@@ -110,6 +112,7 @@ from lowtide._compat.kernels import (
     onednn_tiles,
     second_cache,
 )
+from lowtide._compat.leafgrads import keep_from_leaves
 from lowtide._compat.modules import (
     CHECKPOINT_WRAPPER_HOME,
     COMPOSABLE_CHECKPOINT_HOME,
@@ -178,6 +181,7 @@ __all__ = [
     "default_generator",
     "detached_alias",
     "device_of",
+    "differentiates_flex_attention",
     "disable_dispatch",
     "disable_torch_function_subclass",
     "dry_run",
@@ -206,6 +210,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "is_wrapper",
+    "keep_from_leaves",
     "kernel_at_key",
     "leaf_of",
     "leaves_behind",

@@ -9,9 +9,11 @@ tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -123,6 +125,22 @@ def skips_autograd() -> bool:
     return bool(
         torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
     )
+
+
+def differentiates_flex_attention(name: str) -> bool:
+    """Whether a higher-order operator that is called now, below autograd, is a `flex_attention`
+    that has a backward: it runs in a `torch.autograd.Function`, in which grad is disabled.
+
+    Unnecessary when torch tells an operator inside of such a function from one under `no_grad`.
+    """
+    module = sys.modules.get("torch._higher_order_ops.flex_attention")
+    if name != "flex_attention" or module is None:
+        return False
+    code = module.FlexAttentionAutogradOp.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals.get("joint_graph") is not None
 
 
 def modes_of_users() -> bool:

@@ -114,24 +114,36 @@ def _whatever_is_set(dynamo: Any, recording: Callable[[], bool], lost: Callable[
         public._set_stance = set_stance  # type: ignore[union-attr]
 
 
+_aoti = getattr(torch._C, "_aoti", None)
+# What runs packages of AOTInductor's; loaded without importing Inductor.
+_PACKAGED = [each for each in vars(_aoti).values() if isinstance(each, type)] if _aoti else []
+
+
 def hide_generated_code(around: Callable[[Callable[[], Any]], Any]) -> None:
     """From now on, call `around(run)` wherever code that Inductor has generated would run.
 
     Such code calls some operators, and writes their results further by kernels that nothing sees.
-    Dynamo is kept from calling it, but `torch._inductor.compile` and its like return it. It has no
-    public hook.
+    Dynamo is kept from calling it, but `torch._inductor.compile` and its like return it, and so do
+    those that load a package of AOTInductor's. It has no public hook.
     """
     module: Any = sys.modules.get("torch._inductor.output_code")
     graph = getattr(module, "CompiledFxGraph", None)
-    if graph is None or "_lowtide_around" in vars(graph):
-        return
-    original = graph.__call__
+    each: Any
+    for each in _PACKAGED if graph is None else (*_PACKAGED, graph):
+        if "_lowtide_around" not in vars(each):
+            for name in vars(each).keys() & {"__call__", "run", "boxed_run"}:
+                setattr(each, name, _hidden(getattr(each, name), around))
+            each._lowtide_around = around
 
+
+def _hidden(
+    original: Callable[..., Any], around: Callable[[Callable[[], Any]], Any]
+) -> Callable[..., Any]:
     @functools.wraps(original)
-    def call(self: Any, inputs: Any) -> Any:
-        return around(lambda: original(self, inputs))
+    def call(self: Any, *inputs: Any, **named: Any) -> Any:
+        return around(lambda: original(self, *inputs, **named))
 
-    graph.__call__, graph._lowtide_around = call, around
+    return call
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -396,6 +396,7 @@ PyObject* make_module() {
   overwriting_function = forever("lowtide.tape.watch", "overwriting");
   out_of_memory_error = forever("torch", "OutOfMemoryError");
   python_unpack = forever("lowtide.replay", "unpack");
+  keep_from_leaves_function = forever("lowtide._compat.leafgrads", "keep_from_leaves");
   pieces_type = forever("lowtide.tape.pieces", "Pieces");
   python_versions = forever("lowtide.tape.values", "versions");
   python_run = forever("lowtide.replay", "run");

@@ -9,13 +9,17 @@
 
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <chrono>
+#include <cstring>
+#include <typeinfo>
 
 namespace lowtide {
 
-inline PyObject *python_unpack, *listeners, *out_of_memory_error;
+inline PyObject *python_unpack, *keep_from_leaves_function, *listeners, *out_of_memory_error;
 
 // ---------------------------------------------------------------------- pack
 
@@ -161,13 +165,39 @@ inline at::Tensor replayed(
   return base;
 }
 
-// A custom backward may write what it is given: a view shows that to the value it is of.
+// Whether a custom backward runs that may return `tensor` as the first gradient of a leaf, as it is.
+inline bool may_be_a_gradient(const at::Tensor& tensor) {
+  if (c10::GradMode::is_enabled()) return false;
+  auto node = torch::autograd::get_current_node();
+  auto* running = node.get();
+  // torch does not export the class of its Python nodes
+  if (running == nullptr || std::strstr(typeid(*running).name(), "PyNode") == nullptr) return false;
+  for (const torch::autograd::Edge& edge : node->next_edges()) {
+    auto* following = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+    if (following == nullptr || following->variable.grad().defined()) continue;
+    if (following->variable.sizes() == tensor.sizes()) return true;
+  }
+  return false;
+}
+
+// As `keep_from_leaves` of `lowtide/_compat/leafgrads.py`, which has the reason.
+inline void keep_from_leaves(const at::Tensor& tensor) {
+  if (!may_be_a_gradient(tensor)) return;
+  Owned wrapped(checked(THPVariable_Wrap(tensor)));
+  Owned done(checked(PyObject_CallOneArg(keep_from_leaves_function, wrapped.get())));
+}
+
+// The tensor that autograd has saved, over the memory of `base`. A custom backward may write what it is
+// given: a view shows that to the value it is of.
 inline at::Tensor as_saved(const Handle* handle, const at::Tensor& base) {
-  if (handle->geometry.fits(base)) return base;
-  BelowAutograd below;
-  at::Tensor view = handle->geometry.of(base);
-  view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
-  return view;
+  at::Tensor tensor = base;
+  if (!handle->geometry.fits(base)) {
+    BelowAutograd below;
+    tensor = handle->geometry.of(base);
+    tensor.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+  }
+  keep_from_leaves(tensor);
+  return tensor;
 }
 
 // What was saved through a part of a storage with a counter of its own may have been written through it
@@ -181,11 +211,13 @@ inline void look_at_counter(Handle* handle) {
   value->held.reset();
 }
 
-// As `free_once_asked` of `lowtide/tape/retained.py`.
+// As `free_once_asked` of `lowtide/tape/retained.py`. Under the tape's lock, as a replay on another thread
+// may be about to read the value.
 inline void free_once_asked(Handle* handle) {
   int64_t backward = torch::autograd::get_current_graph_task_id();
   if (handle->told || backward < 0 || !torch::autograd::get_current_graph_task_keep_graph()) return;
   if (slot(handle->tape, layout.tape_recorder) != Py_None) return;
+  Locked locked(slot(handle->tape, layout.tape_lock));
   handle->asked_in = backward;
   Value* value = handle->value;
   if (value->op == nullptr || value->keep || value->scope != value->region) return;

@@ -2,9 +2,10 @@
 
 Problem: torch finds what a body closes over by compiling it, which is off while lowtide records; an
 operator whose operands require no grad is then run below autograd, and the gradient of a parameter
-that its body reads is silently lost. Invariant: if a body runs below autograd while grad is enabled
-and reads a tensor that requires grad and is not an operand, it raises; so it does if bodies return
-what autograd takes for no tensors. Imports `_compat`, values.
+that its body reads is silently lost, and so it is in `flex_attention` in any case. Invariant: if a
+body whose gradients may be wanted runs below autograd and reads a tensor that requires grad and is
+not an operand, it raises; so it does if bodies return what autograd takes for no tensors. Imports
+`_compat`, values.
 Rejected: refusing these operators altogether, although most calls are right.
 """
 
@@ -52,12 +53,14 @@ def watched(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A higher-order operator's arguments, with each body that could lose gradients checked."""
-    if not torch.is_grad_enabled() or not _compat.skips_autograd():
+    if not _compat.skips_autograd():
+        return args, kwargs
+    if not (torch.is_grad_enabled() or _compat.differentiates_flex_attention(name)):
         return args, kwargs
     operands = tensors_in(args, kwargs)
 
     def watch(body: Any) -> Any:
-        if not callable(body) or isinstance(body, torch.nn.Module | torch.Tensor | type):
+        if not callable(body) or isinstance(body, torch.Tensor | type):
             return body
         return _watching(name, body, operands)
 
