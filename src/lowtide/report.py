@@ -142,7 +142,10 @@ def too_small(
 def _does_not_fit(limit: int, before: int) -> str:
     """How a refusal begins. The last words are those that accelerate knows a batch by that is too
     large, see `accelerate.find_executable_batch_size`."""
-    left = f", of which earlier steps in the same context occupy {format_bytes(before)}"
+    left = (
+        f", of which earlier steps in the same context, or parameters that FSDP2 gathered before "
+        f"the forward, occupy {format_bytes(before)}"
+    )
     text = f"the step does not fit in {format_bytes(limit)}{left if before else ''}"
     return f"{text}: it would run out of memory."
 

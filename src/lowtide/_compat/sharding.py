@@ -21,7 +21,7 @@ def gathered_for(model: torch.nn.Module | None) -> int:
     kind = getattr(module, "FSDPModule", None)
     if kind is None or not isinstance(model, kind):
         return 0
-    state = model._get_fsdp_state()  # type: ignore[attr-defined]
+    state = model._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
     if groups is None:
         groups = [state._fsdp_param_group]

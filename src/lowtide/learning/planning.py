@@ -3,8 +3,8 @@
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
 room than that one had, and may not fit at all. Invariant: every plan is for what the allowance says
 the step may take, and only a step that no plan brings below that is refused. Imports engine,
-allowance, learned, known_plans, effort, checkups, beside, refusals, ranks; knows nothing of
-recordings. Rejected: planning in `lowtide.loop`, which says when, not how.
+allowance, learned, known_plans, effort, checkups, beside, refusals, shortfalls, ranks; knows
+nothing of recordings. Rejected: planning in `lowtide.loop`, which says when, not how.
 """
 
 from __future__ import annotations
