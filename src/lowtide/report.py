@@ -173,7 +173,7 @@ def refusal(
     `modules`: the name of the module that each operation ran in, if known. `named`: the smallest
     limit, if the caller knows which one it accepts. `again`: the step was not planned, and now is:
     it fits when it comes again. `plain`: the plain peak, if `graph` is only what is left of the
-    step. `least`: the peak, if custom Functions take less than `graph` says.
+    step. `least`: the peak, if custom Functions and FSDP2 take less than `graph` says.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
@@ -194,8 +194,9 @@ def refusal(
     if least is not None:
         may = int(least * (1 + _MISJUDGED)) + before
         known += (
-            " A custom autograd Function in it reads parameters, and is taken to run its forward "
-            f"again. If it takes no more than its forward did, {may} bytes ({format_bytes(may)}) "
+            " Part of that is a guess: a custom autograd Function in it reads parameters and is "
+            "taken to run its forward again, or FSDP2 gathers parameters and is taken to hold some "
+            f"several times. If these take the least they may, {may} bytes ({format_bytes(may)}) "
             "may do: under such a limit the step is run and measured."
         )
     if not graph.events:
