@@ -43,9 +43,15 @@ inline bool has_other_counter(const Entry* entry, const at::Tensor& tensor) {
   return !same_counter(value->held, tensor);
 }
 
-// Whether all writes to a storage were seen, as far as a tensor over it shows.
-inline bool is_current(const Entry* entry, const at::Tensor& tensor) {
-  return entry->version == version_of(tensor) || has_other_counter(entry, tensor);
+// Whether all writes to a storage were seen, as far as a tensor over it shows. The last one may have moved no
+// counter, as `Known.entry_of` says.
+inline bool is_current(Entry* entry, const at::Tensor& tensor) {
+  int64_t version = version_of(tensor);
+  if (entry->version == version || has_other_counter(entry, tensor)) return true;
+  if (!entry->loose || version != entry->version - 1) return false;
+  entry->version = version;
+  entry->loose = false;
+  return true;
 }
 
 inline Watched* watched;  // the table of `lowtide/tape/watch.py`
