@@ -199,6 +199,10 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
             yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
     yield "fsdp2 region over groups", fsdp_region_over_groups
     yield "fsdp2 region over groups of one rank", lambda: fsdp_region_over_groups(of_one=True)
+    for alone in (False, True):
+        for how in ("checkpoint", "budget"):
+            twice = functools.partial(fsdp_twice, of_one=alone, how=how)
+            yield f"fsdp2 twice alone={alone} {how}", twice
     for name, given in FSDP_PEAKS.items():
         yield f"fsdp2 peaks {name}", functools.partial(fsdp_peaks, **given)
 
@@ -280,6 +284,31 @@ def fsdp_region_over_groups(*, of_one: bool = False) -> Outcome:
         return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
     return against(lambda: train(sharded(Net())), lambda: train(sharded(Whole())))
+
+
+def fsdp_twice(*, of_one: bool, how: str) -> Outcome:
+    """The blocks are called twice in one forward, and gathered again for that."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            out: Tensor = super().forward(nn.functional.pad(x, (0, 6)))
+            return out
+
+    def sharded(call: Any = None) -> nn.Module:
+        mesh, model = mesh_of(of_one=of_one), Twice(call)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def other() -> list[Tensor]:
+        if how == "checkpoint":
+            return train(sharded(lowtide.checkpoint))
+        limit = lowtide.budget(0.6)
+        return train(sharded(), lambda: limit)
+
+    return against(lambda: train(sharded()), other)
 
 
 # -------------------------------------------------------------------------- tensor parallelism
@@ -529,6 +558,15 @@ def test_ddp(outcomes: list[dict[str, Outcome]], setting: str, how: str) -> None
 @pytest.mark.parametrize("reshard", [False, True])
 def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> None:
     check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_fsdp2_modules_that_are_called_twice(
+    outcomes: list[dict[str, Outcome]], alone: bool, how: str
+) -> None:
+    """What is gathered again is no new content: there is none to copy before."""
+    check_same(outcomes, f"fsdp2 twice alone={alone} {how}")
 
 
 @on_one_recorder
