@@ -211,6 +211,7 @@ FSDP_PEAKS: dict[str, dict[str, bool]] = {
     "resharded": {"of_one": True, "reshard": True},
     "nested": {"of_one": True, "reshard": True, "nested": True},
     "fit": {"of_one": True, "reshard": True, "fit": True},
+    "fit on ranks": {"of_one": False, "reshard": True, "fit": True},
     "not resharded": {"of_one": False, "reshard": False},
 }
 
@@ -259,6 +260,7 @@ def fsdp_peaks(*, of_one: bool, reshard: bool, nested: bool = False, fit: bool =
         planned.append(budget.report().planned_peak)
     return {
         "plain": max(plain),
+        "least": min(plain),
         "limit": limit,
         "peaks": peaks,
         "known": known,
@@ -605,6 +607,17 @@ def test_what_fsdp2_gathers_counts_in_the_first_step(outcomes: list[dict[str, Ou
     for rank in outcomes:
         found = rank["fsdp2 peaks not resharded"]
         assert found["peaks"][0] <= found["limit"]
+
+
+@on_one_recorder
+def test_what_fsdp2_has_received_counts_as_there_before(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    """Until the next module is gathered. A step in which a thread of a collective's frees memory
+    late takes more."""
+    for rank in outcomes:
+        found = rank["fsdp2 peaks fit on ranks"]
+        assert min(found["known"][1:]) == found["least"]
 
 
 @on_one_recorder
