@@ -199,6 +199,10 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
             yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
     yield "fsdp2 region over groups", fsdp_region_over_groups
     yield "fsdp2 region over groups of one rank", lambda: fsdp_region_over_groups(of_one=True)
+    for alone in (False, True):
+        for how in ("checkpoint", "budget"):
+            twice = functools.partial(fsdp_twice, of_one=alone, how=how)
+            yield f"fsdp2 twice alone={alone} {how}", twice
     for name, given in FSDP_PEAKS.items():
         yield f"fsdp2 peaks {name}", functools.partial(fsdp_peaks, **given)
 
@@ -207,6 +211,7 @@ FSDP_PEAKS: dict[str, dict[str, bool]] = {
     "resharded": {"of_one": True, "reshard": True},
     "nested": {"of_one": True, "reshard": True, "nested": True},
     "fit": {"of_one": True, "reshard": True, "fit": True},
+    "fit on ranks": {"of_one": False, "reshard": True, "fit": True},
     "not resharded": {"of_one": False, "reshard": False},
 }
 
@@ -255,6 +260,7 @@ def fsdp_peaks(*, of_one: bool, reshard: bool, nested: bool = False, fit: bool =
         planned.append(budget.report().planned_peak)
     return {
         "plain": max(plain),
+        "least": min(plain),
         "limit": limit,
         "peaks": peaks,
         "known": known,
@@ -280,6 +286,31 @@ def fsdp_region_over_groups(*, of_one: bool = False) -> Outcome:
         return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
     return against(lambda: train(sharded(Net())), lambda: train(sharded(Whole())))
+
+
+def fsdp_twice(*, of_one: bool, how: str) -> Outcome:
+    """The blocks are called twice in one forward, and gathered again for that."""
+    from torch.distributed.fsdp import fully_shard
+
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            out: Tensor = super().forward(nn.functional.pad(x, (0, 6)))
+            return out
+
+    def sharded(call: Any = None) -> nn.Module:
+        mesh, model = mesh_of(of_one=of_one), Twice(call)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    def other() -> list[Tensor]:
+        if how == "checkpoint":
+            return train(sharded(lowtide.checkpoint))
+        limit = lowtide.budget(0.6)
+        return train(sharded(), lambda: limit)
+
+    return against(lambda: train(sharded()), other)
 
 
 # -------------------------------------------------------------------------- tensor parallelism
@@ -531,6 +562,15 @@ def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> N
     check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
 
 
+@pytest.mark.parametrize("how", ["checkpoint", "budget"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_fsdp2_modules_that_are_called_twice(
+    outcomes: list[dict[str, Outcome]], alone: bool, how: str
+) -> None:
+    """What is gathered again is no new content: there is none to copy before."""
+    check_same(outcomes, f"fsdp2 twice alone={alone} {how}")
+
+
 @on_one_recorder
 @pytest.mark.skipif(not _compat.torch_has((2, 13)), reason="refused on this torch")
 @pytest.mark.parametrize("how", COMPILED)
@@ -567,6 +607,17 @@ def test_what_fsdp2_gathers_counts_in_the_first_step(outcomes: list[dict[str, Ou
     for rank in outcomes:
         found = rank["fsdp2 peaks not resharded"]
         assert found["peaks"][0] <= found["limit"]
+
+
+@on_one_recorder
+def test_what_fsdp2_has_received_counts_as_there_before(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
+    """Until the next module is gathered. A step in which a thread of a collective's frees memory
+    late takes more."""
+    for rank in outcomes:
+        found = rank["fsdp2 peaks fit on ranks"]
+        assert min(found["known"][1:]) == found["least"]
 
 
 @on_one_recorder

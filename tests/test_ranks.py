@@ -495,6 +495,12 @@ def test_merged_graphs_hold_the_largest_of_every_rank() -> None:
     assert merged([graph(1.0, 1, named=0)] * 2) == graph(1.0, 1, named=0)
 
 
+def test_what_is_cut_off_on_one_rank_is_on_all() -> None:
+    whole = graph(1.0, 1)
+    cut = replace(whole, values=(replace(whole.values[0], cut=0), *whole.values[1:]))
+    assert merged([whole, cut]) == merged([cut, whole]) == cut
+
+
 def test_what_only_the_record_has_on_one_rank_counts_on_all() -> None:
     """As after a step that one rank has not watched: graphs of one structure can be merged."""
     values = (ValueNode(8, 0), ValueNode(100, -1, named=1, owned=True))

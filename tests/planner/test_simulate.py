@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from graphs import chain, random_graph, with_cut, with_later
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from naive import peak_and_replays
 
 from lowtide.errors import UsageError
+from lowtide.learning.learned import Learned
+from lowtide.observing.seen import Seen
 from lowtide.planner import HOLD, NEVER, Event, Graph, OpNode, Simulator, ValueNode, simulate
 from lowtide.planner.simulate import ABSENT, REPLAY_OVERHEAD
 
@@ -69,6 +72,16 @@ def test_what_is_cut_off_from_its_operation_is_held_while_a_reader_may_be_replay
     assert simulate(cut, held) == simulate(graph, held)
     with pytest.raises(UsageError, match="value 1, cut off from its operation, which cannot be"):
         simulate(cut, (HOLD, 0, 0, 0))
+
+
+def test_a_plan_that_let_go_of_what_fsdp2_then_cut_off_held_it_all_the_same() -> None:
+    graph = line()
+    values = [
+        replace(node, cut=1 if number == 1 else -1) for number, node in enumerate(graph.values)
+    ]
+    cut = replace(graph, values=tuple(values))
+    ran = Learned(cut, cast(Seen, None), [HOLD, 0, HOLD, HOLD], measured=True, lessons=1)
+    assert ran.peak_as_it_ran == simulate(cut, (HOLD,) * 4).peak
 
 
 def test_an_external_that_only_the_record_has_lives_as_long_as_a_reader_may_be_replayed() -> None:

@@ -16,7 +16,7 @@ import torch
 
 def gathered_for(model: torch.nn.Module | None) -> int:
     """Bytes of the parameters that FSDP2 has gathered for this module, whose forward has begun, and
-    not for those inside of it."""
+    not for those inside of it; and of what it received for that from other ranks."""
     module = sys.modules.get("torch.distributed.fsdp")  # imported by whoever has sharded it
     kind = getattr(module, "FSDPModule", None)
     if kind is None or not isinstance(model, kind):
@@ -25,9 +25,16 @@ def gathered_for(model: torch.nn.Module | None) -> int:
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and later
     if groups is None:
         groups = [state._fsdp_param_group]
-    return sum(
-        gathered.untyped_storage().nbytes()
+    found = {
+        id(gathered): gathered
         for group in groups
         for parameter in getattr(group, "fsdp_params", ())
         for gathered in parameter.all_gather_outputs
-    )
+    }
+    # What they were copied from stays until the next module is gathered.
+    for group in groups:
+        last = getattr(getattr(group, "comm_ctx", None), "all_gather_state", None)
+        received = getattr(getattr(last, "all_gather_result", None), "all_gather_output", None)
+        if isinstance(received, torch.Tensor):
+            found[id(received)] = received
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

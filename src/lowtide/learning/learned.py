@@ -153,7 +153,9 @@ class Learned:
         graph, ran = self.graph, self.ran
         if ran is None or len(ran) != graph.recorded:
             return None
-        retain = tuple(ran) + (HOLD,) * len(graph.owned)
+        cut = frozenset(graph.cut)  # held whatever the plan said, if FSDP2 freed more than before
+        chosen = [HOLD if value in cut else choice for value, choice in enumerate(ran)]
+        retain = (*chosen, *(HOLD,) * len(graph.owned))
         return Simulator(graph).run(retain), Retention(retain, graph.fingerprint)
 
     @property

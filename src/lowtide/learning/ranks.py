@@ -145,6 +145,7 @@ def merged(graphs: Sequence[Graph]) -> Graph:
             nodes[0],
             pinned=all(node.pinned for node in nodes),
             named=min(node.named for node in nodes),
+            cut=max(node.cut for node in nodes),
         )
         for nodes in zip(*(graph.values for graph in graphs), strict=True)
     )

@@ -338,8 +338,9 @@ class Recorder(Encoding, _compat.Mode):
         if facts.statistics is not None:
             self._statistics_move(facts, args)
         self._fsdp_may_begin(facts.name, args)
-        behind = self._behind(facts, written, args, kwargs, ()) if written else {}
-        for entry, _ in written:
+        fills = self._fsdp_fills(facts.name)
+        behind = self._behind(facts, written, args, kwargs, ()) if written and not fills else {}
+        for entry, _ in () if fills else written:
             hidden = facts.unversioned or _of_external(behind.get(entry.key))
             self._overwriting(entry, hidden)
         if self.accelerated:

@@ -4,8 +4,10 @@ Problem: FSDP2 gives the storages of its parameters their sizes and fills them a
 begins, and frees them as it ends; they come back in that module's own backward. Invariant: once
 they are freed, what was made so far is kept as soon as something reads it, as it may be needed
 before it could be replayed (rule 5); what FSDP2 gathers is not recorded, and counts as memory of
-the step while it is there. Imports the table of storages. Rejected: hooks of our own on FSDP2's
-modules, which the recorder does not know; looking at all parameters at each call.
+the step while it is there; what was read of a parameter that is gathered again, as its module is
+called twice, is in its live memory, as in the plain step. Imports the table of storages and watch.
+Rejected: hooks of our own on FSDP2's modules, which the recorder does not know; looking at all
+parameters at each call.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.tape.known import Entry, Known
+from lowtide.tape.watch import unwatch
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Tape
@@ -50,6 +53,11 @@ class Sharded(Known):
         if self._gathering or (isinstance(label, str) and label.startswith(_GATHERS)):
             self._gathering += 1
 
+    def _fsdp_fills(self, name: str) -> bool:
+        """Whether that call brings back what FSDP2 had freed: there is no old content to copy, only
+        memory that was just allocated."""
+        return bool(self._gathering) or name.startswith("fsdp::")
+
     def _fsdp_may_end(
         self, name: str, args: tuple[Any, ...], written: Iterable[tuple[Entry, int | str]]
     ) -> None:
@@ -82,8 +90,11 @@ class Sharded(Known):
 
     def _look_for_freed(self) -> None:
         """Look whether FSDP2 has freed parameters that were read: a sharded module has ended."""
-        if self._read is None or not any(map(is_freed, self._read.values())):
+        freed = [] if self._read is None else list(filter(is_freed, self._read.values()))
+        if self._read is None or not freed:
             return
+        for entry in freed:
+            unwatch(entry.key)  # on a single rank, `unshard` brings it back without a label
         self._read.clear()
         self._newest = None
         self._group = self.sequence

@@ -85,6 +85,12 @@ def watch(key: int, value: Value) -> None:
     _table[0].add(key, value)
 
 
+def unwatch(key: int) -> None:
+    """The content of storage `key` is gone, and will be put back there: values that hold it find it
+    there, as autograd does."""
+    _table[0].pop(key)
+
+
 def sweep() -> None:
     """Forget the values that are gone, and the storages that no value holds any more."""
     _table[0].sweep()
