@@ -203,6 +203,7 @@ def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
         for how in ("checkpoint", "budget"):
             twice = functools.partial(fsdp_twice, of_one=alone, how=how)
             yield f"fsdp2 twice alone={alone} {how}", twice
+    yield "fsdp2 by hand", fsdp_by_hand
     for name, given in FSDP_PEAKS.items():
         yield f"fsdp2 peaks {name}", functools.partial(fsdp_peaks, **given)
 
@@ -311,6 +312,34 @@ def fsdp_twice(*, of_one: bool, how: str) -> Outcome:
         return train(sharded(), lambda: limit)
 
     return against(lambda: train(sharded()), other)
+
+
+def fsdp_by_hand() -> Outcome:
+    """Modules of one rank that are unsharded by hand, which has no label, and read from outside."""
+    from torch.distributed.fsdp import fully_shard
+
+    class ByHand(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for block in self.blocks:
+                block.unshard()
+                x = block(x).tanh()
+                for parameter in block.parameters():  # so that its memory does not look as before
+                    torch.full(parameter.shape, torch.nan)
+                block.unshard()
+                x = x + nn.functional.linear(x, block.norm.weight[None] * torch.ones(16, 1))
+                block.reshard()
+            out: Tensor = self.head(x)
+            return out
+
+    def sharded() -> nn.Module:
+        model, mesh = ByHand(), mesh_of(of_one=True)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    limit = lowtide.budget(0.4)
+    return against(lambda: train(sharded()), lambda: train(sharded(), lambda: limit))
 
 
 # -------------------------------------------------------------------------- tensor parallelism
@@ -569,6 +598,11 @@ def test_fsdp2_modules_that_are_called_twice(
 ) -> None:
     """What is gathered again is no new content: there is none to copy before."""
     check_same(outcomes, f"fsdp2 twice alone={alone} {how}")
+
+
+@on_one_recorder
+def test_fsdp2_modules_that_are_unsharded_by_hand(outcomes: list[dict[str, Outcome]]) -> None:
+    check_same(outcomes, "fsdp2 by hand")
 
 
 @on_one_recorder

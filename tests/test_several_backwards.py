@@ -261,9 +261,7 @@ def test_what_a_retained_graph_holds_counts_for_the_next_of_them() -> None:
     assert max(peaks) <= max(plain)
     assert all(map(torch.equal, expected, found))
     tight = lowtide.budget(int(0.8 * max(plain)))
-    with pytest.raises(
-        lowtide.BudgetError, match=r"earlier steps in .* occupy 9"
-    ):
+    with pytest.raises(lowtide.BudgetError, match=r"earlier steps in .* occupy 9"):
         train(TwoHeads, lambda: tight)
 
 

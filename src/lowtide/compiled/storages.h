@@ -89,7 +89,7 @@ inline bool is_freed(PyObject* entry) {
   return static_cast<int64_t>(THPStorage_Unpack(storage.get()).nbytes()) < entry_of(entry)->nbytes;
 }
 
-// An external was read, of which FSDP2 may free the memory.
+// As `Sharded._may_be_freed`.
 inline void note_read(State* state, Entry* entry) {
   if (is_none(state->read)) return;
   Owned key(checked(PyLong_FromLongLong(entry->key)));
@@ -112,6 +112,8 @@ inline Owned readable(State* state, Entry* entry, const at::Tensor& tensor) {
     note_read(state, entry);
   } else if ((value->keep && !held) || value->region != state->region || is_given_out(entry, tensor)) {
     return Owned();
+  } else if (entry->counted == 0) {
+    note_read(state, entry);
   }
   return owner;
 }

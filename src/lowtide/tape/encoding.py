@@ -150,9 +150,10 @@ class Encoding(Saves):
                 self._hold(entry, value, tensor)
             else:
                 self._know_counters(entry, value, tensor)
-            if self._read is not None:
-                self._read[entry.key] = self._newest = entry
+            self._may_be_freed(entry)
             return Ref(value, tensor)
+        if not entry.counted:  # a parameter that was filled in the recording
+            self._may_be_freed(entry)
         if value.keep and value.held is None:
             self._hold(entry, value, tensor)
         if value.region is not self.region:

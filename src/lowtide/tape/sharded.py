@@ -53,6 +53,11 @@ class Sharded(Known):
         if self._gathering or (isinstance(label, str) and label.startswith(_GATHERS)):
             self._gathering += 1
 
+    def _may_be_freed(self, entry: Entry) -> None:
+        """What the recording has not allocated was read."""
+        if self._read is not None:
+            self._read[entry.key] = self._newest = entry
+
     def _fsdp_fills(self, name: str) -> bool:
         """Whether that call brings back what FSDP2 had freed: there is no old content to copy, only
         memory that was just allocated."""
@@ -93,8 +98,9 @@ class Sharded(Known):
         freed = [] if self._read is None else list(filter(is_freed, self._read.values()))
         if self._read is None or not freed:
             return
-        for entry in freed:
-            unwatch(entry.key)  # on a single rank, `unshard` brings it back without a label
+        for entry in freed:  # on a single rank, `unshard` brings it back without a label
+            unwatch(entry.key)
+            entry.value = entry.weak = None  # what is there then is another value
         self._read.clear()
         self._newest = None
         self._group = self.sequence
