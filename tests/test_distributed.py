@@ -315,7 +315,7 @@ def fsdp_twice(*, of_one: bool, how: str) -> Outcome:
 
 
 def fsdp_by_hand() -> Outcome:
-    """Modules of one rank that are unsharded by hand, which has no label, and read from outside."""
+    """Modules of one rank that are unsharded by hand, which has no label."""
     from torch.distributed.fsdp import fully_shard
 
     class ByHand(Net):
@@ -324,10 +324,7 @@ def fsdp_by_hand() -> Outcome:
             for block in self.blocks:
                 block.unshard()
                 x = block(x).tanh()
-                for parameter in block.parameters():  # so that its memory does not look as before
-                    torch.full(parameter.shape, torch.nan)
                 block.unshard()
-                x = x + nn.functional.linear(x, block.norm.weight[None] * torch.ones(16, 1))
                 block.reshard()
             out: Tensor = self.head(x)
             return out
@@ -338,7 +335,7 @@ def fsdp_by_hand() -> Outcome:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    limit = lowtide.budget(0.4)
+    limit = lowtide.budget(0.5)
     return against(lambda: train(sharded()), lambda: train(sharded(), lambda: limit))
 
 

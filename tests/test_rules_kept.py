@@ -800,3 +800,33 @@ def test_what_is_cut_off_stays_held_when_a_plan_is_left() -> None:
     anchors.release()
     assert [value.keep for value in values] == [True, False]
     assert [value.op is None for value in values] == [True, False]
+
+
+def test_what_was_freed_and_filled_again_has_no_old_content() -> None:
+    """Rule 5: as FSDP2 does to a parameter, where a single rank fills it without a label."""
+    weight, content = nn.Parameter(torch.randn(64)), torch.randn(64)
+    storage = weight.untyped_storage()
+
+    def fill() -> None:
+        storage.resize_(256)
+        ctypes.memset(storage.data_ptr(), 255, 256)  # what is in memory that was just allocated
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            weight.copy_(content)
+
+    def body(x: Tensor) -> Tensor:
+        fill()
+        with torch.profiler.record_function("FSDP::pre_forward"):
+            pass
+        y = (x * weight).sin()
+        storage.resize_(0)
+        with torch.profiler.record_function("FSDP::post_forward"):
+            pass
+        fill()
+        return y
+
+    found = []
+    for recorded in (False, True):
+        x = torch.ones(64, requires_grad=True)
+        out = lowtide.checkpoint(body, x) if recorded else body(x)
+        found.append(torch.autograd.grad(out.sum(), (x, weight)))
+    assert all(map(torch.equal, *found))
