@@ -588,6 +588,7 @@ def test_fsdp2(outcomes: list[dict[str, Outcome]], reshard: bool, how: str) -> N
     check_same(outcomes, f"fsdp2 reshard={reshard} {how}")
 
 
+@on_one_recorder
 @pytest.mark.parametrize("how", ["checkpoint", "budget"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_fsdp2_modules_that_are_called_twice(
