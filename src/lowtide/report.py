@@ -143,7 +143,7 @@ def _does_not_fit(limit: int, before: int) -> str:
     """How a refusal begins. The last words are those that accelerate knows a batch by that is too
     large, see `accelerate.find_executable_batch_size`."""
     left = (
-        f", of which earlier steps in the same context, or parameters that FSDP2 gathered before "
+        ", of which earlier steps in the same context, or parameters that FSDP2 gathered before "
         f"the forward, occupy {format_bytes(before)}"
     )
     text = f"the step does not fit in {format_bytes(limit)}{left if before else ''}"

@@ -4,7 +4,7 @@ Problem: a planner needs sizes, times, which operation reads what, in which orde
 values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
-(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, lives, rebuild and
+(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, rebuild and
 memory events. Rejected: asking users to run a profiling step.
 """
 
@@ -25,9 +25,9 @@ from lowtide.backward.reads import look_at_reads, writes_through
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
+from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
-from lowtide.observing.leaves import Leaves
-from lowtide.observing.lives import Lives, weak_to
+from lowtide.observing.lives import weak_to
 from lowtide.observing.rebuild import OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
@@ -38,12 +38,8 @@ if TYPE_CHECKING:
     from lowtide.running.where import Where
     from lowtide.tape.recorder import Recorder
 
-_TURNOVER = 4
-"""In backward, FSDP2 has as much as it gathers for one module so many times: the parameters of that
-module and of the one before, their gradients, and copies of either on the way to other ranks."""
 
-
-class Observer(Lives):
+class Observer(CutOff):
     """Collects one step. Fed by the decisions of a budget."""
 
     def __init__(self, memory: Marks | None, earlier: tuple[OpLog, ...] = ()) -> None:
@@ -54,13 +50,9 @@ class Observer(Lives):
         self.reached: set[int] = set()  # held when backward began; some may be dropped there
         self.pinned: set[int] = set()
         self._kept: set[int] = set()  # made by what is never replayed
-        self.cut: set[int] = set()  # values that no replay makes, see `ValueNode`
-        self._cut_off = 0  # those with lower numbers are, once something reads them
-        self.turnover = 0  # bytes that FSDP2 takes in backward, all along
         self.elsewhere = 0  # bytes of the forward that the program has in backward, not the tape
         self.carries_grad: set[int] = set()
         self.calls: list[tuple[int, str]] = []  # as in `Seen`
-        self.leaves = Leaves()
         self.externals = Externals()
         self._hidden: dict[int, int] = {}  # value made without grad -> operation
         self.base: Graph | None = None  # of another step, with the same first operations
@@ -127,20 +119,6 @@ class Observer(Lives):
         recorder.draws, recorder.drawn = self.draws, self.anew
         self.names.table = recorder.table
 
-    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
-        """See `lowtide.tape.tape.Decisions`."""
-        self.leaves.parts.update(dict.fromkeys(keys, parts))
-        self.turnover = max(self.turnover, _TURNOVER * nbytes)
-
-    def cut_off(self, numbers: int) -> None:
-        """See `lowtide.tape.tape.Decisions`."""
-        self._cut_off = numbers
-
-    def saved(self, value: Value, handle: Handle) -> None:
-        super().saved(value, handle)
-        if 0 <= value.number < self._cut_off:
-            self.cut.add(value.number)
-
     def runs_again(self) -> bool:
         """Whether a custom Function of the step is taken to run its forward again in backward."""
         return runs_again(self.ops)
@@ -196,8 +174,7 @@ class Observer(Lives):
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
         if log.kept:
             self._kept.update(log.outputs)
-        if self._cut_off:
-            self.cut.update([number for number in log.inputs if number < self._cut_off])
+        self._needs(log.inputs)
         self.ops.append(log)
         self._values.extend(map(weak_to, made))
 
