@@ -24,7 +24,7 @@ from typing import Any
 from lowtide import _compat
 from lowtide.compiled import build
 from lowtide.errors import UsageError
-from lowtide.planner.flow import CutWith
+from lowtide.planner.flow import CutWith, Network
 from lowtide.planner.polish import Polish
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
@@ -130,7 +130,8 @@ def annealing() -> Polish | None:
 
 
 def cutting() -> CutWith | None:
-    """The compiled core's minimum cut, for the planner's proofs; None on Python's engine."""
+    """The compiled core's minimum cut, whose results are those of the planner's own; None on
+    Python's engine. A proof that is given it does more work."""
     found = _core_to_plan_with()
     return found.minimum_cut if found is not None else None
 
@@ -142,6 +143,7 @@ def _simulating() -> Callable[[Lists], Compiled] | None:
 
 
 Simulator.compiled = staticmethod(_simulating)
+Network.compiled = staticmethod(cutting)
 
 
 def _core_to_plan_with() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from graphs import unet
+from graphs import random_graph, unet, with_cut, with_later
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_moments import contested, some_moments
@@ -13,7 +13,8 @@ from test_moments import contested, some_moments
 from lowtide import engine
 from lowtide.planner import Simulator, keep_all, simulate, solve
 from lowtide.planner.branch import Branch, Tree
-from lowtide.planner.flow import INFINITE, CutWith, Network
+from lowtide.planner.cut import CutModel, moment_weights
+from lowtide.planner.flow import INFINITE, MOST, CutWith, Network
 from lowtide.planner.repair import Problem
 from once import on_one_recorder
 
@@ -47,6 +48,39 @@ def test_the_smallest_cut_of_any_network(
     rooms = there.snapshot()
     assert list(map(bool, there.cut())) == here.cut()
     assert there.room == rooms  # the flow is not kept
+
+
+@anyhow
+@given(
+    seed=st.integers(0, 10**9),
+    ops=st.integers(2, 12),
+    changed=st.sampled_from((with_cut, with_later, None)),
+    prices=st.lists(st.floats(0, 1e-6) | st.sampled_from((0.0, 1.0, 1e9)), min_size=1, max_size=5),
+    event=st.integers(0, 12),
+)
+def test_the_cuts_of_a_search_are_the_same_in_both(
+    cut_with: CutWith, seed: int, ops: int, changed: Any, prices: list[float], event: int
+) -> None:
+    graph = random_graph(seed, ops)
+    sim = Simulator(graph if changed is None else changed(graph, seed))
+    if not sim.event_value:
+        return
+    event %= len(sim.event_value)
+    here, there = (CutModel(sim, moment_weights(sim, ("backward", event)), event) for _ in "ab")
+    asked: list[int] = []
+
+    def counted(nodes: int, heads: list[int], rooms: list[int]) -> bytes:
+        asked.append(sum(room for room in rooms if room < INFINITE))
+        return cut_with(nodes, heads, rooms)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for price in prices:  # in any order, some above what the compiled cut may be asked
+            patch.setattr(Network, "compiled", staticmethod(lambda: None))
+            alone = here.solve(price)
+            patch.setattr(Network, "compiled", staticmethod(lambda: counted))
+            assert there.solve(price) == alone
+    assert len(asked) >= sum(price <= 1e-6 for price in prices)
+    assert all(capacity < MOST for capacity in asked)
 
 
 def test_a_long_chain_needs_no_recursion(cut_with: CutWith) -> None:

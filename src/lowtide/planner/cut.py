@@ -19,9 +19,10 @@ cut finds anyway.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.planner.flow import INFINITE, Network
+from lowtide.planner.flow import INFINITE, MOST, Network
 from lowtide.planner.simulate import Simulation, Simulator
 
 SCALE = 10**12
@@ -68,25 +69,16 @@ class CutModel:
                 if sim.graph.needed[value] >= event:
                     network.arc(Network.SOURCE, node, INFINITE)
         self.solved = [(0.0, network.snapshot())]
+        self._replays = sum(room for room in network.room if room < INFINITE)
 
     def solve(self, price: float) -> Cut:
         """The cheapest choice when a byte costs `price` seconds.
 
-        The flow for the nearest lower price is still feasible, so the search continues from it. The
-        cut returned is the smallest one, which does not depend on the flow that proves it.
+        The cut returned is the smallest one, which does not depend on the flow that proves it, nor
+        on what finds it.
         """
-        network, weight = self.network, self.weight
-        while self.solved[-1][0] > price:
-            self.solved.pop()
-        below, snapshot = self.solved[-1]
-        network.restore(snapshot)
-        before, now = below * SCALE, price * SCALE
-        for value, arc in self.priced:
-            network.room[arc] += int(now * weight[value]) - int(before * weight[value])
-        network.maximise()
-        self.solved.append((price, network.snapshot()))
-        side = network.source_side()
-        producer = self.sim.producer
+        weight, producer = self.weight, self.sim.producer
+        side = self._side([int(price * SCALE * weight[value]) for value, _ in self.priced], price)
         held = frozenset(
             value
             for value, _ in self.priced
@@ -94,6 +86,25 @@ class CutModel:
         )
         seconds = sum(c for op, c in enumerate(self.sim.cost) if side[2 + op])
         return Cut(held, sum(weight[v] for v in held), seconds)
+
+    def _side(self, prices: list[int], price: float) -> Sequence[int]:
+        """For each node, whether it is on the source's side, given the capacities of `priced`."""
+        network, fast = self.network, Network.compiled()
+        if fast is not None and self._replays + sum(prices) < MOST:
+            network.restore(self.solved[0][1])
+            for (_, arc), capacity in zip(self.priced, prices, strict=True):
+                network.room[arc] = capacity
+            return fast(len(network.arcs), network.head, network.room)
+        # The flow for the nearest lower price is still feasible: the search continues from it.
+        while self.solved[-1][0] > price:
+            self.solved.pop()
+        below, snapshot = self.solved[-1]
+        network.restore(snapshot)
+        for (value, arc), capacity in zip(self.priced, prices, strict=True):
+            network.room[arc] += capacity - int(below * SCALE * self.weight[value])
+        network.maximise()
+        self.solved.append((price, network.snapshot()))
+        return network.source_side()
 
 
 def moment_weights(sim: Simulator, at: tuple[str, int]) -> list[int]:

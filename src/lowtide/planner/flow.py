@@ -14,8 +14,8 @@ a thousand operations is deeper than the interpreter allows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
 INFINITE = 1 << 100
 MOST = 1 << 60
@@ -35,6 +35,9 @@ class Network:
 
     SOURCE = 0
     SINK = 1
+
+    compiled: ClassVar[Callable[[], CutWith | None]] = staticmethod(lambda: None)
+    """What finds the same cuts faster than this class; None: nothing does."""
 
     def __init__(self, nodes: int, cut_with: CutWith | None = None) -> None:
         self.cut_with = cut_with
