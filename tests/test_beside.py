@@ -94,6 +94,27 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
     assert not limit._loop._beside.busy
 
 
+def test_training_waits_for_no_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve: Callable[..., Any] = Learned.solve
+    searches = []
+
+    def noting(learned: Learned, limit: int, polish: Any = None) -> Any:
+        searches.append((threading.current_thread().name, polish))
+        return solve(learned, limit, polish)
+
+    def annealing(_graph: Any, _choices: Any, retain: list[int], *_: Any) -> list[int]:
+        return retain
+
+    monkeypatch.setattr(Learned, "solve", noting)
+    monkeypatch.setattr(lowtide.engine, "annealing", lambda: annealing)
+    model, x = net(), rows(500)
+    limit = lowtide.budget(int(0.6 * peak_of(model, x)))
+    for _ in range(6):
+        peak_of(model, x, limit)
+    limit._loop._beside.wait()
+    assert searches == [("MainThread", None), ("lowtide-plans", annealing)]
+
+
 def test_a_better_plan_that_takes_more_than_predicted_is_followed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,7 +21,7 @@ from lowtide.learning.allowance import Allowance
 from lowtide.learning.beside import Beside
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
-from lowtide.learning.effort import Effort
+from lowtide.learning.effort import LESSONS, Effort
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
 from lowtide.learning.partings import Partings
@@ -300,8 +300,10 @@ class Planning:
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self.allowance.planned(learned.plain_peak, before)
-        # A plan from a model is soon replaced by one from a measurement: not worth annealing.
-        search = partial(learned.solve, limit, engine.annealing() if learned.measured else None)
+        # Training waits for this plan, and a better one is soon searched for beside it: annealing
+        # would take most of the wait. No group of ranks searches beside training.
+        final = learned.lessons >= LESSONS or (learned.measured and self._ranks is not None)
+        search = partial(learned.solve, limit, engine.annealing() if final else None)
         begin = time.perf_counter()
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if self._ranks is None:
