@@ -4,9 +4,9 @@ Problem: a first step must stay inside its limit before any of its backward has 
 estimates from sizes are too high: a `cat` gives its inputs views of its gradient, a ReLU's backward
 makes one tensor and a pooling's three. Invariant: an operation is described by numbers, run once
 forward and backward on the meta device, and its cost is remembered for all calls of the same
-shapes; if that fails, the caller estimates from sizes. Imports counting, filled. Rejected: factors
-by operator name, which have to be guessed for every operator; running it during the recording,
-which is below autograd and has no backward.
+shapes; if that fails, the caller estimates from sizes. Imports shaping, counting, filled. Rejected:
+factors by operator name, which have to be guessed for every operator; running it during the
+recording, which is below autograd and has no backward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat.switches import without_anomalies
-from lowtide.kernels.grouped import any_type, on_shapes
+from lowtide.kernels.shaping import on_shapes, shaping
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.memory.filled import Filled
 from lowtide.tape.operators import Facts, facts_of
@@ -145,7 +145,7 @@ def _run(call: Call) -> Cost:
         kwargs["device"] = torch.device("meta")
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same), any_type(call.func):
+    with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same), shaping(call.func):
         result = tensors_in((call.func(*args, **kwargs),), {})
     packed = storage_keys(saved)
     own = [key for key in storage_keys(result) if key not in there]

@@ -4,8 +4,8 @@ Problem: torch examines every argument of every call on fake tensors in Python, 
 millisecond; ten thousand operations and their backward take half a minute. Invariant: the fast path
 is used only for simple calls on fake tensors of one device, and only for operators on which it gave
 exactly torch's own result (sizes, strides, dtypes, storages) on their first calls; everything else
-takes torch's path. Imports `_compat`. Rejected: meta tensors in place of fake ones, for which torch
-and user code choose other operators than for the intended device.
+takes torch's path. Imports `_compat` and quick. Rejected: meta tensors in place of fake ones, for
+which torch and user code choose other operators than for the intended device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
-from lowtide.kernels.grouped import on_shapes
+from lowtide.kernels import grouped, quick
 from lowtide.kernels.mixed import dtypes_of_results
 from lowtide.kernels.pointwise import kept_storage
 from lowtide.tape.operators import FACTS, facts_of
@@ -53,7 +53,7 @@ class Shapes:
         self._kind = fakes.fake_type()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = on_shapes(self._called, func, args, kwargs)
+        result = grouped.on_shapes(self._called, func, args, kwargs)
         name = _compat.schema_of(func).name
         dtypes = dtypes_of_results(name, args)
         if dtypes:
@@ -159,7 +159,9 @@ class Shapes:
 
     def _short(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         with fakes.on_shapes(self._mode):
-            result = func(*args, **kwargs)
+            result = quick.made_by(func, args, kwargs)
+            if result is None:
+                result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             return self._make(result, device)
         if isinstance(result, tuple | list):

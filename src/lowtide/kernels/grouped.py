@@ -9,14 +9,13 @@ a shape function of our own, or another one registered with torch, which changes
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from lowtide import _compat
 
-_NAME = "aten::_grouped_mm"
+NAME = "aten::_grouped_mm"
 _OUT_DTYPE = 4  # among the positional arguments
 
 
@@ -27,7 +26,7 @@ def on_shapes(
     kwargs: dict[str, Any],
 ) -> Any:
     """What `call(func, args, kwargs)` returns, for any operator and any floating-point type."""
-    if _compat.schema_of(func).name != _NAME or args[0].dtype == torch.bfloat16:
+    if _compat.schema_of(func).name != NAME or args[0].dtype == torch.bfloat16:
         return call(func, args, kwargs)
     given = kwargs.get("out_dtype") or (args[_OUT_DTYPE] if len(args) > _OUT_DTYPE else None)
     named = {name: _narrow(a) for name, a in kwargs.items() if name != "out_dtype"}
@@ -39,15 +38,3 @@ def _narrow(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor) and argument.is_floating_point():
         return argument.to(torch.bfloat16)
     return argument
-
-
-class _AnyType(_compat.Mode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return on_shapes(lambda f, a, k: f(*a, **k), func, args, kwargs or {})
-
-
-def any_type(func: Any) -> AbstractContextManager[Any]:
-    """In which this operator runs under autograd on the meta device, whatever type it is given."""
-    return _AnyType() if _compat.schema_of(func).name == _NAME else nullcontext()

@@ -3,8 +3,9 @@
 Problem: room has to be made before an operator runs, and only its meta kernel knows what it will
 make; many are written in Python, and take a hundred times as long as a small kernel.
 Invariant: what is remembered is all that a meta kernel sees: shapes, strides, dtypes, and plain
-arguments with their types. Imports operators and values. Rejected: shape formulas of our own, a
-second truth; remembering by the bytes of the inputs, which do not tell a sum from a sort.
+arguments with their types. Imports shaping, operators and values. Rejected: shape formulas of our
+own for all operators, a second truth; remembering by the bytes of the inputs, which do not tell a
+sum from a sort.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat.fakes import dynamo_aside
-from lowtide.kernels.grouped import any_type
+from lowtide.kernels.shaping import on_shapes
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
@@ -79,8 +80,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         named = {name: _meta(a) for name, a in kwargs.items()}
         if facts_of(func).places:  # else a factory would allocate, and draw, on a real device
             named["device"] = torch.device("meta")
-        with any_type(func):
-            result = func(*[_meta(a) for a in args], **named)
+        given = tuple([_meta(a) for a in args])
+        result = on_shapes(lambda f, a, k: f(*a, **k), func, given, named)
     return sum(map(bytes_of, tensors_in((result,), {})))
 
 
