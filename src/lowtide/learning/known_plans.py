@@ -19,6 +19,8 @@ from lowtide.learning.turns import Turns
 from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
 
 _KEPT = 32
+_BASES = 8
+_NEAR = 0.9  # of the bytes of other bounds, from where on they serve as well
 PLACES = 16
 """Steps of one context that are told apart; all later ones count as being at one place."""
 
@@ -32,6 +34,7 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self._plans: list[Prepared] = []
+        self._bases: list[Prepared] = []  # what bounds were made from, the latest first
         self._turns = Turns()
         self._same: dict[int, list[Prepared]] = {}  # a plan's id -> the result of `_of_same_step`
         self.version = 0
@@ -40,8 +43,13 @@ class KnownPlans:
         return iter(self._plans)
 
     def add(self, prepared: Prepared) -> None:
-        """Add a plan, in place of the one that the same step had."""
+        """Add a plan, in place of the one that the same step had. One for all steps that vary each
+        in its own way takes the place of those of single ones, none of which comes again."""
         others = [known for known in self._plans if not _same_step(known, prepared)]
+        if prepared.apart and prepared.measured:
+            replaced = [known for known in others if _bounded_by(prepared, known)]
+            others = [known for known in others if known not in replaced]
+            self._bases = [*filter(_is_base, replaced), *self._bases][:_BASES]
         self._change([prepared, *others])
         if len(self._plans) > _KEPT:
             last = next(filter(self._covered, reversed(self._plans)), self._plans[-1])
@@ -88,8 +96,9 @@ class KnownPlans:
         and how many times larger this step is; None if it can follow some plan as it is."""
         alike = [
             known
-            for known in self._possible(len(seen), place, False, None)
+            for known in (*self._possible(len(seen), place, False, None), *self._bases)
             if len(known.signatures) == len(seen)
+            and known.seen.place == place
             and known.seen.current()
             and all(
                 planned[0] == ran[0] and planned[2] == ran[2]
@@ -100,7 +109,7 @@ class KnownPlans:
         if 1.0 in ratios:
             return None, 1.0
         pairs = zip(alike, ratios, strict=True)
-        measured = [(known, by) for known, by in pairs if known.measured and not known.grown]
+        measured = [(known, by) for known, by in pairs if _is_base(known)]
         return min(measured, key=lambda pair: pair[1], default=(None, 1.0))
 
     def _covered(self, prepared: Prepared) -> bool:
@@ -215,6 +224,22 @@ class KnownPlans:
 def _same_step(one: Prepared, other: Prepared) -> bool:
     leaves = set(one.seen.parameters) == set(other.seen.parameters)
     return leaves and one.same_forward(other)
+
+
+def _is_base(known: Prepared) -> bool:
+    """Whether plans for other sizes can be made from it."""
+    return known.measured and not known.grown
+
+
+def _bounded_by(bounds: Prepared, known: Prepared) -> bool:
+    """Whether steps of this plan can follow another one as well, and gain little from their own."""
+    if set(known.seen.parameters) != set(bounds.seen.parameters):
+        return False
+    if known.seen.place != bounds.seen.place or len(known.signatures) != len(bounds.signatures):
+        return False
+    if known.apart and known.allocates < _NEAR * bounds.allocates:
+        return False  # for smaller steps
+    return all(map(covers, bounds.signatures, known.signatures))
 
 
 def _for_gradients(plans: list[Prepared]) -> Prepared:

@@ -16,7 +16,9 @@ from functools import cached_property, partial
 
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.ranks import Known
+from lowtide.learning.varying import LARGER, Sizes, sizes_of, total
 from lowtide.memory import margins
+from lowtide.observing.rebuild import OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import (
     HOLD,
@@ -32,7 +34,6 @@ from lowtide.planner import (
 from lowtide.planner.polish import Polish
 from lowtide.running.prepared import Prepared, Signature, plain_seconds, signatures_of
 
-LARGER = 1.15  # where steps grow, plans are also made for this many times the bytes
 _NOTABLE = 0.01  # a share of the step's time
 MOST_GROWN = 2.0  # a larger step than this differs too much, as not all memory grows alike
 
@@ -48,6 +49,7 @@ class Learned:
         measured: whether its memory was measured, or modelled from sizes.
         lessons: how many measured steps like it there were, itself included.
         grown: whether it is a larger step than the watched one, see `larger`.
+        apart: whether that is for all steps that vary each in its own way, see `bounded`.
         own: if the graph has room for what other steps took, see `Partings`: that without it.
         missing: bytes that it takes more than the graph tells, see `Shortfalls`.
     """
@@ -58,6 +60,7 @@ class Learned:
     measured: bool
     lessons: int
     grown: bool = False
+    apart: bool = False
     own: Graph | None = None
     missing: int = 0
 
@@ -71,6 +74,7 @@ class Learned:
             prepared.measured,
             prepared.lessons,
             prepared.grown,
+            prepared.apart,
         )
 
     @cached_property
@@ -214,16 +218,65 @@ class Learned:
                 for event in graph.events
             ]
         )
-        logs = tuple(
-            [
-                replace(log, sizes=tuple(map(grown, log.sizes)), wanted=grown(log.wanted))
-                for log in self.seen.ops
-            ]
-        )
+        logs = [
+            replace(log, sizes=tuple(map(grown, log.sizes)), wanted=grown(log.wanted))
+            for log in self.seen.ops
+        ]
+        return self._grown_to(Graph(values, ops, events, grown(graph.turn)), logs)
+
+    def bounded(self, sizes: Sizes) -> Learned | None:
+        """The same operations, making at most these bytes, in which steps vary each in its own way;
+        None if that is far too much.
+
+        Other memory is taken to grow as all sizes do together. Where a step makes the most in one
+        operation, it makes that much more there than another, and as much of its gradient.
+        """
+        now = sizes_of(self.signatures)
+        growth = max(1.0, total(sizes) / max(total(now), 1))
+        if growth > MOST_GROWN:
+            return None
+        pairs = [(sum(most), sum(own)) for most, own in zip(sizes, now, strict=True)]
+        more = math.ceil(2 * max([0.0, *(most - growth * own for most, own in pairs)]))
+        rates = [max(growth, most / own if own else growth) for most, own in pairs]
+
+        graph, grown = self.graph, partial(_grown, growth)
+        most = [grown(node.nbytes) for node in graph.values]
+        for log, made in zip(self.seen.ops, sizes, strict=True):
+            for number, nbytes in zip(log.outputs, made[:-1], strict=True):
+                most[number] = nbytes
+        values = [replace(node, nbytes=size) for node, size in zip(graph.values, most, strict=True)]
+        ops = [
+            replace(
+                op,
+                workspace=_grown(rate, op.workspace),
+                other=grown(op.other),
+                peak_other=max(
+                    grown(op.peak_other), grown(op.other) + _grown(rate, op.peak_other - op.other)
+                ),
+            )
+            for op, rate in zip(graph.ops, rates, strict=True)
+        ]
+        events = [
+            replace(
+                event,
+                other=grown(event.other) + more,
+                peak_other=grown(event.peak_other) + more,
+                after=event.after and grown(event.after) + more,
+            )
+            for event in graph.events
+        ]
+        logs = [
+            replace(log, sizes=made[:-1], wanted=made[-1])
+            for log, made in zip(self.seen.ops, sizes, strict=True)
+        ]
+        bounds = Graph(tuple(values), tuple(ops), tuple(events), grown(graph.turn))
+        return replace(self._grown_to(bounds, logs), apart=True)
+
+    def _grown_to(self, graph: Graph, logs: Sequence[OpLog]) -> Learned:
         return replace(
             self,
-            graph=Graph(values, ops, events, grown(graph.turn)),
-            seen=replace(self.seen, ops=logs),
+            graph=graph,
+            seen=replace(self.seen, ops=tuple(logs)),
             ran=None,
             lessons=LESSONS,
             grown=True,
@@ -253,9 +306,10 @@ class Learned:
 
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
-        return Prepared.of(
+        found = Prepared.of(
             plan, self.graph, peak, self.seen, self.measured, self.lessons, grown=self.grown
         )
+        return replace(found, apart=True) if self.apart else found
 
 
 def _grown(factor: float, nbytes: int) -> int:

@@ -3,8 +3,8 @@
 Problem: a step is planned from one that was watched, may have other gradients to allocate or less
 room than that one had, and may not fit at all. Invariant: every plan is for what the allowance says
 the step may take, and only a step that no plan brings below that is refused. Imports engine,
-allowance, learned, known_plans, effort, checkups, beside, refusals, shortfalls, ranks; knows
-nothing of recordings. Rejected: planning in `lowtide.loop`, which says when, not how.
+resizing, learned, checkups, refusals, shortfalls, ranks; knows nothing of recordings. Rejected:
+planning in `lowtide.loop`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from typing import Any
 
 from lowtide import _compat, engine
 from lowtide.errors import BudgetError
-from lowtide.learning.allowance import Allowance
-from lowtide.learning.beside import Beside
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
-from lowtide.learning.effort import LESSONS, Effort
-from lowtide.learning.known_plans import KnownPlans
-from lowtide.learning.learned import LARGER, MOST_GROWN, Learned
+from lowtide.learning.effort import LESSONS
+from lowtide.learning.learned import Learned
 from lowtide.learning.partings import Partings
 from lowtide.learning.ranks import Ranks, Step
 from lowtide.learning.refusals import Refusals
+from lowtide.learning.resizing import Resizing
 from lowtide.learning.shortfalls import Shortfalls
 from lowtide.memory import margins
 from lowtide.observing.observer import Observer
@@ -38,27 +36,22 @@ from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
 
 
-class Planning:
+class Planning(Resizing):
     """The part of a budget that plans.
 
     Attributes:
-        allowance: what steps may take.
         place: of the running step among those of the context.
     """
 
     def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
-        self.allowance = Allowance(limit)
+        super().__init__(limit, ranks)
         self.place = 0
-        self._ranks = ranks
         self._news: dict[Step, Learned] = {}  # learned since the ranks have last planned
         self._wanted: dict[Step, None] = {}  # what of it this rank wants to plan
-        self._plans = KnownPlans()
-        self._effort = Effort()
         self._check_ups = CheckUps()
         self._depth = Depth()
         self._partings = Partings()
         self._shortfalls = Shortfalls()
-        self._beside = Beside()
         self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
         self._last: StepDecisions | None = None
         self._measured: tuple[int, tuple[Signature, ...]] | None = None  # the last peak, and whose
@@ -156,6 +149,7 @@ class Planning:
             old.lessons,
             grown=old.grown,
         )
+        found = replace(found, apart=True) if old.apart else found
         if found.peak <= limit:  # else the step is refused, and a later one may have more room
             self._plans.add(found)
         return found
@@ -191,6 +185,8 @@ class Planning:
         if not observer.requests:
             self._nothing_recorded(observer, followed)
             return
+        if self._ranks is None and followed is None:
+            self._varying.note(signatures_of(observer.ops), observer.place)
         if self._ranks is None and not measured and self._grown(observer):
             return
         graph = observer.graph()
@@ -270,16 +266,6 @@ class Planning:
             found = learned.prepared(*learned.solve(limit))
             self._plans.add(replace(found, tried=True))
 
-    def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
-        """Whether a measured step that followed the plan for a larger one should have its own."""
-        assert observer.timeline is not None
-        before = observer.before
-        if observer.timeline.peak > self.allowance.under_plan_of(larger.plain_peak, before):
-            self._plans.remove(larger)
-            return True
-        self._plans.confirm(larger)
-        return self._effort.smaller(larger, decisions.seen, measured=True)
-
     def _worth_planning(self, decisions: StepDecisions, learned: Learned, usual: bool) -> bool:
         """Whether to plan steps like a watched one that did not exceed its limit. `usual`: it took
         the memory that was predicted."""
@@ -337,9 +323,8 @@ class Planning:
             # leave less: an optimizer's state is allocated once.
             return
         if self._ranks is None and learned.measured:
-            _, ratio = self._plans.outgrown(signatures_of(learned.seen.ops), learned.seen.place)
-            if ratio > 1:  # it outgrew known steps, and the next one may be larger still
-                larger = learned.larger(min(ratio, MOST_GROWN))
+            larger = self._larger(learned, learned.signatures, learned.seen.place)
+            if larger is not None:  # it outgrew known steps, and the next one may be larger still
                 self._beside.ask(partial(larger.search, limit, engine.annealing()))
         self._plans.add(learned.prepared(plan, peak))
 
@@ -350,42 +335,6 @@ class Planning:
         self._plans.confirm(followed)
         search = learned.faster if only_if_faster else learned.search
         self._beside.ask(partial(search, limit, engine.annealing()))
-
-    def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
-        """Plan an unmeasured step that followed the plan for a larger one, if that pays."""
-        if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
-            return
-        if not self._effort.smaller(larger, seen, measured=False):
-            return
-        smaller = Learned.of(larger).of_sizes(seen)
-        before = larger.seen.before
-        limit = self.allowance.under_plan_of(larger.plain_peak, before)
-        polish = engine.annealing()
-
-        def search() -> Prepared | None:
-            begin = time.perf_counter()
-            found = smaller.search(limit, polish)
-            self._effort.spent(time.perf_counter() - begin, smaller.seconds)
-            return None if found is None else replace(found, measured=False)
-
-        self._beside.ask(search)
-
-    def _grown(self, observer: Observer) -> bool:
-        """For an unmeasured step that is larger than the measured ones, plan for larger steps: a
-        model of its own backward would need a wider margin, and it is not likely to recur."""
-        nearest, ratio = self._plans.outgrown(signatures_of(observer.ops), observer.place)
-        most = MOST_GROWN if self._effort.patient() else LARGER
-        if nearest is None or ratio > most:
-            return False
-        before = observer.before
-        limit = self.allowance.under_plan_of(nearest.plain_peak, before)
-        larger = Learned.of(nearest).larger(ratio)
-        found = larger.search(limit, engine.annealing())
-        if found is None:
-            self._effort.in_vain()
-            return False
-        self._plans.add(found)
-        return True
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them. A collective of the group."""

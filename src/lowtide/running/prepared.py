@@ -101,6 +101,8 @@ class Prepared:
     """How many measured steps, one after the other, it was made from."""
     grown: bool
     """Whether it is for a larger step than the measured one, see `Learned.larger`."""
+    apart: bool = False
+    """Whether that is for all steps that vary each in its own way, see `Learned.bounded`."""
     tried: bool = False
     """Whether a step that followed it was measured, and kept its limit."""
     of_plain: int | None = None

@@ -1,0 +1,128 @@
+"""Plans for steps of the same operations as known ones, on other sizes.
+
+Problem: where batches have other lengths, or data decides how many rows a part of the network gets,
+hardly any step comes again. Invariant: a plan for larger steps is a bound, which each operation of
+a step that follows it is checked against; one that was measured above its limit is given up.
+Imports engine, allowance, learned, known_plans, effort, beside, ranks, varying. Rejected: planning
+each such step when it comes, which takes many times its own time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lowtide import engine
+from lowtide.learning.allowance import Allowance
+from lowtide.learning.beside import Beside
+from lowtide.learning.effort import Effort
+from lowtide.learning.known_plans import KnownPlans
+from lowtide.learning.learned import MOST_GROWN, Learned
+from lowtide.learning.ranks import Ranks
+from lowtide.learning.varying import LARGER, Varying, grew_apart
+from lowtide.observing.observer import Observer
+from lowtide.running.decide import StepDecisions
+from lowtide.running.prepared import Prepared, Signature, signatures_of
+
+
+class Resizing:
+    """The part of a budget that plans for other sizes.
+
+    Attributes:
+        allowance: what steps may take.
+    """
+
+    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
+        self.allowance = Allowance(limit)
+        self._ranks = ranks
+        self._plans = KnownPlans()
+        self._effort = Effort()
+        self._beside = Beside()
+        self._varying = Varying()
+
+    # ------------------------------------------------------------------ larger steps
+
+    def _larger(self, learned: Learned, seen: Sequence[Signature], place: int) -> Learned | None:
+        """For a step that outgrew the known ones: a still larger step like a learned one. None if
+        it can follow a plan as it is, or is too much larger."""
+        near, ratio = self._plans.outgrown(seen, place)
+        if near is None:
+            return None
+        if not grew_apart(near.signatures, seen, ratio):
+            return learned.larger(min(ratio, MOST_GROWN))
+        sizes = self._varying.bounds(seen, place)
+        return None if sizes is None else learned.bounded(sizes)
+
+    def _grown(self, observer: Observer) -> bool:
+        """For an unmeasured step that is larger than the measured ones, plan for larger steps: a
+        model of its own backward would need a wider margin, and it is not likely to recur."""
+        seen, place = signatures_of(observer.ops), observer.place
+        near, ratio = self._plans.outgrown(seen, place)
+        if near is None:
+            return False
+        patient = self._effort.patient()
+        if grew_apart(near.signatures, seen, ratio):
+            worth = patient or self._varying.due(seen, place)
+        else:
+            worth = ratio <= (MOST_GROWN if patient else LARGER)
+        larger = self._larger(Learned.of(near), seen, place) if worth else None
+        if larger is None:
+            return False
+        limit = self.allowance.under_plan_of(near.plain_peak, observer.before)
+        found = larger.search(limit, engine.annealing())
+        if found is None:
+            self._effort.in_vain()
+            return False
+        self._plans.add(found)
+        return True
+
+    # ------------------------------------------------------------------ smaller steps
+
+    def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
+        """Whether a measured step that followed the plan for a larger one should have its own."""
+        assert observer.timeline is not None
+        before = observer.before
+        if observer.timeline.peak > self.allowance.under_plan_of(larger.plain_peak, before):
+            self._plans.remove(larger)
+            return True
+        self._plans.confirm(larger)
+        if larger.apart:
+            self._plan_smaller(larger, decisions.seen)
+            return False
+        return self._effort.smaller(larger, decisions.seen, measured=True)
+
+    def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
+        """Plan a step that followed the plan for a larger one, if that pays, from what is known of
+        that."""
+        if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
+            return
+        if not self._effort.smaller(larger, seen, measured=False):
+            return
+        smaller = self._smaller(larger, seen)
+        if smaller is None:
+            return
+        before = larger.seen.before
+        limit = self.allowance.under_plan_of(larger.plain_peak, before)
+        polish = engine.annealing()
+
+        def search() -> Prepared | None:
+            begin = time.perf_counter()
+            found = smaller.search(limit, polish)
+            self._effort.spent(time.perf_counter() - begin, smaller.seconds)
+            return None if found is None else replace(found, measured=False)
+
+        self._beside.ask(search)
+
+    def _smaller(self, larger: Prepared, seen: Sequence[Signature]) -> Learned | None:
+        if not larger.apart:
+            return Learned.of(larger).of_sizes(seen)
+        self._varying.note(seen, larger.seen.place)
+        sizes = self._varying.smaller(seen, larger.seen.place)
+        if sizes is None:
+            return None
+        signatures = [
+            (name, most[:-1], reads, most[-1])
+            for (name, _, reads, _), most in zip(seen, sizes, strict=True)
+        ]
+        return Learned.of(larger).of_sizes(signatures)
