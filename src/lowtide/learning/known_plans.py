@@ -47,8 +47,8 @@ class KnownPlans:
         in its own way takes the place of those of single ones, none of which comes again."""
         others = [known for known in self._plans if not _same_step(known, prepared)]
         if prepared.apart and prepared.measured:
-            replaced = [known for known in others if _bounded_by(prepared, known)]
-            others = [known for known in others if known not in replaced]
+            replaced = [known for known in self._plans if _bounded_by(prepared, known)]
+            others = [known for known in others if not any(known is one for one in replaced)]
             self._bases = [*filter(_is_base, replaced), *self._bases][:_BASES]
         self._change([prepared, *others])
         if len(self._plans) > _KEPT:

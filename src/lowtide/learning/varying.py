@@ -34,6 +34,7 @@ class _Seen:
     least: Sizes
     most: Sizes
     share: list[list[float]]  # the largest shares of a step's bytes
+    steps: int = 0
     missed: int = 0  # steps that no plan covered, since bounds were last asked for
     asked: int = 0  # how often they were
 
@@ -55,6 +56,7 @@ class Varying:
         whole = max(total(sizes), 1)
         for shares, made in zip(known.share, sizes, strict=True):
             shares[:] = map(max, shares, [size / whole for size in made])
+        known.steps += 1
         known.missed += 1
         self._seen[kind] = known
         if len(self._seen) > _KEPT:
@@ -120,8 +122,11 @@ def _each(which: Callable[[int, int], int], one: Sizes, other: Sizes) -> Sizes:
 
 
 def _bounds(known: _Seen) -> Sizes:
-    return _each(_with_slack, known.least, known.most)
+    """The most so far, and a part of the range beyond it: of sizes as they are drawn from a normal
+    distribution, four steps give a bound of three standard deviations, and thirty four."""
+    part = 0.5 + 2 / known.steps
 
+    def bound(least: int, most: int) -> int:
+        return most + math.ceil(part * (most - least))
 
-def _with_slack(least: int, most: int) -> int:
-    return most if least == most else math.ceil(LARGER * most + (most - least) / 2)
+    return _each(bound, known.least, known.most)

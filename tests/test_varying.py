@@ -1,0 +1,269 @@
+"""Rule 13 where data decides the sizes: no step is larger than another in everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.learning.effort import LESSONS
+from lowtide.learning.known_plans import KnownPlans
+from lowtide.learning.learned import MOST_GROWN, Learned
+from lowtide.learning.varying import LARGER, Varying, grew_apart, sizes_of, total
+from lowtide.planner import plain_peak
+from lowtide.running.prepared import Prepared, Signature, covers
+from test_changing_sizes import peak_of, train
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+
+
+class Mixture(nn.Module):
+    """Layers of experts; a router sends each row to two of them."""
+
+    def __init__(self, layers: int = 3, experts: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routers = nn.ModuleList(nn.Linear(32, experts) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.ModuleList(
+                nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                for _ in range(experts)
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for router, experts in zip(self.routers, self.layers, strict=True):
+            weight, chosen = router(x).softmax(-1).topk(2, -1)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(experts):  # type: ignore[arg-type]
+                rows, place = torch.where(chosen == number)
+                out.index_add_(0, rows, expert(x[rows]) * weight[rows, place, None])
+            x = x + out
+        return x
+
+
+def batch(seed: int, count: int = 256) -> Tensor:
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def test_steps_of_data_dependent_routing_follow_one_plan(replayed: Callable[[], int]) -> None:
+    model = Mixture()
+    most = max(peak_of(copy.deepcopy(model), batch(seed)) for seed in range(40))
+    limit = lowtide.budget(int(0.6 * most))
+    train(model, limit, map(batch, range(20)))
+    replayed()
+    ways = train(model, limit, map(batch, range(20, 40)))
+    assert ways.count("covered") >= 16  # all are new
+    assert ways.count("planned") == 0
+    assert replayed() > 0
+    plans = list(limit._loop._plans)
+    assert any(plan.apart for plan in plans)
+    assert len(plans) < 12  # not one for each step
+
+
+def test_with_lengths_that_vary_as_well() -> None:
+    """There are plans for shorter batches too, in which each expert may get its usual share."""
+    model = Mixture()
+    most = max(peak_of(copy.deepcopy(model), batch(seed, 400)) for seed in range(5))
+    limit = lowtide.budget(int(0.6 * most))
+    count = [400, 200, 300, 120] * 20
+    ways = train(model, limit, map(batch, range(50), count[:50]))
+    assert ways[25:].count("covered") >= 20
+    limit._loop._beside.wait()
+    sizes = {plan.allocates for plan in limit._loop._plans if plan.apart}
+    assert min(sizes) < 0.7 * max(sizes)
+
+
+def test_a_step_above_the_bounds_is_inside_the_limit_all_the_same() -> None:
+    model = Mixture()
+    most = max(peak_of(copy.deepcopy(model), batch(seed)) for seed in range(10))
+    limit = lowtide.budget(int(0.7 * most))
+    train(model, limit, map(batch, range(12)))
+    biased = batch(99) * 0.01 + batch(1)[:1]  # all rows go to the same experts
+    assert train(model, limit, [biased]) == ["none"]
+    train(model, limit, map(batch, range(12, 16)))
+
+
+# --- what is known of the sizes ------------------------------------------------------------------
+
+
+def signatures(*sizes: int) -> list[Signature]:
+    return [("mul", (size,), (-1,), 4) for size in sizes]
+
+
+def test_what_never_varied_has_no_slack() -> None:
+    varying = Varying()
+    for second in (100, 140, 120, 110):
+        varying.note(signatures(8, second), 0)
+    bounds = varying.bounds(signatures(8, 120), 0)
+    assert bounds == ((8, 4), (180, 4))  # the most, and the range of four once more
+    for second in [125] * 36:
+        varying.note(signatures(8, second), 0)
+    assert varying.bounds(signatures(8, 120), 0) == ((8, 4), (162, 4))
+
+
+def test_other_steps_have_other_bounds() -> None:
+    varying = Varying()
+    varying.note(signatures(8, 9), 0)
+    assert varying.bounds(signatures(8, 9), 0) is None  # of one step
+    varying.note(signatures(8, 10), 1)
+    varying.note([("mul", (8,), (-1,), 4), ("mul", (10,), (0,), 4)], 0)
+    varying.note(signatures(8, 10, 11), 0)
+    assert varying.bounds(signatures(8, 9), 0) is None
+    varying.note(signatures(9, 9), 0)
+    assert varying.bounds(signatures(8, 9), 0) is not None
+    for count in range(3, 12):  # as many kinds are known as there are places for
+        varying.note(signatures(*range(count)), 0)
+    assert varying.bounds(signatures(8, 9), 0) is None
+
+
+def test_bounds_for_steps_of_about_the_same_bytes() -> None:
+    varying = Varying()
+    for whole, share in [(1000, 0.45), (1000, 0.5), (400, 0.45), (500, 0.5)] * 10:
+        varying.note(signatures(int(whole * share), int(whole * (1 - share))), 0)
+    found = varying.smaller(signatures(160, 240), 0)
+    assert found is not None
+    whole = 408 * LARGER  # with the gradients
+    assert abs(found[0][0] - whole * 0.5) < 5
+    assert abs(found[1][0] - whole * 0.55) < 5
+    assert found[0][1] == 4
+    assert varying.smaller(signatures(500, 500), 0) is None  # about what the larger ones take
+    assert varying.smaller(signatures(1, 2, 3), 0) is None
+
+
+def test_bounds_are_asked_for_ever_more_seldom_where_they_do_not_hold() -> None:
+    varying, asked = Varying(), []
+    for step in range(40):
+        seen = signatures(8, 10 + 7**step)
+        varying.note(seen, 0)
+        if varying.due(seen, 0) and varying.bounds(seen, 0) is not None:
+            asked.append(step)
+    assert asked == [1, 3, 6, 10, 15, 21, 28, 36]
+
+
+def test_which_steps_are_larger_ones() -> None:
+    near = signatures(100, 100, 100)
+    assert not grew_apart(near, signatures(150, 150, 150), 1.5)
+    assert not grew_apart(near, signatures(150, 150, 100), 1.5)
+    assert grew_apart(near, signatures(150, 100, 100), 1.5)
+    assert grew_apart(near, signatures(150, 60, 90), 1.5)
+    assert grew_apart(signatures(0, 100), signatures(1, 300), float("inf"))
+    assert grew_apart([], [], 1.5)
+
+
+# --- a plan for them ------------------------------------------------------------------------------
+
+
+MODEL = Mixture(2, 3)  # whose parameters the plans are for
+
+
+def learned_step() -> Learned:
+    model = MODEL
+    limit = lowtide.budget(int(0.8 * peak_of(copy.deepcopy(model), batch(0))))
+    peak_of(model, batch(0), limit)
+    limit.report()
+    [prepared] = limit._loop._plans
+    return Learned.of(prepared)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(1.0, 1.6), min_size=200, max_size=200), st.floats(0, 1))
+def test_bounds_are_bounds(factors: list[float], share: float) -> None:
+    learned = LEARNED.setdefault("step", None) or learned_step()
+    LEARNED["step"] = learned
+    now = sizes_of(learned.signatures)
+    sizes = tuple(
+        [
+            tuple([int(size * factor) if number < share * len(now) else size for size in made])
+            for number, (made, factor) in enumerate(zip(now, factors, strict=False))
+        ]
+    )
+    assert len(sizes) == len(now)
+    found = learned.bounded(sizes)
+    assert found is not None
+    assert found.grown
+    assert found.apart
+    assert found.lessons == LESSONS
+    assert sizes_of(found.signatures) == sizes
+    assert all(map(covers, found.signatures, learned.signatures))
+    for more, less in (
+        (found.graph.values, learned.graph.values),
+        (found.graph.ops, learned.graph.ops),
+        (found.graph.events, learned.graph.events),
+    ):
+        for one, other in zip(more, less, strict=True):
+            for name in ("nbytes", "workspace", "other", "peak_other", "after"):
+                assert getattr(one, name, 0) >= getattr(other, name, 0)
+    if sizes == now:
+        assert found.graph == learned.graph
+    else:
+        assert plain_peak(found.graph) >= plain_peak(learned.graph)
+
+
+LEARNED: dict[str, Any] = {}
+
+
+def test_no_plan_for_far_too_much() -> None:
+    learned = learned_step()
+    now = sizes_of(learned.signatures)
+    sizes = tuple([tuple([int(size * MOST_GROWN * 1.01) for size in made]) for made in now])
+    assert learned.bounded(sizes) is None
+
+
+def test_it_replaces_those_of_single_steps() -> None:
+    learned = learned_step()
+    single = learned.search(1 << 40)
+    assert single is not None
+    now = sizes_of(learned.signatures)
+    plans = KnownPlans()
+    plans.add(single)
+    smaller = tuple([tuple([size * 19 // 20 for size in made]) for made in now])
+    for sizes in (smaller, now, tuple([tuple([size * 11 // 10 for size in m]) for m in now])):
+        bounds = learned.bounded(sizes)
+        assert bounds is not None
+        found = bounds.search(1 << 40)
+        assert isinstance(found, Prepared)
+        plans.add(found)
+        if sizes is smaller:
+            assert list(plans) == [found, single]  # whose step does not fit in
+        else:
+            assert list(plans) == [found]
+    # What they were made from is still known.
+    larger = [replace_sizes(one, 12) for one in learned.signatures]
+    near, ratio = plans.outgrown(larger, single.seen.place)
+    assert near is single
+    assert abs(ratio - 1.2) < 0.01
+    assert total(sizes_of(larger)) > total(sizes_of(found.signatures))
+
+
+def replace_sizes(signature: Signature, tenths: int) -> Signature:
+    name, made, reads, wanted = signature
+    return name, tuple([size * tenths // 10 for size in made]), reads, wanted * tenths // 10
+
+
+def test_plans_for_much_smaller_steps_stay() -> None:
+    learned = learned_step()
+    now = sizes_of(learned.signatures)
+    half = tuple([tuple([size // 2 for size in made]) for made in now])
+    plans = KnownPlans()
+    for sizes in (half, now):
+        signatures = [
+            (name, made[:-1], reads, made[-1])
+            for (name, _, reads, _), made in zip(learned.signatures, sizes, strict=True)
+        ]
+        bounds = replace(learned.of_sizes(signatures), grown=True, apart=True)
+        found = bounds.search(1 << 40)
+        assert found is not None
+        assert found.apart
+        plans.add(found)
+    assert [plan.allocates for plan in plans] == sorted((p.allocates for p in plans), reverse=True)
+    assert len(list(plans)) == 2
