@@ -135,6 +135,30 @@ def anew() -> tuple[nn.Module, Step]:
     return nn.ModuleList([lstm, gru, head]), step
 
 
+def routed(shortest: int = 192) -> tuple[nn.Module, Step]:
+    """A Mixtral whose experts run one by one, each on the words that its router gives it."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=8,
+    )  # fmt: skip
+    net = MixtralForCausalLM(config)
+    net.set_experts_implementation("eager")
+
+    def step(draw: random.Random) -> Tensor:
+        words = torch.randint(1000, (4, draw.randint(shortest, 192)))
+        loss: Tensor = net(input_ids=words, labels=words).loss
+        return loss
+
+    return net, step
+
+
+def lengths() -> tuple[nn.Module, Step]:
+    """The same on texts of any length."""
+    return routed(48)
+
+
 NETWORKS = {
     "heads": heads,
     "depth": depth,
@@ -142,6 +166,8 @@ NETWORKS = {
     "packed": packed,
     "cell": cell,
     "anew": anew,
+    "routed": routed,
+    "lengths": lengths,
 }
 
 

@@ -17,7 +17,7 @@ import lowtide
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import MOST_GROWN, Learned
-from lowtide.learning.varying import LARGER, Varying, grew_apart, sizes_of, total
+from lowtide.learning.varying import LARGER, Varying, sizes_of, total
 from lowtide.planner import plain_peak
 from lowtide.running.prepared import Prepared, Signature, covers
 from test_changing_sizes import peak_of, train
@@ -102,28 +102,42 @@ def signatures(*sizes: int) -> list[Signature]:
 
 def test_what_never_varied_has_no_slack() -> None:
     varying = Varying()
-    for second in (100, 140, 120, 110):
-        varying.note(signatures(8, second), 0)
-    bounds = varying.bounds(signatures(8, 120), 0)
-    assert bounds == ((8, 4), (180, 4))  # the most, and the range of four once more
-    for second in [125] * 36:
-        varying.note(signatures(8, second), 0)
-    assert varying.bounds(signatures(8, 120), 0) == ((8, 4), (162, 4))
+    for first in (100, 140, 120, 110):
+        varying.note(signatures(8, first, 240 - first), 0)
+    seen = signatures(8, 120, 120)
+    assert varying.apart(seen, 0)
+    # The most, and the range of four once more.
+    assert varying.bounds(seen, 0) == ((8, 4), (180, 4), (180, 4))
+    for _ in range(36):
+        varying.note(seen, 0)
+    assert varying.bounds(seen, 0) == ((8, 4), (162, 4), (162, 4))
+
+
+def test_larger_steps_are_not_apart() -> None:
+    varying = Varying()
+    for size in (100, 300, 200, 250):
+        seen = signatures(8, size, size + 4)
+        varying.note(seen, 0)
+        assert not varying.apart(seen, 0)
+    varying.note(signatures(8, 252, 252), 0)  # by less than what counts
+    assert not varying.apart(signatures(8, 1, 1), 0)
+    varying.note(signatures(8, 290, 180), 0)
+    assert varying.apart(signatures(8, 1, 1), 0)
 
 
 def test_other_steps_have_other_bounds() -> None:
     varying = Varying()
     varying.note(signatures(8, 9), 0)
-    assert varying.bounds(signatures(8, 9), 0) is None  # of one step
+    assert not varying.served(signatures(8, 9), 0)
     varying.note(signatures(8, 10), 1)
     varying.note([("mul", (8,), (-1,), 4), ("mul", (10,), (0,), 4)], 0)
     varying.note(signatures(8, 10, 11), 0)
-    assert varying.bounds(signatures(8, 9), 0) is None
-    varying.note(signatures(9, 9), 0)
-    assert varying.bounds(signatures(8, 9), 0) is not None
+    assert varying.bounds(signatures(8, 7), 0) == ((8, 4), (9, 4))
+    assert varying.served(signatures(1, 1), 0)
+    assert not varying.served(signatures(1, 1), 1)
     for count in range(3, 12):  # as many kinds are known as there are places for
         varying.note(signatures(*range(count)), 0)
-    assert varying.bounds(signatures(8, 9), 0) is None
+    assert not varying.served(signatures(1, 1), 0)
 
 
 def test_bounds_for_steps_of_about_the_same_bytes() -> None:
@@ -133,11 +147,11 @@ def test_bounds_for_steps_of_about_the_same_bytes() -> None:
     found = varying.smaller(signatures(160, 240), 0)
     assert found is not None
     whole = 408 * LARGER  # with the gradients
-    assert abs(found[0][0] - whole * 0.5) < 5
-    assert abs(found[1][0] - whole * 0.55) < 5
+    assert abs(found[0][0] - whole * (0.5 + 0.55 * 0.05)) < 5
+    assert abs(found[1][0] - whole * (0.55 + 0.55 * 0.05)) < 5
     assert found[0][1] == 4
-    assert varying.smaller(signatures(500, 500), 0) is None  # about what the larger ones take
-    assert varying.smaller(signatures(1, 2, 3), 0) is None
+    assert varying.smaller(signatures(500, 500), 0) is None  # that is what all may take
+    assert varying.smaller(signatures(390, 10), 0) == ((390, 4), found[1])  # itself included
 
 
 def test_bounds_are_asked_for_ever_more_seldom_where_they_do_not_hold() -> None:
@@ -145,19 +159,10 @@ def test_bounds_are_asked_for_ever_more_seldom_where_they_do_not_hold() -> None:
     for step in range(40):
         seen = signatures(8, 10 + 7**step)
         varying.note(seen, 0)
-        if varying.due(seen, 0) and varying.bounds(seen, 0) is not None:
+        if varying.due(seen, 0):
+            varying.bounds(seen, 0)
             asked.append(step)
-    assert asked == [1, 3, 6, 10, 15, 21, 28, 36]
-
-
-def test_which_steps_are_larger_ones() -> None:
-    near = signatures(100, 100, 100)
-    assert not grew_apart(near, signatures(150, 150, 150), 1.5)
-    assert not grew_apart(near, signatures(150, 150, 100), 1.5)
-    assert grew_apart(near, signatures(150, 100, 100), 1.5)
-    assert grew_apart(near, signatures(150, 60, 90), 1.5)
-    assert grew_apart(signatures(0, 100), signatures(1, 300), float("inf"))
-    assert grew_apart([], [], 1.5)
+    assert asked == [0, 2, 5, 9, 14, 20, 27, 35]
 
 
 # --- a plan for them ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
 
 _KEPT = 32
 _BASES = 8
-_NEAR = 0.9  # of the bytes of other bounds, from where on they serve as well
+_NEAR, _MORE = 0.85, 1.05  # of the bytes of new bounds, between which older ones are replaced
 PLACES = 16
 """Steps of one context that are told apart; all later ones count as being at one place."""
 
@@ -47,7 +47,7 @@ class KnownPlans:
         in its own way takes the place of those of single ones, none of which comes again."""
         others = [known for known in self._plans if not _same_step(known, prepared)]
         if prepared.apart and prepared.measured:
-            replaced = [known for known in self._plans if _bounded_by(prepared, known)]
+            replaced = [known for known in self._plans if _replaced_by(prepared, known)]
             others = [known for known in others if not any(known is one for one in replaced)]
             self._bases = [*filter(_is_base, replaced), *self._bases][:_BASES]
         self._change([prepared, *others])
@@ -79,10 +79,10 @@ class KnownPlans:
 
         A plan from a dry run or a file has leaves of its own, so it stays next to the plan for the
         real step, and does not count. Nor does one whose step was measured since: a plan from that
-        is on its way.
+        is on its way. Nor does one for steps none of which comes again.
         """
         return any(
-            not (prepared.measured or prepared.tried)
+            not (prepared.measured or prepared.tried or prepared.apart)
             and not any(known.measured and known.same_forward(prepared) for known in self._plans)
             for prepared in self._plans
         )
@@ -231,15 +231,20 @@ def _is_base(known: Prepared) -> bool:
     return known.measured and not known.grown
 
 
-def _bounded_by(bounds: Prepared, known: Prepared) -> bool:
-    """Whether steps of this plan can follow another one as well, and gain little from their own."""
+def _replaced_by(bounds: Prepared, known: Prepared) -> bool:
+    """Whether steps of this plan can follow a new one as well, or the new bounds take the place of
+    older ones: between bounds for much the same bytes, steps would only change back and forth."""
     if set(known.seen.parameters) != set(bounds.seen.parameters):
         return False
     if known.seen.place != bounds.seen.place or len(known.signatures) != len(bounds.signatures):
         return False
-    if known.apart and known.allocates < _NEAR * bounds.allocates:
-        return False  # for smaller steps
-    return all(map(covers, bounds.signatures, known.signatures))
+    if not known.apart:
+        return all(map(covers, bounds.signatures, known.signatures))
+    near = _NEAR * bounds.allocates <= known.allocates <= bounds.allocates * _MORE
+    return near and all(
+        new[0] == old[0] and new[2] == old[2]
+        for new, old in zip(bounds.signatures, known.signatures, strict=True)
+    )
 
 
 def _for_gradients(plans: list[Prepared]) -> Prepared:

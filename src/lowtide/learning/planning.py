@@ -286,6 +286,10 @@ class Planning(Resizing):
         self._know(learned, ranks)
         before = learned.seen.before
         limit = self.allowance.planned(learned.plain_peak, before)
+        seen, place = learned.signatures, learned.seen.place
+        if self._ranks is None and kept and self._varying.served(seen, place):
+            self._plan_larger(learned, limit)
+            return
         # Training waits for this plan, and a better one is soon searched for beside it: annealing
         # would take most of the wait. No group of ranks searches beside training.
         final = learned.lessons >= LESSONS or (learned.measured and self._ranks is not None)
@@ -323,9 +327,7 @@ class Planning(Resizing):
             # leave less: an optimizer's state is allocated once.
             return
         if self._ranks is None and learned.measured:
-            larger = self._larger(learned, learned.signatures, learned.seen.place)
-            if larger is not None:  # it outgrew known steps, and the next one may be larger still
-                self._beside.ask(partial(larger.search, limit, engine.annealing()))
+            self._plan_larger(learned, limit)
         self._plans.add(learned.prepared(plan, peak))
 
     def _plan_better(

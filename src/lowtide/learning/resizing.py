@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from lowtide import engine
 from lowtide.learning.allowance import Allowance
@@ -20,7 +21,7 @@ from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import MOST_GROWN, Learned
 from lowtide.learning.ranks import Ranks
-from lowtide.learning.varying import LARGER, Varying, grew_apart
+from lowtide.learning.varying import LARGER, Varying
 from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
@@ -49,10 +50,15 @@ class Resizing:
         near, ratio = self._plans.outgrown(seen, place)
         if near is None:
             return None
-        if not grew_apart(near.signatures, seen, ratio):
+        if not self._varying.apart(seen, place):
             return learned.larger(min(ratio, MOST_GROWN))
-        sizes = self._varying.bounds(seen, place)
-        return None if sizes is None else learned.bounded(sizes)
+        return learned.bounded(self._varying.bounds(seen, place))
+
+    def _plan_larger(self, learned: Learned, limit: int) -> None:
+        """If a measured step outgrew the known ones, the next one may be larger still."""
+        larger = self._larger(learned, learned.signatures, learned.seen.place)
+        if larger is not None:
+            self._beside.ask(partial(larger.search, limit, engine.annealing()))
 
     def _grown(self, observer: Observer) -> bool:
         """For an unmeasured step that is larger than the measured ones, plan for larger steps: a
@@ -62,8 +68,10 @@ class Resizing:
         if near is None:
             return False
         patient = self._effort.patient()
-        if grew_apart(near.signatures, seen, ratio):
+        if self._varying.apart(seen, place):
             worth = patient or self._varying.due(seen, place)
+            if not worth and self._varying.served(seen, place):
+                return True
         else:
             worth = ratio <= (MOST_GROWN if patient else LARGER)
         larger = self._larger(Learned.of(near), seen, place) if worth else None
@@ -87,7 +95,7 @@ class Resizing:
             self._plans.remove(larger)
             return True
         self._plans.confirm(larger)
-        if larger.apart:
+        if self._varying.apart(decisions.seen, larger.seen.place):
             self._plan_smaller(larger, decisions.seen)
             return False
         return self._effort.smaller(larger, decisions.seen, measured=True)
@@ -115,14 +123,19 @@ class Resizing:
         self._beside.ask(search)
 
     def _smaller(self, larger: Prepared, seen: Sequence[Signature]) -> Learned | None:
-        if not larger.apart:
-            return Learned.of(larger).of_sizes(seen)
-        self._varying.note(seen, larger.seen.place)
-        sizes = self._varying.smaller(seen, larger.seen.place)
+        """What is known of a step that followed the plan for a larger one, or of all steps that
+        make about as much."""
+        learned, place = Learned.of(larger), larger.seen.place
+        self._varying.note(seen, place)
+        if not self._varying.apart(seen, place):
+            return learned.of_sizes(seen)
+        sizes = self._varying.smaller(seen, place)
         if sizes is None:
             return None
-        signatures = [
-            (name, most[:-1], reads, most[-1])
-            for (name, _, reads, _), most in zip(seen, sizes, strict=True)
+        bounds = [
+            (name, tuple(map(min, most, made)), reads, min(wants, wanted))
+            for (name, most, reads, wants), (*made, wanted) in zip(
+                larger.signatures, sizes, strict=True
+            )
         ]
-        return Learned.of(larger).of_sizes(signatures)
+        return replace(learned.of_sizes(bounds), grown=True, apart=True)
