@@ -8,6 +8,7 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import Way, bits, check, gradients, leaf
 from lowtide import engine
+from lowtide.loop import Loop
 from lowtide.step import current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.recorder import Recorder
@@ -171,3 +173,45 @@ def test_an_interrupt_that_python_swallows_leaves_no_storage_behind(
     with engine.use("python"):
         check(scenario)
     assert met
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize("at", ["_finish", "_next_decisions", "_started"])
+def test_an_interrupt_between_two_steps_of_a_context_arrives_as_itself(
+    monkeypatch: pytest.MonkeyPatch, at: str, caught: bool
+) -> None:
+    """Where one step has been learned from and the next has not begun, which planning may make
+    long. The program may go on inside the context, or leave it with the interrupt."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    budget = lowtide.budget("1 GB")
+
+    def run() -> list[Any]:
+        model.zero_grad()
+        with budget:
+            model(x).exp().sum().backward()
+            try:
+                model(x + 1).exp().sum().backward()
+            except KeyboardInterrupt:
+                if not caught:
+                    raise
+            model(x + 2).exp().sum().backward()
+        return [bits(parameter.grad) for parameter in model.parameters()]
+
+    expected, called = run(), getattr(Loop, at)
+
+    def interrupted(self: Loop, *args: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "next_step" and not met:
+            met.append(self)
+            raise KeyboardInterrupt
+        return called(self, *args)
+
+    met: list[Loop] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, at, interrupted)
+        with contextlib.nullcontext() if caught else pytest.raises(KeyboardInterrupt):
+            run()
+    assert met
+    assert settled()
+    assert run() == expected
+    assert budget.report().steps > 3

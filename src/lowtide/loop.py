@@ -58,6 +58,7 @@ class Loop(Unrecorded):
         self.steps = 0
         self.model: weakref.ref[torch.nn.Module] | None = None
         self._recording: Recording | None = None
+        self._recorded: StepDecisions | None = None  # the step that it records, or the last one
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
@@ -131,9 +132,10 @@ class Loop(Unrecorded):
         return decisions
 
     def _started(self, decisions: StepDecisions, tape: Tape) -> None:
+        self._recorded = decisions
+        self._active.append(decisions)
         decisions.attach(tape)
         self.steps += 1
-        self._active.append(decisions)
 
     def _moved(self) -> None:
         """The limit applies to another device than assumed: what was measured so far is void."""
@@ -143,13 +145,14 @@ class Loop(Unrecorded):
 
     def next_step(self) -> None:
         """Called when autograd saves something after a backward that ran inside the context."""
-        recording, over = self._recording, self._active[-1]
-        if recording is None or _compat.in_backward() or not recording.at_its_root:
+        recording, over = self._recording, self._recorded
+        if recording is None or over is None or _compat.in_backward() or not recording.at_its_root:
             return
         over.drop_replayed()
         recording.recorder.met_unusual()
         self._idling.turned(None)
-        self._finish(over)
+        if over in self._active:  # else an interrupt has come in here, and the program goes on
+            self._finish(over)
         self._earlier.add(recording.recorder)
         self.allowance.before = self._gathered + self._earlier.nbytes
         self.compared = idling.NOTHING
@@ -164,12 +167,12 @@ class Loop(Unrecorded):
         trace: TracebackType | None,
     ) -> None:
         """Stop recording, for this reason if `error` is not None."""
-        recording = self._recording
+        recording, decisions = self._recording, self._recorded
         assert recording is not None
-        decisions = self._active[-1]  # a step begins only when those before it are over
+        assert decisions is not None
         try:
             try:
-                self._recording = None
+                self._recording = self._recorded = None
                 if kind is None:
                     decisions.leave_room()
                 decisions.forward_ends()
@@ -192,7 +195,8 @@ class Loop(Unrecorded):
                 known = self._halfway  # TorchScript replaces Python's errors by its own
             self._halfway = None
             if error is not None or known is not None:  # half a step teaches nothing
-                self._active.remove(decisions)
+                # An interrupt between two steps of the context meets one that is over already.
+                self._active = [step for step in self._active if step is not decisions]
                 decisions.discard()
             if known is not None:
                 try:
@@ -211,7 +215,7 @@ class Loop(Unrecorded):
         """Close a recording that an interrupt has left open; see `Recording.make_sure`."""
         if self._recording is not None:
             self._recording.make_sure()
-            self._recording = None
+            self._recording = self._recorded = None
         self._earlier.end()
 
     # ------------------------------------------------------------------ a step's life
