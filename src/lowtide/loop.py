@@ -302,7 +302,7 @@ class Loop(Unrecorded):
         self._settle(decisions, observer)
 
     def _finish(self, decisions: StepDecisions) -> None:
-        """Learn from a step whose backward has run; called outside of any backward.
+        """Learn from a step whose backward has run, not failed; called outside of any backward.
 
         A step whose backward has not run yet is left to a later call, but its memory can no longer
         be told apart from that of the forward that begins now.
@@ -312,9 +312,12 @@ class Loop(Unrecorded):
         if not decisions.ended:
             decisions.stop_measuring()
             return
-        self._last = decisions
         if not decisions.abandoned():
             self.behind.add(*decisions.left_behind())
+        if decisions.failed:
+            decisions.discard()
+            return
+        self._last = decisions
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1

@@ -30,6 +30,7 @@ class StepDecisions(ForwardDecisions):
     first = 0  # operations recorded when what backward asked for first was saved
     unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
     planned_peak: int | None = None  # of its backward, if that was planned when it began
+    failed = False  # a backward inside the context has raised an error, which ended the step
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -108,7 +109,8 @@ class StepDecisions(ForwardDecisions):
             self.begun, self.first = True, handle.sequence
             self._began_on = threading.get_ident()
             if recorder is not None:
-                recorder.pause()  # a backward inside the context is not recorded
+                # A backward inside the context is not recorded.
+                recorder.pause(self.backward_failed)
             self._or_refused(lambda: self.owner.backward_begins(self))
         value = handle.value
         if value.number >= 0:
@@ -132,6 +134,15 @@ class StepDecisions(ForwardDecisions):
     def _not_in_backward(self) -> None:
         self.begun = False
         self._nobody_counts()
+
+    def backward_failed(self) -> None:
+        """A backward inside the context has raised an error, and the program goes on there: the
+        step is over. One that another thread of the program's began may still run."""
+        began_on, here = self._began_on, threading.get_ident()
+        if began_on != here and began_on in [thread.ident for thread in threading.enumerate()]:
+            return
+        self.failed = True
+        self.backward_ended()
 
     def backward_ended(self) -> None:
         self._not_in_backward()
