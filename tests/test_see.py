@@ -149,7 +149,7 @@ def test_what_cannot_be_printed_is_refused() -> None:
         lowtide.format_saved_tensors(held, by="modul")
     with pytest.raises(UsageError, match="by 3: use one or more of module, operator, line, "):
         lowtide.format_saved_tensors(held, by=3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="by one or more of module, .*; got none of them"):
+    with pytest.raises(UsageError, match=r"by one or more of module, .*; got none of them"):
         lowtide.format_saved_tensors(held, by=())
     with pytest.raises(UsageError, match=r"rows is how many rows to print, .*; got '3'\.$"):
         lowtide.format_saved_tensors(held, rows="3")  # type: ignore[arg-type]
