@@ -9,6 +9,7 @@ decide, observer. Rejected: doing this in `lowtide.budget`, which is what people
 
 from __future__ import annotations
 
+import threading
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,6 +63,7 @@ class Loop(Unrecorded):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
+        self._finishing = threading.RLock()  # a report may be asked for on another thread
         self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
     def follow(self, plan: Prepared) -> None:
@@ -76,8 +78,9 @@ class Loop(Unrecorded):
         open_ones = [step for step in self._active if not step.ended]
         idled = True in [step.idle for step in open_ones]  # an interrupt may meet a generator
         failed = None if idled or not open_ones else open_ones[0]
-        for decisions in tuple(self._active):
-            self._finish(decisions)
+        with self._finishing:
+            for decisions in tuple(self._active):
+                self._finish(decisions)
         for found in self._beside.found():
             if not self._partings.lacks_room(found):
                 self._plans.add(found)
@@ -348,10 +351,11 @@ class Loop(Unrecorded):
         self.allowance.backward_ran_out(None if followed is None else followed.peak)
 
     def finish_ended(self) -> None:
-        """Learn from the steps whose backward has ended; not while one is recorded."""
-        for decisions in tuple(self._active):
-            if decisions.ended:
-                self._finish(decisions)
+        """Learn from the steps whose backward has ended, if none is recorded; on any thread."""
+        with self._finishing:
+            for decisions in tuple(self._active) if self._recording is None else ():
+                if decisions.ended:
+                    self._finish(decisions)
 
     def gradients_to_come(self, observer: Observer) -> int:
         model = self.model() if self.model is not None else None
