@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from lowtide import _compat
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
+from lowtide.learning.hidden import Hidden
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.unrecorded import Unrecorded
@@ -63,6 +64,7 @@ class Loop(Unrecorded):
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
+        self._hidden = Hidden()
         self._finishing = threading.RLock()  # a report may be asked for on another thread
         self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
@@ -206,6 +208,8 @@ class Loop(Unrecorded):
                     raise known from error
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
+            if error is None and decisions.hides_all:
+                self._hidden.say()
 
     @property
     def nothing_saved(self) -> bool:

@@ -87,6 +87,11 @@ class StepDecisions(ForwardDecisions):
         """Whether autograd has released every handle: no backward of this step can come."""
         return not self._handles.any()
 
+    @property
+    def hides_all(self) -> bool:
+        """Whether hooks of the program's own have taken all that its forward has saved."""
+        return self.others_save and not self.saves and self.abandoned()
+
     def pending(self) -> bool:
         """Whether its forward or its backward runs, or a backward may come.
 
