@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from against_plain import Way, bits, check, gradients, leaf
+from against_plain import Way, bits, budgeted, check, gradients, leaf
 from lowtide import engine
 from lowtide.loop import Loop
 from lowtide.step import current_recorder
@@ -137,6 +137,49 @@ def test_an_interrupt_anywhere_leaves_nothing_open(make: Callable[[], Run]) -> N
         assert settled(), interrupt.where
         at += 1
     assert at > 50
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("at", ["_settle", "_for_this_backward", "asked_first"])
+def test_a_backward_that_was_interrupted_before_it_began_is_planned_the_second_time(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Rule 13: what backward keeps is planned at its first request, which may take a while. A
+    second call went on without a plan."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model, x = nn.Sequential(*layers, Mean()), torch.randn(256, 64)
+    budget, step = budgeted(model, x, 0.6)
+    for _ in range(0 if at == "_settle" else 3):  # planned only when backward begins, or before
+        step()
+    planned, met = getattr(Loop, at), list[str]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not met:
+            met.append(at)
+            raise KeyboardInterrupt
+        return planned(*args, **kwargs)
+
+    monkeypatch.setattr(Loop, at, interrupted)
+
+    def again() -> None:
+        model.zero_grad()
+        with budget:
+            loss = model(x)
+        try:
+            loss.backward()
+        except KeyboardInterrupt:  # whose traceback is there as long as it is handled
+            loss.backward()
+
+    peak = lowtide.measure(again, device="cpu").peak_bytes
+    assert met
+    limit = budget.report().limit
+    assert limit is not None
+    assert peak <= limit + x.nbytes  # the gradient with which the first call began
 
 
 def test_an_interrupt_that_python_swallows_leaves_no_storage_behind(

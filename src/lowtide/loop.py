@@ -273,7 +273,6 @@ class Loop(Unrecorded):
         known = self._known_refusal(decisions)
         if known is not None:
             observer.mark_end()
-            decisions.begun = False  # a second call of backward is refused again
             try:
                 raise known
             finally:

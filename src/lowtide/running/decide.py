@@ -131,8 +131,9 @@ class StepDecisions(ForwardDecisions):
     def _or_refused(self, begin: Callable[[], None]) -> None:
         try:
             begin()
-        except BudgetError:
-            if self.where.device.type != "cpu":
+        except BaseException as error:
+            self.begun = False  # refused or interrupted: a second call of backward begins anew
+            if isinstance(error, BudgetError) and self.where.device.type != "cpu":
                 leftover.leaves(self, self.where.device)
             raise
 
