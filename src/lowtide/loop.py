@@ -321,6 +321,8 @@ class Loop(Unrecorded):
         if not decisions.abandoned():
             self.behind.add(*decisions.left_behind())
         if decisions.failed:
+            if self._earlier.ran_out() and self._ranks is None:
+                self.backward_ran_out(decisions)
             decisions.discard()
             return
         self._last = decisions

@@ -143,9 +143,12 @@ class StepDecisions(ForwardDecisions):
 
     def backward_failed(self) -> None:
         """A backward inside the context has raised an error, and the program goes on there: the
-        step is over. One that another thread of the program's began may still run."""
-        began_on, here = self._began_on, threading.get_ident()
-        if began_on != here and began_on in [thread.ident for thread in threading.enumerate()]:
+        step is over. One that another thread of the program's began may still run; those of
+        autograd's own, one for each device, were not started by Python."""
+        others = [
+            t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)
+        ]
+        if self._began_on != threading.get_ident() and self._began_on in others:
             return
         self.failed = True
         self.backward_ended()

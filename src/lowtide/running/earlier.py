@@ -23,7 +23,8 @@ class Earlier:
 
     Attributes:
         steps: how many.
-        failures: how often the device had run out of memory before the first began.
+        failures: how often the device had run out of memory before the first began, or by the time
+            that somebody last asked.
     """
 
     def __init__(self, where: Where) -> None:
@@ -60,6 +61,13 @@ class Earlier:
                 table[entry.key] = entry
         self._recorded.append((live, table))
         self._drop(lambda live: not live[0])
+
+    def ran_out(self) -> bool:
+        """Whether the device has run out of memory since the context began, or this was asked."""
+        if self._device is None:
+            return False
+        before, self.failures = self.failures, _compat.allocated(self._device).failures
+        return self.failures > before
 
     def end(self) -> None:
         """The context is left."""
