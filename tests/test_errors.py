@@ -61,6 +61,8 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (Fraction(10**400), "a float limit is a fraction of the plain step's peak, in (0, 1]; got "),
     (2**63, "a limit is at most 2**63 - 1 bytes; got more. To limit nothing, leave"),
     (10**5000, "a limit is at most 2**63 - 1 bytes; got more. "),
+    (-(10**5000), "a limit in bytes must be positive; got a number too long to show."),
+    (Fraction(1, 10**5000), "in (0, 1]; got a number too long to show."),
     ("9" * 400 + " GiB", "at most 2**63 - 1 bytes; '99999999999999999999...999999 GiB' is more. "),
     ("9" * 5000 + " B", "at most 2**63 - 1 bytes; '99999999999999999999...99999999 B' is more. "),
     ("8388608 TiB", "a limit is at most 2**63 - 1 bytes; '8388608 TiB' is more. To limit nothing"),

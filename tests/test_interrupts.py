@@ -8,6 +8,7 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 from collections.abc import Callable
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from against_plain import Way, bits, check, gradients, leaf
+from against_plain import Way, bits, budgeted, check, gradients, leaf
 from lowtide import engine
+from lowtide.loop import Loop
 from lowtide.step import current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.recorder import Recorder
@@ -137,6 +139,49 @@ def test_an_interrupt_anywhere_leaves_nothing_open(make: Callable[[], Run]) -> N
     assert at > 50
 
 
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("at", ["_settle", "_for_this_backward", "asked_first"])
+def test_a_backward_that_was_interrupted_before_it_began_is_planned_the_second_time(
+    monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Rule 13: what backward keeps is planned at its first request, which may take a while. A
+    second call went on without a plan."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    model, x = nn.Sequential(*layers, Mean()), torch.randn(256, 64)
+    budget, step = budgeted(model, x, 0.6)
+    for _ in range(0 if at == "_settle" else 3):  # planned only when backward begins, or before
+        step()
+    planned, met = getattr(Loop, at), list[str]()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not met:
+            met.append(at)
+            raise KeyboardInterrupt
+        return planned(*args, **kwargs)
+
+    monkeypatch.setattr(Loop, at, interrupted)
+
+    def again() -> None:
+        model.zero_grad()
+        with budget:
+            loss = model(x)
+        try:
+            loss.backward()
+        except KeyboardInterrupt:  # whose traceback is there as long as it is handled
+            loss.backward()
+
+    peak = lowtide.measure(again, device="cpu").peak_bytes
+    assert met
+    limit = budget.report().limit
+    assert limit is not None
+    assert peak <= limit + x.nbytes  # the gradient with which the first call began
+
+
 def test_an_interrupt_that_python_swallows_leaves_no_storage_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,3 +216,45 @@ def test_an_interrupt_that_python_swallows_leaves_no_storage_behind(
     with engine.use("python"):
         check(scenario)
     assert met
+
+
+@pytest.mark.parametrize("caught", [False, True])
+@pytest.mark.parametrize("at", ["_finish", "_next_decisions", "_started"])
+def test_an_interrupt_between_two_steps_of_a_context_arrives_as_itself(
+    monkeypatch: pytest.MonkeyPatch, at: str, caught: bool
+) -> None:
+    """Where one step has been learned from and the next has not begun, which planning may make
+    long. The program may go on inside the context, or leave it with the interrupt."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    budget = lowtide.budget("1 GB")
+
+    def run() -> list[Any]:
+        model.zero_grad()
+        with budget:
+            model(x).exp().sum().backward()
+            try:
+                model(x + 1).exp().sum().backward()
+            except KeyboardInterrupt:
+                if not caught:
+                    raise
+            model(x + 2).exp().sum().backward()
+        return [bits(parameter.grad) for parameter in model.parameters()]
+
+    expected, called = run(), getattr(Loop, at)
+
+    def interrupted(self: Loop, *args: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == "next_step" and not met:
+            met.append(self)
+            raise KeyboardInterrupt
+        return called(self, *args)
+
+    met: list[Loop] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, at, interrupted)
+        with contextlib.nullcontext() if caught else pytest.raises(KeyboardInterrupt):
+            run()
+    assert met
+    assert settled()
+    assert run() == expected
+    assert budget.report().steps > 3

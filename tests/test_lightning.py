@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from lowtide.budget import Budget
 from lowtide.errors import BudgetError, CompiledWarning, UsageError
+from lowtide.step import current_recorder
 from once import on_one_recorder
 
 pytest.importorskip("lightning")
@@ -29,7 +31,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.tuner import Tuner
 
-from lowtide.lightning import MemoryBudget
+from lowtide.lightning import MemoryBudget, _TrainingStep
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "short_search"),
@@ -323,6 +325,28 @@ def test_an_entry_that_was_left_is_replaced(tmp_path: Path) -> None:
     module.load_state_dict(start)
     assert same(fit(tmp_path, MemoryBudget(0.7), module=module), expected)
     assert "training_step" not in vars(module)
+
+
+def test_an_interrupt_as_the_training_step_ends_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rule 10: before any code of the budget's own `__exit__`. A notebook goes on after it."""
+
+    class Module(nn.Linear):
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self(batch).square().mean()  # type: ignore[no-any-return]
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    module, batch = Module(16, 16), torch.randn(8, 16)
+    step = _TrainingStep(module, lowtide.budget("1 MiB"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Budget, "__exit__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(batch)
+    assert current_recorder() is None
+    assert torch.equal(step(batch), module.training_step(batch))
 
 
 class Sized(Net):

@@ -277,6 +277,39 @@ class _Hidden(nn.Module):
         return {"out": [_Runs.apply(x, self.net) if self.function else x]}
 
 
+def _offloaded(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _offloaded_in_part(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        x = model(x)
+    return x.square().mean()
+
+
+def _nothing_saved(model: nn.Module, x: Tensor) -> Tensor:
+    return sum(parameter.sum() for parameter in model.parameters()) + x.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("silent", [_offloaded_in_part, _nothing_saved])
+def test_hooks_that_take_all_that_a_step_saves_are_told(silent: Callable[..., Tensor]) -> None:
+    """No request shows that its backward runs, and so it is neither planned nor refused."""
+    model, x = deep(64, 3), torch.randn(64, 64)
+    budget = lowtide.budget("1 GiB")
+
+    def steps(loss_of: Callable[..., Tensor]) -> None:
+        for _ in range(2):
+            with budget:
+                loss = loss_of(model, x)
+            loss.backward()
+
+    steps(silent)
+    with pytest.warns(UncountedWarning, match=r"save_on_cpu, say\) .* its forward alone") as told:
+        steps(_offloaded)
+    assert [warning.filename for warning in told] == [__file__]  # once
+
+
 def test_a_fitted_function_that_hides_what_it_keeps_is_told() -> None:
     model, x = _Hidden(function=True), torch.randn(64, 64)
     with (

@@ -5,8 +5,10 @@ Rules of docs/semantics.md are cited by number.
 
 from __future__ import annotations
 
+import copy
 import gc
 import operator
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -302,6 +304,32 @@ def test_the_handle_prints_well() -> None:
     assert repr(checkpoint_modules(model, "head")) == (
         "<lowtide.CheckpointedModules: 1 module checkpointed: head>"
     )
+
+
+class Holding(nn.Module):
+    """Checkpoints its own parts, and keeps the handle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.handle = checkpoint_modules(self.net, Block)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_holds_the_handle_is_copied_and_pickled(
+    copied: Callable[[Holding], Holding],
+) -> None:
+    """Rule 11: the copy is plain, and its handle is on nothing, as that of a budget."""
+    model = Holding()
+    other = copied(model)
+    assert model.handle.active
+    assert other.handle.names == model.handle.names
+    assert other.handle.describe() == model.handle.describe()
+    assert not other.handle.active
+    assert not any(is_checkpointed(module) for module in other.modules())
+    other.handle.remove()
+    assert model.handle.active
+    assert same(step(other.net), step(model.net))
 
 
 def test_twice_on_one_module_is_refused() -> None:

@@ -525,5 +525,21 @@ def test_a_group_that_is_not_there() -> None:
         lowtide.fit(nn.Linear(2, 2), 0.5, group=True)
 
 
+def test_a_group_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration says `group: false`, or has a name where a group should be."""
+    model = nn.Linear(2, 2)
+    for budget in (lowtide.budget(0.5, group=False), lowtide.fit(model, 0.5, group=False)):
+        assert "Budget" in repr(budget)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        lowtide.budget(0.5, group=False)
+        for wrong in ("default", 0, ["default"]):
+            with pytest.raises(UsageError, match=r"which is no process group\. Pass what torch"):
+                lowtide.budget(0.5, group=wrong)
+        assert lowtide.budget(0.5, group=dist.group.WORLD).limit == 0.5
+    finally:
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
     run_as_rank(alike_scenarios, ddp_scenarios, fsdp_scenarios)

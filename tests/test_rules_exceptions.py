@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
 from against_plain import WAYS, Way, check, counted, gradients, leaf, recorded
+from lowtide.loop import Loop
 from lowtide.step import current_recorder
 from lowtide.tape.values import Operation
 
@@ -441,6 +443,42 @@ def test_one_budget_on_two_threads_at_once() -> None:
     assert torch.equal(expected, torch.autograd.grad(step(), w)[0])
     assert limit.report().steps == 3
     assert current_recorder() is None
+
+
+def test_a_report_on_another_thread_while_the_next_step_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a progress bar asks for one: both learn from the step that is over, but one of them."""
+    w, x = torch.randn(16, 16, requires_grad=True), torch.randn(8, 16)
+    limit, finish, begun = lowtide.budget("1 MiB"), Loop._finish, threading.Event()
+    errors: list[BaseException] = []
+
+    def slowly(loop: Loop, *args: Any) -> None:
+        begun.set()
+        time.sleep(0.02)  # for the other one to come here too
+        finish(loop, *args)
+
+    def report() -> None:
+        try:
+            assert limit.report().steps > 0
+        except BaseException as error:
+            errors.append(error)
+
+    for _ in range(3):
+        with limit:
+            loss = (x @ w).tanh().square().mean()
+        loss.backward()
+        with monkeypatch.context() as patched:
+            patched.setattr(Loop, "_finish", slowly)
+            begun.clear()
+            thread = threading.Thread(target=report)
+            thread.start()
+            assert begun.wait(10)
+            with limit:
+                (x @ w).tanh().square().mean().backward()
+            thread.join()
+    assert not errors
+    assert limit.report().steps == 6
 
 
 def test_a_recorder_is_open_on_its_own_thread_only() -> None:

@@ -147,6 +147,12 @@ def test_what_cannot_be_printed_is_refused() -> None:
     held = lowtide.saved_tensors(torch.nn.Linear(4, 4), torch.ones(2, 4))
     with pytest.raises(UsageError, match="by 'modul': use one or more of module, operator, line, "):
         lowtide.format_saved_tensors(held, by="modul")
+    with pytest.raises(UsageError, match="by 3: use one or more of module, operator, line, "):
+        lowtide.format_saved_tensors(held, by=3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"by one or more of module, .*; got none of them"):
+        lowtide.format_saved_tensors(held, by=())
+    with pytest.raises(UsageError, match=r"rows is how many rows to print, .*; got '3'\.$"):
+        lowtide.format_saved_tensors(held, rows="3")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"rows is how many rows to print, .*; got -3\.$"):
         lowtide.format_saved_tensors(held, rows=-3)
 

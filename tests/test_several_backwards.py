@@ -448,3 +448,47 @@ def test_a_loss_that_is_left_without_a_backward_is_not_told() -> None:
             loss = net(x).square().mean()
         if number % 2:  # as where it is not finite
             loss.backward()
+
+
+class Skipped:
+    """Some backwards raise an error, and the program goes on with the next batch."""
+
+    def __init__(self) -> None:
+        self.first, self.rest = deep(depth=2), deep()
+        self.batches = torch.randn(4, BATCH, WIDTH)
+        self.parts = [self.first, self.rest]
+        self.fails = False
+
+    def _check(self, gradient: Tensor) -> None:
+        if self.fails:
+            raise FloatingPointError
+
+    def step(self) -> Tensor:
+        losses = []
+        for number, x in enumerate(self.batches):
+            self.fails = number in (0, 2)
+            features = self.first(x)
+            features.register_hook(self._check)
+            loss = self.rest(features).square().mean()
+            with contextlib.suppress(FloatingPointError):
+                loss.backward(retain_graph=number == 2)
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_what_follows_a_backward_that_failed_is_inside_the_limit(
+    share: float, replayed: Callable[[], int]
+) -> None:
+    """Rule 10: a backward that raises an error ends a step too. torch does not report it, and all
+    that the context saved afterwards was kept."""
+    plain, expected = train(Skipped, contextlib.nullcontext)
+    limit = int(share * max(plain))
+    budget = lowtide.budget(limit)
+    peaks, found = train(Skipped, lambda: budget)
+    assert max(peaks) <= limit
+    assert all(map(torch.equal, expected, found))
+    assert budget.report().planned
+    assert budget.report().steps == 16
+    assert replayed() > 0
+    assert tape_records() == 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import UsageError
-from lowtide.learning.ranks import Ranks
+from lowtide.learning.ranks import ranks_of
 from lowtide.limits import format_bytes
 from lowtide.loop import Loop
 from lowtide.measure import counted_device
@@ -47,7 +47,7 @@ class Budget:
     ):
         self._asked = limit, device, group
         named = None if device is None else counted_device(device, "a budget")
-        ranks = None if group is None else Ranks(group)
+        ranks = ranks_of(group)
         self._loop = Loop(limit_of(limit), named, ranks)
         if isinstance(limit, Plan):
             self._loop.follow(limit.prepared())
@@ -198,7 +198,7 @@ def budget(
             other devices is kept and does not count.
         group: a process group, or True for the default one, whose ranks plan and refuse alike.
             Entering the budget is then a collective of that group, so every rank must enter it
-            equally often. Default: each rank decides for itself.
+            equally often. Default, and False: each rank decides for itself.
 
     Returns:
         The budget, a context manager to enter once for each step.

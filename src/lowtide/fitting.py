@@ -28,7 +28,7 @@ from lowtide.errors import (
     UsageError,
     users_frame,
 )
-from lowtide.learning.ranks import Ranks
+from lowtide.learning.ranks import Ranks, ranks_of
 from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
@@ -273,7 +273,7 @@ def fit(
                 "example. Leave example= out, or give a limit instead of the plan."
             )
         parse_limit(limit)  # `lowtide.plan` may go without a limit, a budget may not
-        limit = _planned_alike(model, limit, example, None if group is None else Ranks(group))
+        limit = _planned_alike(model, limit, example, ranks_of(group))
     budget = FittedBudget(limit, device, group)
     budget.attach(model)
     return budget

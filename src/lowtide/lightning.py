@@ -4,13 +4,15 @@ Problem: Lightning calls ``training_step`` itself, so a script has no place for 
 layers may not exist before ``configure_model`` has run. Invariant: the budget is around
 ``training_step`` alone, that is forward and loss (under manual optimization, all that it does),
 from the first batch of a fit to its end, and while Lightning's tuners try learning rates and batch
-sizes; validation and the module itself are untouched. Imports lightning, budget, plans, foreign,
-override. Rejected: a budget around the module's ``forward``, which many training steps never call.
+sizes; validation and the module itself are untouched. Imports lightning, budget, plans, step,
+foreign, override. Rejected: a budget around the module's ``forward``, which many training steps
+never call.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +26,7 @@ from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import InstanceEntry
 from lowtide.plans import Plan, limit_of
 from lowtide.report import LOGGED, logged
+from lowtide.step import called_inside
 
 try:
     from lightning.pytorch import Callback
@@ -69,8 +72,7 @@ class _TrainingStep(_Entry):
         self.budget = budget
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.budget:
-            return self.plain()(*args, **kwargs)
+        return called_inside(self.budget, functools.partial(self.plain(), *args, **kwargs))
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ def parse_limit(limit: object) -> int | float:
     if nbytes is not None:
         return _in_range(nbytes)
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
-        kind, shown = type(limit).__name__, repr(limit)
-        got = f"{shown} of type {kind}" if len(shown) <= _SHOWN else f"an object of type {kind}"
+        kind, shown = type(limit).__name__, _shown(limit)
+        got = f"an object of type {kind}" if shown is None else f"{shown} of type {kind}"
         hint = ""
         if callable(getattr(limit, "forward", None)):
             hint = " For a limit on every training forward of a model: lowtide.fit(model, limit)."
@@ -58,8 +58,9 @@ def parse_limit(limit: object) -> int | float:
         hint = ""
         if number > 1:
             hint = ' Bytes are a whole number, or a number with a unit: "6 GiB", "800 MB".'
+        got = _shown(limit) or "a number too long to show"
         raise UsageError(
-            f"a float limit is a fraction of the plain step's peak, in (0, 1]; got {limit!r}.{hint}"
+            f"a float limit is a fraction of the plain step's peak, in (0, 1]; got {got}.{hint}"
         )
     return fraction
 
@@ -76,8 +77,18 @@ def _in_range(nbytes: int) -> int:
     if nbytes > _MOST:
         raise UsageError(f"a limit is at most 2**63 - 1 bytes; got more. {_NO_LIMIT}")
     if nbytes <= 0:
-        raise UsageError(f"a limit in bytes must be positive; got {nbytes}.")
+        got = _shown(nbytes) or "a number too long to show"
+        raise UsageError(f"a limit in bytes must be positive; got {got}.")
     return nbytes
+
+
+def _shown(limit: object) -> str | None:
+    """A wrong limit as text; None: it is long. Python writes no number of thousands of digits."""
+    try:
+        text = repr(limit)
+    except ValueError:
+        return None
+    return text if len(text) <= _SHOWN else None
 
 
 def _parse_text(text: str) -> int | float:

@@ -9,6 +9,7 @@ decide, observer. Rejected: doing this in `lowtide.budget`, which is what people
 
 from __future__ import annotations
 
+import threading
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from lowtide import _compat
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
+from lowtide.learning.hidden import Hidden
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.unrecorded import Unrecorded
@@ -58,9 +60,12 @@ class Loop(Unrecorded):
         self.steps = 0
         self.model: weakref.ref[torch.nn.Module] | None = None
         self._recording: Recording | None = None
+        self._recorded: StepDecisions | None = None  # the step that it records, or the last one
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
+        self._hidden = Hidden()
+        self._finishing = threading.RLock()  # a report may be asked for on another thread
         self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
     def follow(self, plan: Prepared) -> None:
@@ -75,8 +80,9 @@ class Loop(Unrecorded):
         open_ones = [step for step in self._active if not step.ended]
         idled = True in [step.idle for step in open_ones]  # an interrupt may meet a generator
         failed = None if idled or not open_ones else open_ones[0]
-        for decisions in tuple(self._active):
-            self._finish(decisions)
+        with self._finishing:
+            for decisions in tuple(self._active):
+                self._finish(decisions)
         for found in self._beside.found():
             if not self._partings.lacks_room(found):
                 self._plans.add(found)
@@ -131,9 +137,10 @@ class Loop(Unrecorded):
         return decisions
 
     def _started(self, decisions: StepDecisions, tape: Tape) -> None:
+        self._recorded = decisions
+        self._active.append(decisions)
         decisions.attach(tape)
         self.steps += 1
-        self._active.append(decisions)
 
     def _moved(self) -> None:
         """The limit applies to another device than assumed: what was measured so far is void."""
@@ -143,13 +150,14 @@ class Loop(Unrecorded):
 
     def next_step(self) -> None:
         """Called when autograd saves something after a backward that ran inside the context."""
-        recording, over = self._recording, self._active[-1]
-        if recording is None or _compat.in_backward() or not recording.at_its_root:
+        recording, over = self._recording, self._recorded
+        if recording is None or over is None or _compat.in_backward() or not recording.at_its_root:
             return
         over.drop_replayed()
         recording.recorder.met_unusual()
         self._idling.turned(None)
-        self._finish(over)
+        if over in self._active:  # else an interrupt has come in here, and the program goes on
+            self._finish(over)
         self._earlier.add(recording.recorder)
         self.allowance.before = self._gathered + self._earlier.nbytes
         self.compared = idling.NOTHING
@@ -164,12 +172,12 @@ class Loop(Unrecorded):
         trace: TracebackType | None,
     ) -> None:
         """Stop recording, for this reason if `error` is not None."""
-        recording = self._recording
+        recording, decisions = self._recording, self._recorded
         assert recording is not None
-        decisions = self._active[-1]  # a step begins only when those before it are over
+        assert decisions is not None
         try:
             try:
-                self._recording = None
+                self._recording = self._recorded = None
                 if kind is None:
                     decisions.leave_room()
                 decisions.forward_ends()
@@ -192,13 +200,16 @@ class Loop(Unrecorded):
                 known = self._halfway  # TorchScript replaces Python's errors by its own
             self._halfway = None
             if error is not None or known is not None:  # half a step teaches nothing
-                self._active.remove(decisions)
+                # An interrupt between two steps of the context meets one that is over already.
+                self._active = [step for step in self._active if step is not decisions]
                 decisions.discard()
             if known is not None:
                 try:
                     raise known from error
                 finally:
                     del known  # otherwise its traceback and this frame would hold each other
+            if error is None and decisions.hides_all:
+                self._hidden.say()
 
     @property
     def nothing_saved(self) -> bool:
@@ -211,7 +222,7 @@ class Loop(Unrecorded):
         """Close a recording that an interrupt has left open; see `Recording.make_sure`."""
         if self._recording is not None:
             self._recording.make_sure()
-            self._recording = None
+            self._recording = self._recorded = None
         self._earlier.end()
 
     # ------------------------------------------------------------------ a step's life
@@ -262,7 +273,6 @@ class Loop(Unrecorded):
         known = self._known_refusal(decisions)
         if known is not None:
             observer.mark_end()
-            decisions.begun = False  # a second call of backward is refused again
             try:
                 raise known
             finally:
@@ -298,7 +308,7 @@ class Loop(Unrecorded):
         self._settle(decisions, observer)
 
     def _finish(self, decisions: StepDecisions) -> None:
-        """Learn from a step whose backward has run; called outside of any backward.
+        """Learn from a step whose backward has run, not failed; called outside of any backward.
 
         A step whose backward has not run yet is left to a later call, but its memory can no longer
         be told apart from that of the forward that begins now.
@@ -308,9 +318,14 @@ class Loop(Unrecorded):
         if not decisions.ended:
             decisions.stop_measuring()
             return
-        self._last = decisions
         if not decisions.abandoned():
             self.behind.add(*decisions.left_behind())
+        if decisions.failed:
+            if self._earlier.ran_out() and self._ranks is None:
+                self.backward_ran_out(decisions)
+            decisions.discard()
+            return
+        self._last = decisions
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._alike = 0 if followed is None else self._alike + 1
@@ -341,10 +356,11 @@ class Loop(Unrecorded):
         self.allowance.backward_ran_out(None if followed is None else followed.peak)
 
     def finish_ended(self) -> None:
-        """Learn from the steps whose backward has ended; not while one is recorded."""
-        for decisions in tuple(self._active):
-            if decisions.ended:
-                self._finish(decisions)
+        """Learn from the steps whose backward has ended, if none is recorded; on any thread."""
+        with self._finishing:
+            for decisions in tuple(self._active) if self._recording is None else ():
+                if decisions.ended:
+                    self._finish(decisions)
 
     def gradients_to_come(self, observer: Observer) -> int:
         model = self.model() if self.model is not None else None

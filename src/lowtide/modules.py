@@ -81,6 +81,11 @@ class CheckpointedModules(Removable):
         """Describe what was chosen and why, as text."""
         return self._description or "\n".join(name or "(the model itself)" for name in self.names)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy (say, of a model that holds it) names the modules, but is on none: those of a
+        copied model are plain."""
+        return CheckpointedModules, (self.names, (), self._description)
+
     def __repr__(self) -> str:
         shown = ", ".join(name or "(the model itself)" for name in self.names[:4])
         more = f", and {len(self.names) - 4} more" if len(self.names) > 4 else ""

@@ -257,21 +257,32 @@ def format_saved_tensors(
         rows: how many rows to print; one more row sums up the others. None: all.
 
     Raises:
-        UsageError: an unknown key, a negative number of rows, or ``saved`` is something else, such
-            as the step itself.
+        UsageError: an unknown key or none, a negative number of rows, or ``saved`` is something
+            else, such as the step itself.
     """
     if not isinstance(saved, SavedTensors):
         raise UsageError(
             "format_saved_tensors and print_saved_tensors take what lowtide.saved_tensors returns; "
             f"got {type(saved).__name__}. Write lowtide.saved_tensors(step, ...) around the step."
         )
-    keys = (by,) if isinstance(by, str) else tuple(by)
-    if rows is not None and rows < 0:
-        raise UsageError(f"rows is how many rows to print, 0 or more, or None for all; got {rows}.")
+    keys = (by,) if isinstance(by, str) else _as_keys(by)
+    if rows is not None and (not isinstance(rows, int) or rows < 0):
+        raise UsageError(
+            f"rows is how many rows to print, 0 or more, or None for all; got {rows!r}."
+        )
     titles, lines = _table_of(saved, keys, rows)
     text = [_TITLE, "", *table(titles, lines, right=4, total=True)]
     text += ["", *_others(saved)]
     return "\n".join(text)
+
+
+def _as_keys(by: Iterable[str]) -> tuple[str, ...]:
+    keys = tuple(by) if isinstance(by, Iterable) else (by,)
+    if not keys:
+        raise UsageError(
+            f"a table is summed by one or more of {', '.join(KEYS)}; got none of them."
+        )
+    return keys
 
 
 def _table_of(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
@@ -162,6 +163,27 @@ def test_a_planned_step_for_which_less_is_left_than_before(kind: Any, core: Modu
     found += left_by(model, x, [limit] * 4, seed=None)
     assert failures() > before
     assert_same(found, plain)
+    assert limit.report().device_room is not None
+
+
+def test_a_backward_that_fails_in_the_middle_of_a_context(core: ModuleType) -> None:
+    """Of autograd's own kernels none runs again. The program goes on with the next batch, and what
+    was found of the device is known at once."""
+    model, x = of(Normalized), Normalized.example()
+    limit, kernel = lowtide.budget(PLENTY), "aten::threshold_backward"
+    with limit:
+        for number in range(4):
+            model.zero_grad(set_to_none=True)
+            loss = model(x).square().mean()
+            core.fail(kernel, int(number == 2))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                loss.backward()
+            core.fail(kernel, 0)
+            assert (limit._loop.allowance.shortage.room is None) == (number <= 2)
+    begun = copy.deepcopy(model.state_dict())
+    plain = left_by(model, x, [None])
+    model.load_state_dict(begun)
+    assert_same(left_by(model, x, [limit]), plain)
     assert limit.report().device_room is not None
 
 

@@ -61,6 +61,15 @@ def take_off_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
         push_saved_tensor_hooks(*hooks)
 
 
+def other_hooks_than(pack: Callable[..., Any]) -> bool:
+    """Whether what autograd saves now goes to hooks with another `pack`.
+
+    torch's own code reads the topmost hooks in the same way.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and bool(top[0] != pack)
+
+
 _disable_hooks = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks)
 
 

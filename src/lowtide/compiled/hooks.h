@@ -37,8 +37,9 @@ inline bool is_traced_by_fx() {
 
 inline PyObject* pack_tensor(State* state, const at::Tensor& tensor) {
   if (is_traced_by_fx()) return call_python_pack(state, tensor);
+  bool after_failure = state->paused && torch::autograd::get_current_graph_task_id() < 0;
   if (current == nullptr || !is_ordinary(tensor) || state->lazy_bits ||
-      !is_none(state->next_step)) {  // first: on another thread
+      !is_none(state->next_step) || after_failure) {  // first: on another thread
     return call_python_pack(state, tensor);
   }
   int64_t key = key_number(tensor);

@@ -38,6 +38,11 @@ class Known:
     """As in `lowtide.observing.seen.Seen`."""
 
 
+def ranks_of(group: Any) -> Ranks | None:
+    """The ranks of what a budget was given as `group`. None, or False: each decides for itself."""
+    return None if group is None or group is False else Ranks(group)
+
+
 class Ranks:
     """The ranks of one process group. Every method is a collective of that group."""
 
@@ -50,7 +55,14 @@ class Ranks:
                 "torch.distributed.init_process_group() before, or leave group= out."
             )
         self.group = dist.group.WORLD if group is True else group
-        self.rank = dist.get_rank(self.group)
+        try:
+            self.rank = dist.get_rank(self.group)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"a budget was given group={group!r}, which is no process group. Pass what "
+                "torch.distributed.new_group returned, True for the default group, or leave "
+                "group= out."
+            ) from error
         if self.rank < 0:
             raise UsageError("this process is not a member of the group that its budget was given.")
         self.size = dist.get_world_size(self.group)

@@ -145,7 +145,6 @@ class Settling(Planning):
                 return
             graphs.append(sparing)
         observer.mark_end()
-        decisions.begun = False  # a second call of backward is refused again
         again = prepared is None and any(
             self.planned_from_the_start(graph, observer) for graph in graphs
         )

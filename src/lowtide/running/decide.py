@@ -30,6 +30,7 @@ class StepDecisions(ForwardDecisions):
     first = 0  # operations recorded when what backward asked for first was saved
     unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
     planned_peak: int | None = None  # of its backward, if that was planned when it began
+    failed = False  # a backward inside the context has raised an error, which ended the step
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -86,6 +87,11 @@ class StepDecisions(ForwardDecisions):
         """Whether autograd has released every handle: no backward of this step can come."""
         return not self._handles.any()
 
+    @property
+    def hides_all(self) -> bool:
+        """Whether hooks of the program's own have taken all that its forward has saved."""
+        return self.others_save and not self.saves and self.abandoned()
+
     def pending(self) -> bool:
         """Whether its forward or its backward runs, or a backward may come.
 
@@ -108,7 +114,8 @@ class StepDecisions(ForwardDecisions):
             self.begun, self.first = True, handle.sequence
             self._began_on = threading.get_ident()
             if recorder is not None:
-                recorder.pause()  # a backward inside the context is not recorded
+                # A backward inside the context is not recorded.
+                recorder.pause(self.backward_failed)
             self._or_refused(lambda: self.owner.backward_begins(self))
         value = handle.value
         if value.number >= 0:
@@ -124,14 +131,27 @@ class StepDecisions(ForwardDecisions):
     def _or_refused(self, begin: Callable[[], None]) -> None:
         try:
             begin()
-        except BudgetError:
-            if self.where.device.type != "cpu":
+        except BaseException as error:
+            self.begun = False  # refused or interrupted: a second call of backward begins anew
+            if isinstance(error, BudgetError) and self.where.device.type != "cpu":
                 leftover.leaves(self, self.where.device)
             raise
 
     def _not_in_backward(self) -> None:
         self.begun = False
         self._nobody_counts()
+
+    def backward_failed(self) -> None:
+        """A backward inside the context has raised an error, and the program goes on there: the
+        step is over. One that another thread of the program's began may still run; those of
+        autograd's own, one for each device, were not started by Python."""
+        others = [
+            t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)
+        ]
+        if self._began_on != threading.get_ident() and self._began_on in others:
+            return
+        self.failed = True
+        self.backward_ended()
 
     def backward_ended(self) -> None:
         self._not_in_backward()

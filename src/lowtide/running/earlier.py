@@ -23,7 +23,8 @@ class Earlier:
 
     Attributes:
         steps: how many.
-        failures: how often the device had run out of memory before the first began.
+        failures: how often the device had run out of memory before the first began, or by the time
+            that somebody last asked.
     """
 
     def __init__(self, where: Where) -> None:
@@ -32,6 +33,7 @@ class Earlier:
         self.begin()
         # For each recording, the bytes that are left, and the table that counts them.
         self._recorded: list[tuple[list[int], dict[int, Any]]] = []
+        self._newest: dict[int, Any] | None = None  # the table that was added last
 
     def begin(self) -> None:
         """Count from here on, on the device whose bytes count now."""
@@ -41,9 +43,13 @@ class Earlier:
         self._entry, self.failures = given.now, given.failures
 
     def add(self, recorder: Recorder) -> None:
-        """A step that this recorder recorded is over: only what it has left is still looked at."""
-        self.steps += 1
+        """A step that this recorder recorded is over: only what it has left is still looked at. The
+        same step is added once, also if an interrupt has come in between."""
         live, table = recorder.live, recorder.table
+        if table is self._newest:
+            return
+        self._newest = table
+        self.steps += 1
         for entry in list(table.values()):
             entry.value = entry.weak = entry.counter = None
         left = [entry for entry in table.values() if entry.counted]
@@ -56,9 +62,17 @@ class Earlier:
         self._recorded.append((live, table))
         self._drop(lambda live: not live[0])
 
+    def ran_out(self) -> bool:
+        """Whether the device has run out of memory since the context began, or this was asked."""
+        if self._device is None:
+            return False
+        before, self.failures = self.failures, _compat.allocated(self._device).failures
+        return self.failures > before
+
     def end(self) -> None:
         """The context is left."""
         self._drop(lambda live: True)
+        self._newest = None
 
     def _drop(self, which: Callable[[list[int]], bool]) -> None:
         """A table and its entries hold one another, the compiled ones unseen by the collector."""

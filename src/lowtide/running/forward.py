@@ -14,6 +14,9 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import torch
+
+from lowtide import _compat
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.planner import HOLD
 from lowtide.running.follower import Follower
@@ -83,11 +86,19 @@ class ForwardDecisions(StepInRoom):
                 self._changed(prepared, op, made, args)
         if self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature)
+            if signature[3] and not (self.saves or self.others_save):
+                self._look_at_hooks()
         else:
             for value in made:
                 self._made.append(value)
         if self._room is not None:
             self._room.produced(op.facts.name, made)
+
+    def _look_at_hooks(self) -> None:
+        """An operation that has a backward was the first, or followed others that saved nothing."""
+        recorder = self.recorder
+        if recorder is not None and torch.is_grad_enabled():
+            self.others_save = _compat.other_hooks_than(recorder.pack)
 
     def _as_chosen(self, prepared: Prepared, op: Operation, made: list[Value]) -> None:
         for value in made:
@@ -194,6 +205,7 @@ class ForwardDecisions(StepInRoom):
         return prepared is None or prepared.choices[value.number] < 0
 
     def packed(self, handle: Handle, value: Value) -> None:
+        self.saves = True
         self._handles.append(handle)
         if self.observer is not None:
             self.observer.saved(value, handle)

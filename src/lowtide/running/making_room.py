@@ -70,6 +70,8 @@ class StepInRoom:
         self._crowded = False  # the plan had no room for what came next
         self._gathers: list[tuple[list[int], int, int]] = []  # what `gathered` was told
         self.seen: list[Signature] = []
+        self.saves = False  # autograd has saved something in the recording's hooks
+        self.others_save = False  # hooks of the program's own were open instead
         self.idle = False  # it is not recorded, see `lowtide.learning.idling`
         self.noted: Any = None  # its calls, if they are to be compared with the next step's
         self._event = [-1]  # the last of backward's requests for a recorded value

@@ -401,17 +401,17 @@ class Recorder(Encoding, _compat.Mode):
         with _compat.disable_dispatch():
             return run()
 
-    def pause(self) -> None:
+    def pause(self, failed: Callable[[], None] | None = None) -> None:
         """A backward begins inside the recording. The table forgets its values, as through that of
         the loss it would keep every value that the loss was made from. It keeps the entries, which
         count the bytes of storages while they live."""
-        self.paused = True
+        self.paused, self.failed = True, failed
         for entry in list(self.table.values()):  # a copy: freed storages leave the table meanwhile
             entry.value = entry.pieces = None
 
     def over(self, next_step: Callable[[], None]) -> None:
         """That backward has ended. Nothing is recorded until the next step begins."""
-        self.paused = False
+        self.paused, self.failed = False, None
         self.next_step = next_step
 
     def close(self) -> None:

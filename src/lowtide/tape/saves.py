@@ -34,6 +34,8 @@ class Saves(Writes):
         unpack: the saved-tensor hook that goes with `pack`; set by `lowtide.engine`.
         next_step: set once a backward has ended the recorded step: called before autograd saves
             anything more. It may call `begin` with another tape.
+        failed: while a backward runs inside the recording: called before autograd saves anything
+            outside of it, which shows that it has raised an error. torch does not report that.
     """
 
     unpack: Callable[[Any], Any]
@@ -47,6 +49,7 @@ class Saves(Writes):
         self.tape = tape
         self.decisions = tape.decisions
         self.next_step: Callable[[], None] | None = None
+        self.failed: Callable[[], None] | None = None
         self.paused = False  # a backward runs inside the recording
         self._asks = tape.decisions.asks
 
@@ -61,6 +64,8 @@ class Saves(Writes):
             return Kept(tensor)  # of any other tensor the traced graph knows the values only
         if self._elsewhere():
             return self._kept(tensor)
+        if self.paused and self.failed is not None and not _compat.in_backward():
+            self.failed()
         if self.next_step is not None:
             self.next_step()
         entry = self.entry_of(tensor)
