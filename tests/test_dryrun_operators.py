@@ -21,10 +21,10 @@ from lowtide._compat import fakes
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
-def follows(step: Callable[..., Tensor], *args: Any) -> bool:
+def follows(step: Callable[..., Tensor], *args: Any, source: str = "fake") -> bool:
     """Whether a first step follows, to its end, a plan for the smallest limit."""
     made = lowtide.plan(step, *args)
-    assert made.source == "fake"
+    assert made.source == source
     budget = lowtide.budget(lowtide.plan(step, *args, limit=made.minimum_peak))
     with budget:
         loss = step(*args)
@@ -104,6 +104,20 @@ def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> 
     layer, recurrent = nn.Linear(16, 16), kind(16, 16, batch_first=True)
     x = torch.randn(8, 12, 16)
     assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
+
+
+@pytest.mark.filterwarnings("ignore:the step cannot run on fake tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated
+def test_quantized_tensors_need_a_real_step() -> None:
+    # Of a fake tensor torch makes one in float32, which it then does not have to dequantize.
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def step(x: Tensor) -> Tensor:
+        y = model(x)
+        rounded = torch.quantize_per_tensor(y.detach(), 0.05, 0, torch.qint8).dequantize()
+        return (y.tanh() + rounded).exp().mean()
+
+    assert follows(step, torch.randn(64, 32), source="recorded")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -34,6 +34,8 @@ from lowtide.tape.values import Handle, Value
 
 # What these keep for their backward has no size on fake tensors.
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+# What this makes has another dtype there, so that `dequantize` makes nothing.
+_SHAPELESS |= {"aten::quantize_per_tensor"}
 
 
 # Makes a tensor of Python's numbers part of the program.
