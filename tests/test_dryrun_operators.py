@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, stack_module_state, vmap
 
 import lowtide
@@ -147,6 +148,20 @@ def test_an_operator_that_makes_no_tensor() -> None:
     def step(x: Tensor) -> Tensor:
         out, slope = jvp(model, (x,), (torch.ones_like(x),))
         return (out - slope).square().mean()
+
+    assert follows(step, torch.randn(32, 8))
+
+
+# the same warning
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_the_derivative_of_a_dual_is_not_added_in_place() -> None:
+    # A `linear` adds its bias in place, but not the terms of its derivative.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def step(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            out, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+            return (out - slope).square().mean()
 
     assert follows(step, torch.randn(32, 8))
 

@@ -113,9 +113,10 @@ class Adding:
         @functools.wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
             # One may call another: a tensor subclass whose `linear` is several of them. What
-            # `vmap` and the like make of an operator adds to a third tensor.
+            # `vmap` and the like make of an operator adds to a third tensor; so do derivatives.
             around = getattr(Adding._inside, "now", "")
-            Adding._inside.now = "" if _compat.in_functorch() else what
+            derived = _compat.in_functorch() or _compat.in_forward_mode()
+            Adding._inside.now = "" if derived else what
             try:
                 return usual(*args, **kwargs)
             finally:
