@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "convolution",
             "pixel_shuffle")  # fmt: skip
 
+_NUMBER = 16  # bytes of the largest
+
 
 class Lifetimes(NamedTuple):
     """Bytes of gradients that live across operations, in backward order.
@@ -58,12 +60,15 @@ def lifetimes(
             start = reading[-1]
             given, only = number in ops[start].viewing, len(reading) == 1
             remade = only and number in ops[start].remade
+            remade = remade and not (given and _of_one_number(ops, start, sizes, readers))
             if remade:  # while what is copied is still there
                 sums[start] += sizes[number]
             if only and any(name in log.name for name in _COPYING):
-                part = given and sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                # Of a view, that of a part has gaps, and that of the terms of a sum is expanded.
+                most = max(map(sizes.__getitem__, ops[start].outputs))
+                apart = given and sizes[number] != most
                 turned = number in (ops[start].turned if given else ops[start].athwart)
-                if (part and not remade) or turned:
+                if (apart and not remade) or turned:
                     # Of a transposed one, oneDNN's kernel for GELU copies the result too.
                     copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
             view = given and not remade
@@ -77,6 +82,18 @@ def lifetimes(
                 change[end] += sizes[number]
                 change[start] -= sizes[number]
     return found
+
+
+def _of_one_number(
+    ops: Sequence[OpLog], index: int, sizes: Sequence[int], readers: dict[int, list[int]]
+) -> bool:
+    """Whether the gradient of an operation's result is a single number, expanded: any view of that
+    can be divided and joined without a copy."""
+    for number in ops[index].outputs:
+        reading = readers.get(number, ())
+        if len(reading) == 1 and number in ops[reading[0]].viewing:
+            return all(sizes[made] <= _NUMBER for made in ops[reading[0]].outputs)
+    return False
 
 
 def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:
