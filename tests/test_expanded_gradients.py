@@ -1,4 +1,4 @@
-"""Rule 13: the gradient of a sum is expanded, and copied where that cannot be read or divided.
+"""Rule 13: an expanded gradient is copied where it cannot be read or divided, a transposed one too.
 
 Problem: a `sum` gives its terms the gradient of its result, which takes no memory; kernels that
 need a contiguous one, and views that divide or join other dimensions, then make a copy as large as
@@ -42,6 +42,7 @@ READS: dict[str, Read] = {
     "gelu": lambda y: nn.functional.gelu(y).sum(1).exp(),
     "norm": lambda y: nn.functional.layer_norm(y, (128,)).sum(0).exp(),
     "pool": lambda y: nn.functional.max_pool1d(y, 2).sum(0).exp(),
+    "pool, transposed": lambda y: nn.functional.max_pool1d(y[None], 2).transpose(1, 2).mean(2),
     "in place of a copy": lambda y: y.exp().sum(1).exp(),
 }
 
@@ -51,7 +52,7 @@ def maximum(groups: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_sum_is_modelled_with_the_copies_of_its_gradient(
+def test_a_backward_is_modelled_with_the_copies_of_gradients(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

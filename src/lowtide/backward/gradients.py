@@ -69,8 +69,7 @@ def lifetimes(
                 apart = given and sizes[number] != most
                 turned = number in (ops[start].turned if given else ops[start].athwart)
                 if (apart and not remade) or turned:
-                    # Of a transposed one, oneDNN's kernel for GELU copies the result too.
-                    copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
+                    copies[index] += _copied(log, number, sizes) if turned else sizes[number]
             view = given and not remade
             if view:
                 # Its gradient is a view of that of the reader's result, until another is added.
@@ -82,6 +81,16 @@ def lifetimes(
                 change[end] += sizes[number]
                 change[start] -= sizes[number]
     return found
+
+
+def _copied(log: OpLog, number: int, sizes: Sequence[int]) -> int:
+    """The copies that a kernel makes because the gradient of this result is transposed."""
+    if "gelu" in log.name:
+        return 2 * sizes[number]  # oneDNN's copies the result too
+    if "pool2d" in log.name:  # channels-last: copies the result, which is as large as the input
+        others = sum(sizes[made] for made in (*log.inputs, *log.outputs) if made != number)
+        return max(sizes[number], others)
+    return sizes[number]
 
 
 def _of_one_number(
