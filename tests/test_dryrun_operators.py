@@ -107,6 +107,21 @@ def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> 
     assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
 
 
+@pytest.mark.parametrize(
+    "kind", [nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Softplus, nn.SiLU]
+)
+def test_a_transposed_gradient_of_an_activation(kind: type[nn.Module]) -> None:
+    # What it returns is transposed, too, and copied by the convolution.
+    model, x = nn.Sequential(nn.Conv1d(4, 64, 1), kind()), torch.randn(16, 4, 256)
+
+    def step() -> Tensor:
+        return model(x).transpose(1, 2).mean(2).exp().sum()
+
+    peak = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    model.zero_grad()
+    assert lowtide.plan(step).plain_peak == pytest.approx(peak, rel=0.02)
+
+
 @pytest.mark.filterwarnings("ignore:the step cannot run on fake tensors")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated
 def test_quantized_tensors_need_a_real_step() -> None:
