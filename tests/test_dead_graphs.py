@@ -204,3 +204,26 @@ def test_what_was_looked_at_is_planned_like_the_rest(share: float) -> None:
             assert budget.report().planned == (number > 0)
         reports.append(budget.report())
     assert reports[1].recomputed_bytes == pytest.approx(reports[0].recomputed_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "teacher", "twice"])
+def test_what_ran_without_grad_has_no_backward(kind: str) -> None:
+    """A first step does not take it for that of a large frozen part, whose parameters require grad,
+    and so is not refused at the peak that the plain step has."""
+    large, small = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), nn.Linear(256, 256)
+    x = torch.randn(64, 256)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            y = large(x)
+            z = large(y) if kind == "twice" else y
+        made = small(x if kind == "teacher" else y).tanh()
+        return (made - z).square().mean()
+
+    peak = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    small.zero_grad()
+    budget = lowtide.budget(peak)
+    with budget:
+        loss = step()
+    loss.backward()  # not refused
+    assert budget.report().plain_peak == peak

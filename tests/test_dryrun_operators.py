@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, stack_module_state, vmap
 
 import lowtide
@@ -21,10 +22,10 @@ from lowtide._compat import fakes
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
-def follows(step: Callable[..., Tensor], *args: Any) -> bool:
+def follows(step: Callable[..., Tensor], *args: Any, source: str = "fake") -> bool:
     """Whether a first step follows, to its end, a plan for the smallest limit."""
     made = lowtide.plan(step, *args)
-    assert made.source == "fake"
+    assert made.source == source
     budget = lowtide.budget(lowtide.plan(step, *args, limit=made.minimum_peak))
     with budget:
         loss = step(*args)
@@ -106,6 +107,35 @@ def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> 
     assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
 
 
+@pytest.mark.parametrize(
+    "kind", [nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Softplus, nn.SiLU]
+)
+def test_a_transposed_gradient_of_an_activation(kind: type[nn.Module]) -> None:
+    # What it returns is transposed, too, and copied by the convolution.
+    model, x = nn.Sequential(nn.Conv1d(4, 64, 1), kind()), torch.randn(16, 4, 256)
+
+    def step() -> Tensor:
+        return model(x).transpose(1, 2).mean(2).exp().sum()
+
+    peak = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    model.zero_grad()
+    assert lowtide.plan(step).plain_peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:the step cannot run on fake tensors")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated
+def test_quantized_tensors_need_a_real_step() -> None:
+    # Of a fake tensor torch makes one in float32, which it then does not have to dequantize.
+    model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def step(x: Tensor) -> Tensor:
+        y = model(x)
+        rounded = torch.quantize_per_tensor(y.detach(), 0.05, 0, torch.qint8).dequantize()
+        return (y.tanh() + rounded).exp().mean()
+
+    assert follows(step, torch.randn(64, 32), source="recorded")
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_ensemble(bias: bool) -> None:
     # `linear` adds its bias in place, but not to the results of a `vmap` over parameters.
@@ -133,6 +163,20 @@ def test_an_operator_that_makes_no_tensor() -> None:
     def step(x: Tensor) -> Tensor:
         out, slope = jvp(model, (x,), (torch.ones_like(x),))
         return (out - slope).square().mean()
+
+    assert follows(step, torch.randn(32, 8))
+
+
+# the same warning
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_the_derivative_of_a_dual_is_not_added_in_place() -> None:
+    # A `linear` adds its bias in place, but not the terms of its derivative.
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def step(x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            out, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+            return (out - slope).square().mean()
 
     assert follows(step, torch.randn(32, 8))
 

@@ -163,9 +163,18 @@ def outs(x: Tensor) -> Tensor:
     return (x * scale * known * rows[0] * larger).sum() + (rows.sum() * empty.sum() + x).exp().sum()
 
 
+def turned(x: Tensor) -> Tensor:
+    """Writes that change the shape of what they are given, and no content."""
+    y = x.exp().transpose_(0, 1)
+    spectrum = torch.stft(x.reshape(-1), 8, window=torch.ones(8), return_complex=True)
+    z = x.sin().unsqueeze_(0).swapaxes_(1, 2).squeeze_(0)
+    part = torch.as_strided_(z.tanh(), (2, 6), (2, 1))
+    return (y * z.t_().mT.cos_()).exp().sum() + spectrum.abs().sum() + part.exp().sum()
+
+
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
     f.__name__: f
-    for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants, outs)
+    for f in (lists, in_place, random, views, in_bfloat16, without_grad, constants, outs, turned)
 }
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.Sequential(

@@ -7,6 +7,7 @@ room, but never break the limit.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -165,6 +166,17 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "avg_pool3d", (volume, [2, 2, 2], [2, 2, 2])
     yield "_adaptive_avg_pool2d", (images, [7, 7])
     yield "_adaptive_avg_pool2d_backward", (torch.randn(4, 16, 7, 7), images)
+    for image, form in itertools.product((images, last), ("contiguous", "last", "transposed")):
+        pooled, places = aten.max_pool2d_with_indices(image, [2, 2])
+        gradient = {
+            "contiguous": pooled.contiguous(),
+            "last": pooled.contiguous(memory_format=torch.channels_last),
+            "transposed": pooled.mT.contiguous().mT,
+        }[form]
+        given = ([2, 2], [2, 2], [0, 0])
+        yield "max_pool2d_with_indices_backward", (gradient, image, *given, [1, 1], False, places)
+        yield "avg_pool2d_backward", (gradient, image, *given, False, True, None)
+        yield "_adaptive_avg_pool2d_backward", (gradient, image)
     yield "_adaptive_avg_pool3d", (volume, [4, 4, 4])
     yield "bmm", (square, square)
     yield "bmm", (square.transpose(1, 2), square.transpose(1, 2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -351,17 +351,21 @@ def first_view(tensor: torch.Tensor) -> tuple[int | None, torch.Tensor | None]:
     return int(found._sequence_nr()), leaf if isinstance(leaf, torch.Tensor) else None
 
 
-def gradient_through_views(tensor: torch.Tensor) -> tuple[bool, bool]:
+def gradient_through_views(
+    tensor: torch.Tensor, expanded: Collection[int] = ()
+) -> tuple[bool, bool]:
     """How the gradient of a tensor that is read through views of the whole reaches their base, if
-    it is contiguous as it is read: whether a view copies it on the way, because it cannot be
-    divided or joined as it lies in memory, and whether it arrives contiguous.
+    it is contiguous as it is read, but for the dimensions along which it is `expanded`: whether a
+    view copies it on the way, because it cannot be divided or joined as it lies in memory, and
+    whether it arrives contiguous.
 
     The views are known by the names of autograd's nodes and by what these have saved, both of which
     are private to torch; it has no other record of them. A node that is not known ends the search:
     nothing is then copied on the way, and the gradient arrives as it is read.
     """
     node, copied, base = _node_of(tensor), False, tensor._base
-    gradient = torch.empty(tensor.shape, device="meta")
+    sizes = [1 if dim in expanded else size for dim, size in enumerate(tensor.shape)]
+    gradient = torch.empty(sizes, device="meta").expand(tensor.shape)
     while node is not None and (_PASSING.fullmatch(node.name()) or _keeps_size(node, gradient)):
         before, gradient = gradient, _before_view(node, gradient)
         copied |= not torch._C._is_alias_of(before, gradient)  # type: ignore[attr-defined]

@@ -17,10 +17,16 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Name, arguments and mutability of an overload. Unnecessary when `OpOverload` has public ones."""
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation is open, which belongs to the process."""
+    return forward_ad._current_level >= 0
 
 
 def schema_if_any(func: Any) -> Any:

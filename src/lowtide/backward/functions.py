@@ -6,7 +6,7 @@ to run it again with grad, as reversible blocks, equilibria and reentrant checkp
 be the derivative of a formula, which holds what the forward held. Both also make the gradients of
 the inputs. The first is too much for a function of many reversible blocks, which runs them one by
 one: room is made for it, but no step is refused for it (`Observer.sparing`). What ran without grad
-and never gets a gradient costs nothing. Imports nothing that runs. Rejected: wrapping
+and was read by others than Functions has no backward. Imports nothing that runs. Rejected: wrapping
 `Function.apply`, which is often bound before it could be wrapped.
 """
 
@@ -40,15 +40,40 @@ def kept_for(ops: Sequence[OpLog], number: int, last: int) -> bool:
 
 def extra(seen: Observer, sizes: list[int], ended: set[int]) -> dict[int, int]:
     """Last operation of a Function's forward -> bytes that the Function's backward takes."""
-    found = {}
-    for last in ended:
-        first, hidden = last, seen.ops[last].hidden
-        assert hidden is not None
-        # Autograd makes the Function's node before its forward, and none while that runs.
-        while first and (before := seen.ops[first - 1].hidden) and before[0] == hidden[0]:
-            first -= 1
-        found[last] = _cost(seen, sizes, first, last)
-    return found
+    return {last: _cost(seen, sizes, _first(seen, last), last) for last in ended}
+
+
+def _first(seen: Observer, last: int) -> int:
+    """The first of the operations without grad that lead to this one, with no node in between."""
+    first, hidden = last, seen.ops[last].hidden
+    assert hidden is not None
+    # Autograd makes a Function's node before its forward, and none while that runs.
+    while first and (before := seen.ops[first - 1].hidden) and before[0] == hidden[0]:
+        first -= 1
+    return first
+
+
+def outside(seen: Observer, ended: set[int]) -> set[int]:
+    """Operations that ran without grad in no Function: a teacher's, or those of a frozen encoder
+    whose parameters require grad. What they made was read, and had no graph then. As long as it was
+    not read, they may be a Function's."""
+    ops = seen.ops
+    inside = {index for last in ended for index in range(_first(seen, last), last + 1)}
+    last_read: dict[int, int] = {}
+    for index, log in enumerate(ops):
+        last_read.update(dict.fromkeys(log.inputs, index))
+    found: set[int] = set()
+    last = len(ops) - 1
+    while last >= 0:
+        if ops[last].hidden is None or last in inside:
+            last -= 1
+            continue
+        run = range(_first(seen, last), last + 1)
+        made = [number for index in run for number in ops[index].outputs]
+        if any(last_read.get(number, -1) > last for number in made):
+            found.update(run)
+        last = run.start - 1
+    return found - inside
 
 
 def runs_again(ops: Iterable[OpLog]) -> bool:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "convolution",
             "pixel_shuffle")  # fmt: skip
 
+_NUMBER = 16  # bytes of the largest
+
 
 class Lifetimes(NamedTuple):
     """Bytes of gradients that live across operations, in backward order.
@@ -58,14 +60,16 @@ def lifetimes(
             start = reading[-1]
             given, only = number in ops[start].viewing, len(reading) == 1
             remade = only and number in ops[start].remade
+            remade = remade and not (given and _of_one_number(ops, start, sizes, readers))
             if remade:  # while what is copied is still there
                 sums[start] += sizes[number]
             if only and any(name in log.name for name in _COPYING):
-                part = given and sizes[number] < max(map(sizes.__getitem__, ops[start].outputs))
+                # Of a view, that of a part has gaps, and that of the terms of a sum is expanded.
+                most = max(map(sizes.__getitem__, ops[start].outputs))
+                apart = given and sizes[number] != most
                 turned = number in (ops[start].turned if given else ops[start].athwart)
-                if (part and not remade) or turned:
-                    # Of a transposed one, oneDNN's kernel for GELU copies the result too.
-                    copies[index] += sizes[number] * (2 if turned and "gelu" in log.name else 1)
+                if (apart and not remade) or turned:
+                    copies[index] += _copied(log, number, sizes) if turned else sizes[number]
             view = given and not remade
             if view:
                 # Its gradient is a view of that of the reader's result, until another is added.
@@ -77,6 +81,28 @@ def lifetimes(
                 change[end] += sizes[number]
                 change[start] -= sizes[number]
     return found
+
+
+def _copied(log: OpLog, number: int, sizes: Sequence[int]) -> int:
+    """The copies that a kernel makes because the gradient of this result is transposed."""
+    if "gelu" in log.name:
+        return 2 * sizes[number]  # oneDNN's copies the result too
+    if "pool2d" in log.name:  # channels-last: copies the result, which is as large as the input
+        others = sum(sizes[made] for made in (*log.inputs, *log.outputs) if made != number)
+        return max(sizes[number], others)
+    return sizes[number]
+
+
+def _of_one_number(
+    ops: Sequence[OpLog], index: int, sizes: Sequence[int], readers: dict[int, list[int]]
+) -> bool:
+    """Whether the gradient of an operation's result is a single number, expanded: any view of that
+    can be divided and joined without a copy."""
+    for number in ops[index].outputs:
+        reading = readers.get(number, ())
+        if len(reading) == 1 and number in ops[reading[0]].viewing:
+            return all(sizes[made] <= _NUMBER for made in ops[reading[0]].outputs)
+    return False
 
 
 def _readers(ops: Sequence[OpLog], carries_grad: AbstractSet[int]) -> dict[int, list[int]]:

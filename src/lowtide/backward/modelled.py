@@ -87,7 +87,7 @@ def modelled_events(
     count = len(seen.ops)
     ended = functions.ends(seen)
     places = _places(seen, seen.last_save, ended)
-    dead = deadgraphs.dead_operations(seen, places)
+    dead = deadgraphs.dead_operations(seen, places) | functions.outside(seen, ended)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
     gradients = lifetimes(ops, sizes, seen.carries_grad)
     leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)

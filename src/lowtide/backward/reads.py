@@ -8,8 +8,8 @@ part, which need not have been recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,12 +25,14 @@ def look_at_reads(
     refs: list[Ref],
     tensors: list[torch.Tensor],
     chunks: bool,
+    summed: Collection[int],
     anew: Callable[[Value, torch.Tensor], bool],
 ) -> None:
     """Note which inputs get gradients, and how much of them the operation reads.
 
     Args:
         chunks: it splits its input into chunks that autograd does not know to be views.
+        summed: dimensions along which the gradient that it gives is expanded, see `summed`.
         anew: whether the gradient of a value that is read as a whole is made anew for this read.
     """
     receivers, whole, besides = [], [], 0
@@ -53,11 +55,12 @@ def look_at_reads(
                 view, _ = _compat.first_view(tensor)
                 if view is not None:
                     views.append((number, view))
-                    if not tensor.is_contiguous() and _compat.base_is_contiguous(tensor):
-                        copied, straight = _through_views(tensor)
+                    straight = tensor.is_contiguous()
+                    if (summed or not straight) and _compat.base_is_contiguous(tensor):
+                        copied, arrives = _through_views(tensor, summed)
                         if copied:
                             remade.append(number)
-                        if not straight:
+                        if not (arrives or straight):
                             turned.append(number)
                 elif anew(value, tensor):
                     besides += value.nbytes
@@ -80,10 +83,17 @@ def look_at_reads(
     log.besides += besides
 
 
-def _through_views(tensor: torch.Tensor) -> tuple[bool, bool]:
+def summed(name: str, args: Sequence[Any]) -> tuple[int, ...]:
+    """The dimensions along which a sum expands its gradient, if not along all."""
+    if name != "aten::sum" or len(args) < 2 or not args[1]:
+        return ()
+    return tuple([dim % args[0].dim() for dim in args[1]]) if args[0].dim() else ()
+
+
+def _through_views(tensor: torch.Tensor, expanded: Collection[int]) -> tuple[bool, bool]:
     # so that no mode of the program sees or counts it
     with _compat.below_autograd(), _compat.no_overrides():
-        return _compat.gradient_through_views(tensor)
+        return _compat.gradient_through_views(tensor, expanded)
 
 
 def writes_through(log: OpLog, target: torch.Tensor) -> None:

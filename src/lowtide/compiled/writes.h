@@ -24,6 +24,7 @@ struct Written {
   int place;
   at::Tensor tensor;
   int input = -1;       // its position among the inputs, if the new content can be replayed
+  bool out = false;     // given as `out=`
   bool hidden = false;  // running statistics, written without a new version
   bool elsewhere = false;  // the counter that is known of the storage does not move
   bool unnoticed = false;  // nor do those of what autograd has saved of it
@@ -136,7 +137,7 @@ inline bool find_written(
     for (const Written& other : written) {
       if (other.entry() == entry) return false;
     }
-    Written found{Owned(Py_NewRef(object_of(entry))), place, tensor, -1, statistics};
+    Written found{Owned(Py_NewRef(object_of(entry))), place, tensor, -1, out, statistics};
     found.elsewhere = !statistics && has_other_counter(entry, tensor);
     if (note_unnoticed(saved_in(entry), found, statistics)) return false;
     // A part of uninitialized memory: see `Pieces`.
@@ -211,9 +212,10 @@ inline void rewritten(State* state, Operation* op, Written& each, Made& made) {
     }
     entry->nbytes = nbytes;
   }
-  // An out= that was resized is not: see `Writes._through`.
+  // An out= that was resized is not: see `Writes._through`. Others may have been given another shape
+  // (`transpose_`), which a replay gives them too.
   bool made_again = op != nullptr && each.input >= 0 &&
-      op->inputs[each.input].geometry.size() == each.tensor.sizes();
+      (!each.out || op->inputs[each.input].geometry.size() == each.tensor.sizes());
   bool here = !made_again || is_here(state, each.tensor.device(), false);
   entry->blank = Geometry();  // parts are written in Python
   Py_CLEAR(entry->pieces);

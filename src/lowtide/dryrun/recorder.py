@@ -34,6 +34,8 @@ from lowtide.tape.values import Handle, Value
 
 # What these keep for their backward has no size on fake tensors.
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
+# What this makes has another dtype there, so that `dequantize` makes nothing.
+_SHAPELESS |= {"aten::quantize_per_tensor"}
 
 
 # Makes a tensor of Python's numbers part of the program.
@@ -111,9 +113,10 @@ class Adding:
         @functools.wraps(usual)
         def call(*args: Any, **kwargs: Any) -> Any:
             # One may call another: a tensor subclass whose `linear` is several of them. What
-            # `vmap` and the like make of an operator adds to a third tensor.
+            # `vmap` and the like make of an operator adds to a third tensor; so do derivatives.
             around = getattr(Adding._inside, "now", "")
-            Adding._inside.now = "" if _compat.in_functorch() else what
+            derived = _compat.in_functorch() or _compat.in_forward_mode()
+            Adding._inside.now = "" if derived else what
             try:
                 return usual(*args, **kwargs)
             finally:

@@ -40,6 +40,11 @@ _FOLLOWS = {
     "aten::reflection_pad2d_backward": 1,
     "aten::replication_pad2d_backward": 1,
 }
+# What these return lies in memory as the gradient does that they are given.
+_AS_GIVEN = frozenset(
+    f"aten::{name}_backward"
+    for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "native_dropout", "softplus")
+)
 
 
 class Shapes:
@@ -60,6 +65,8 @@ class Shapes:
             return self._of_dtypes(dtypes, args[0].device, result)
         if name in _CONTIGUOUS or name in _FOLLOWS:
             return self._laid_out(name, args, result)
+        if name in _AS_GIVEN:
+            return self._as_given(args[0], result)
         nbytes = kept_storage(name, args)
         if nbytes is not None and isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
@@ -98,6 +105,16 @@ class Shapes:
                 )
             found.append(tensor if tensor.stride() == made.stride() else self._make(made, device))
         return tuple(found) if several else found[0]
+
+    def _as_given(self, gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """The result in the layout of the gradient, if that has neither gaps nor overlaps."""
+        strides = gradient.stride()
+        if gradient.device.type != "cpu" or result.stride() == strides:
+            return result
+        with _compat.disable_dispatch():
+            made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device="meta")
+            dense = torch.empty_like(made).stride() == strides
+        return self._make(made, gradient.device) if dense else result
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)

@@ -82,6 +82,9 @@ _LOSSES = {
 }
 # Kernels that copy their first tensor if it is neither contiguous nor channels-last.
 _COPIED_FIRST = re.compile(r"aten::(_?upsample_\w+_backward|max_pool[23]d\w*|avg_pool2d\w*)")
+# Kernels that follow the format of the gradient: what else they read, and the result, is copied if
+# it has the other one of these two.
+_POOLED = re.compile(r"aten::(max_pool[23]d_with_indices|avg_pool2d|_adaptive_avg_pool2d)_backward")
 # Small results are computed in channels-last format, from a copy and into a copy.
 _UPSAMPLED = re.compile(r"aten::_?upsample_(bilinear|nearest|nearest_exact)2d")
 _SMALL = 128  # height plus width of the result
@@ -145,10 +148,10 @@ def workspace_of(
         place, reduced, unreduced = _LOSSES[name]
         several = unreduced if len(args) > place and args[place] == 0 else reduced
         return max(0, several * bytes_of(tensors[0]) - made)
+    if len(tensors) >= 2 and _POOLED.fullmatch(name):
+        return _in_one_format(*tensors)
     if tensors and _COPIED_FIRST.fullmatch(name):
-        return (
-            0 if tensors[0].is_contiguous() or _channels_last(tensors[0]) else bytes_of(tensors[0])
-        )
+        return _copy_of(tensors[0])
     if tensors and _UPSAMPLED.fullmatch(name):
         small = sum(args[1] or ()) <= _SMALL
         return made + bytes_of(tensors[0]) if small and not _channels_last(tensors[0]) else 0
@@ -208,6 +211,16 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
 def _channels_last(tensor: torch.Tensor) -> bool:
     form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     return form is not None and tensor.is_contiguous(memory_format=form)
+
+
+def _copy_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() or _channels_last(tensor) else bytes_of(tensor)
+
+
+def _in_one_format(gradient: torch.Tensor, *others: torch.Tensor) -> int:
+    """The copies of what is not in the format of the gradient."""
+    last = [_channels_last(t) and not t.is_contiguous() for t in (gradient, others[0])]
+    return _copy_of(gradient) + (sum(map(bytes_of, others)) if last[0] != last[1] else 0)
 
 
 @functools.cache

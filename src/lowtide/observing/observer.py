@@ -21,7 +21,7 @@ import torch
 from lowtide import _compat
 from lowtide.backward.functions import runs_again
 from lowtide.backward.operation import Call, describe
-from lowtide.backward.reads import look_at_reads, writes_through
+from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
@@ -203,7 +203,8 @@ class Observer(CutOff):
             log.node = torch.is_grad_enabled()
             self.carries_grad.update(log.inputs)
             if len(op.refs) == len(tensors):  # running statistics are not among the refs
-                look_at_reads(log, op.refs, tensors, op.facts.chunks, self._made_anew)
+                dims = summed(log.name, args)
+                look_at_reads(log, op.refs, tensors, op.facts.chunks, dims, self._made_anew)
             log.call, log.lent = log.kind, log.kind is None
 
     def _look_at_memory(
