@@ -140,6 +140,13 @@ def test_other_steps_have_other_bounds() -> None:
     assert not varying.served(signatures(1, 1), 0)
 
 
+def test_sizes_beyond_all_memory() -> None:
+    varying = Varying()
+    seen = [("expand", (8,), (-1,), 1 << 70)]
+    varying.note(seen, 0)
+    assert varying.bounds(seen, 0) == ((8, 1 << 62),)
+
+
 def test_bounds_for_steps_of_about_the_same_bytes() -> None:
     varying = Varying()
     for whole, share in [(1000, 0.45), (1000, 0.5), (400, 0.45), (500, 0.5)] * 10:
@@ -157,7 +164,7 @@ def test_bounds_for_steps_of_about_the_same_bytes() -> None:
 def test_bounds_are_asked_for_ever_more_seldom_where_they_do_not_hold() -> None:
     varying, asked = Varying(), []
     for step in range(40):
-        seen = signatures(8, 10 + 7**step)
+        seen = signatures(8, 10 + 2**step)
         varying.note(seen, 0)
         if varying.due(seen, 0):
             varying.bounds(seen, 0)
