@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import lowtide
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import MOST_GROWN, Learned
+from lowtide.learning.resizing import Resizing
 from lowtide.learning.varying import LARGER, Varying, sizes_of, total
 from lowtide.planner import plain_peak
 from lowtide.running.prepared import Prepared, Signature, covers
@@ -279,3 +281,33 @@ def test_plans_for_much_smaller_steps_stay() -> None:
         plans.add(found)
     assert [plan.allocates for plan in plans] == sorted((p.allocates for p in plans), reverse=True)
     assert len(list(plans)) == 2
+
+
+def test_what_a_step_takes_above_its_bounds_is_kept_free_from_then_on() -> None:
+    learned = learned_step()
+    seen, place = learned.signatures, learned.seen.place
+    part = Resizing(learned.plain_peak, None)
+    single = learned.search(learned.plain_peak * 2)
+    assert single is not None
+    part._plans.add(single)
+    for tenths in ((9, 12), (12, 9)):  # neither is larger
+        outgrown = [replace_sizes(one, tenths[i % 2]) for i, one in enumerate(seen)]
+        part._varying.note(outgrown, place)
+    larger = part._larger(learned, outgrown, place)
+    assert larger is not None
+    assert larger.apart
+    assert larger.missing == 0
+    bounds = larger.search(larger.plain_peak * 2)
+    assert bounds is not None
+    part._plans.add(bounds)
+    took = SimpleNamespace(before=0, timeline=SimpleNamespace(peak=bounds.peak + 1000))
+    followed: Any = SimpleNamespace(seen=outgrown)
+    assert part._outdone(bounds, followed, took)  # type: ignore[arg-type]
+    assert list(part._plans) == []
+    part._plans.add(single)
+    again = part._larger(learned, outgrown, place)
+    assert again is not None
+    assert again.missing == 1000
+    found = again.search(again.plain_peak + 1000)
+    assert found is not None
+    assert found.peak == bounds.peak + 1000

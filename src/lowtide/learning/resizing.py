@@ -52,7 +52,9 @@ class Resizing:
             return None
         if not self._varying.apart(seen, place):
             return learned.larger(min(ratio, MOST_GROWN))
-        return learned.bounded(self._varying.bounds(seen, place))
+        found = learned.bounded(self._varying.bounds(seen, place))
+        missing = self._varying.missing(seen, place)
+        return found if found is None else replace(found, missing=missing)
 
     def _plan_larger(self, learned: Learned, limit: int) -> None:
         """If a measured step outgrew the known ones, the next one may be larger still."""
@@ -92,6 +94,9 @@ class Resizing:
         assert observer.timeline is not None
         before = observer.before
         if observer.timeline.peak > self.allowance.under_plan_of(larger.plain_peak, before):
+            if larger.apart:
+                short = observer.timeline.peak - larger.peak
+                self._varying.lacked(decisions.seen, larger.seen.place, short)
             self._plans.remove(larger)
             return True
         self._plans.confirm(larger)
@@ -138,4 +143,5 @@ class Resizing:
                 larger.signatures, sizes, strict=True
             )
         ]
-        return replace(learned.of_sizes(bounds), grown=True, apart=True)
+        missing = self._varying.missing(seen, place)
+        return replace(learned.of_sizes(bounds), grown=True, apart=True, missing=missing)

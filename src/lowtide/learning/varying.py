@@ -45,6 +45,7 @@ class _Seen:
     steps: int = 0
     missed: int = 0  # steps that no plan covered, since bounds were last asked for
     asked: int = 0  # how often they were
+    missing: int = 0  # bytes that a step took above the peak of bounds
 
 
 class Varying:
@@ -90,6 +91,17 @@ class Varying:
         none of them."""
         known = self._seen.get(_kind(seen, place))
         return known is not None and known.asked > 0
+
+    def lacked(self, seen: Sequence[Signature], place: int, nbytes: int) -> None:
+        """A step that followed bounds took so many bytes more than they predict."""
+        known = self._seen.get(_kind(seen, place))
+        if known is not None:
+            known.missing += max(nbytes, 0)
+
+    def missing(self, seen: Sequence[Signature], place: int) -> int:
+        """What to keep free beside what the bounds predict."""
+        known = self._seen.get(_kind(seen, place))
+        return 0 if known is None else known.missing
 
     def bounds(self, seen: Sequence[Signature], place: int) -> Sizes:
         """For all steps like this one, which is known."""
