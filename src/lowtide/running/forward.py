@@ -209,6 +209,8 @@ class ForwardDecisions(StepInRoom):
         self._handles.append(handle)
         if self.observer is not None:
             self.observer.saved(value, handle)
+        if self._room is not None:
+            self._room.held(value)
 
     def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
         self._gathers.append((keys, nbytes, parts))

@@ -112,6 +112,10 @@ class Room:
         self._evictor.add(made)
         self._fits(name)
 
+    def held(self, value: Value) -> None:
+        """Autograd has saved a value, which may be held for it."""
+        self._evictor.held(value)
+
     def _fits(self, name: str) -> None:
         live = self._live[0]
         target = self.target(0)
