@@ -109,10 +109,11 @@ def test_what_never_varied_has_no_slack() -> None:
     seen = signatures(8, 120, 120)
     assert varying.apart(seen, 0)
     # The most, and the range of four once more.
-    assert varying.bounds(seen, 0) == ((8, 4), (180, 4), (180, 4))
+    planned = ((8, 4), (140, 4), (140, 4))
+    assert varying.bounds(seen, 0) == (planned, ((8, 4), (180, 4), (180, 4)))
     for _ in range(36):
         varying.note(seen, 0)
-    assert varying.bounds(seen, 0) == ((8, 4), (162, 4), (162, 4))
+    assert varying.bounds(seen, 0) == (planned, ((8, 4), (162, 4), (162, 4)))
 
 
 def test_larger_steps_are_not_apart() -> None:
@@ -134,7 +135,7 @@ def test_other_steps_have_other_bounds() -> None:
     varying.note(signatures(8, 10), 1)
     varying.note([("mul", (8,), (-1,), 4), ("mul", (10,), (0,), 4)], 0)
     varying.note(signatures(8, 10, 11), 0)
-    assert varying.bounds(signatures(8, 7), 0) == ((8, 4), (9, 4))
+    assert varying.bounds(signatures(8, 7), 0).most == ((8, 4), (9, 4))
     assert varying.served(signatures(1, 1), 0)
     assert not varying.served(signatures(1, 1), 1)
     for count in range(3, 12):  # as many kinds are known as there are places for
@@ -146,7 +147,7 @@ def test_sizes_beyond_all_memory() -> None:
     varying = Varying()
     seen = [("expand", (8,), (-1,), 1 << 70)]
     varying.note(seen, 0)
-    assert varying.bounds(seen, 0) == ((8, 1 << 62),)
+    assert varying.bounds(seen, 0).planned == ((8, 1 << 62),)
 
 
 def test_bounds_for_steps_of_about_the_same_bytes() -> None:
@@ -156,11 +157,15 @@ def test_bounds_for_steps_of_about_the_same_bytes() -> None:
     found = varying.smaller(signatures(160, 240), 0)
     assert found is not None
     whole = 408 * LARGER  # with the gradients
-    assert abs(found[0][0] - whole * (0.5 + 0.55 * 0.05)) < 5
-    assert abs(found[1][0] - whole * (0.55 + 0.55 * 0.05)) < 5
-    assert found[0][1] == 4
+    for sizes, part in ((found.planned, 0.0), (found.most, 0.55)):
+        assert abs(sizes[0][0] - whole * (0.5 + part * 0.05)) < 5
+        assert abs(sizes[1][0] - whole * (0.55 + part * 0.05)) < 5
+        assert sizes[0][1] == 4
     assert varying.smaller(signatures(500, 500), 0) is None  # that is what all may take
-    assert varying.smaller(signatures(390, 10), 0) == ((390, 4), found[1])  # itself included
+    # It is itself one of them.
+    itself = varying.smaller(signatures(390, 10), 0)
+    assert itself is not None
+    assert itself.planned[0] == itself.most[0] == (390, 4)
 
 
 def test_bounds_are_asked_for_ever_more_seldom_where_they_do_not_hold() -> None:
@@ -226,6 +231,19 @@ def test_bounds_are_bounds(factors: list[float], share: float) -> None:
 LEARNED: dict[str, Any] = {}
 
 
+def test_a_plan_has_room_for_less_than_a_step_may_make() -> None:
+    learned = learned_step()
+    now = sizes_of(learned.signatures)
+    most = tuple([tuple([size + 8 for size in made]) for made in now])
+    found = learned.of_sizes(now).checked_for(most)
+    assert sizes_of(found.signatures) == most
+    assert found.graph == learned.graph
+    prepared = found.search(1 << 40)
+    assert prepared is not None
+    assert sizes_of(prepared.signatures) == most
+    assert prepared.peak == learned.plain_peak
+
+
 def test_no_plan_for_far_too_much() -> None:
     learned = learned_step()
     now = sizes_of(learned.signatures)
@@ -270,11 +288,7 @@ def test_plans_for_much_smaller_steps_stay() -> None:
     half = tuple([tuple([size // 2 for size in made]) for made in now])
     plans = KnownPlans()
     for sizes in (half, now):
-        signatures = [
-            (name, made[:-1], reads, made[-1])
-            for (name, _, reads, _), made in zip(learned.signatures, sizes, strict=True)
-        ]
-        bounds = replace(learned.of_sizes(signatures), grown=True, apart=True)
+        bounds = replace(learned.of_sizes(sizes), grown=True, apart=True)
         found = bounds.search(1 << 40)
         assert found is not None
         assert found.apart

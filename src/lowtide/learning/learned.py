@@ -265,12 +265,8 @@ class Learned:
             )
             for event in graph.events
         ]
-        logs = [
-            replace(log, sizes=made[:-1], wanted=made[-1])
-            for log, made in zip(self.seen.ops, sizes, strict=True)
-        ]
         bounds = Graph(tuple(values), tuple(ops), tuple(events), grown(graph.turn))
-        return replace(self._grown_to(bounds, logs), apart=True)
+        return replace(self._grown_to(bounds, self.seen.ops).checked_for(sizes), apart=True)
 
     def _grown_to(self, graph: Graph, logs: Sequence[OpLog]) -> Learned:
         return replace(
@@ -283,21 +279,23 @@ class Learned:
             own=None,
         )
 
-    def of_sizes(self, seen: Sequence[Signature]) -> Learned:
-        """The same operations, making the fewer bytes that `seen` says. A bound on what that step
-        takes, as all other memory stays that of this step until it is measured."""
-        values, logs = list(self.graph.values), []
-        for log, (_, made, _, wanted) in zip(self.seen.ops, seen, strict=True):
-            for number, nbytes in zip(log.outputs, made, strict=True):
+    def of_sizes(self, sizes: Sizes) -> Learned:
+        """The same operations, making these fewer bytes. A bound on what that step takes, as all
+        other memory stays that of this step until it is measured."""
+        values = list(self.graph.values)
+        for log, made in zip(self.seen.ops, sizes, strict=True):
+            for number, nbytes in zip(log.outputs, made[:-1], strict=True):
                 values[number] = replace(values[number], nbytes=nbytes)
-            logs.append(replace(log, sizes=made, wanted=wanted))
-        return replace(
-            self,
-            graph=replace(self.graph, values=tuple(values)),
-            seen=replace(self.seen, ops=tuple(logs)),
-            ran=None,
-            lessons=LESSONS,
-        )
+        found = replace(self, graph=replace(self.graph, values=tuple(values)), ran=None)
+        return replace(found.checked_for(sizes), lessons=LESSONS)
+
+    def checked_for(self, sizes: Sizes) -> Learned:
+        """The same, for steps whose operations may make so many bytes each."""
+        logs = [
+            replace(log, sizes=made[:-1], wanted=made[-1])
+            for log, made in zip(self.seen.ops, sizes, strict=True)
+        ]
+        return replace(self, seen=replace(self.seen, ops=tuple(logs)))
 
     def in_part(self) -> Learned:
         """The same step, whose backward may ask for a part only of what it asks for now: what it

@@ -21,7 +21,7 @@ from lowtide.learning.effort import Effort
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import MOST_GROWN, Learned
 from lowtide.learning.ranks import Ranks
-from lowtide.learning.varying import LARGER, Varying
+from lowtide.learning.varying import LARGER, Varying, sizes_of
 from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
@@ -52,9 +52,12 @@ class Resizing:
             return None
         if not self._varying.apart(seen, place):
             return learned.larger(min(ratio, MOST_GROWN))
-        found = learned.bounded(self._varying.bounds(seen, place))
+        bounds = self._varying.bounds(seen, place)
+        found = learned.bounded(bounds.planned)
+        if found is None:
+            return None
         missing = self._varying.missing(seen, place)
-        return found if found is None else replace(found, missing=missing)
+        return replace(found.checked_for(bounds.most), missing=missing)
 
     def _plan_larger(self, learned: Learned, limit: int) -> None:
         """If a measured step outgrew the known ones, the next one may be larger still."""
@@ -133,15 +136,15 @@ class Resizing:
         learned, place = Learned.of(larger), larger.seen.place
         self._varying.note(seen, place)
         if not self._varying.apart(seen, place):
-            return learned.of_sizes(seen)
-        sizes = self._varying.smaller(seen, place)
-        if sizes is None:
+            return learned.of_sizes(sizes_of(seen))
+        bounds = self._varying.smaller(seen, place)
+        if bounds is None:
             return None
-        bounds = [
-            (name, tuple(map(min, most, made)), reads, min(wants, wanted))
-            for (name, most, reads, wants), (*made, wanted) in zip(
-                larger.signatures, sizes, strict=True
-            )
-        ]
+        now = sizes_of(larger.signatures)
+        planned, most = (
+            tuple([tuple(map(min, one, other)) for one, other in zip(now, sizes, strict=True)])
+            for sizes in bounds
+        )
         missing = self._varying.missing(seen, place)
-        return replace(learned.of_sizes(bounds), grown=True, apart=True, missing=missing)
+        found = learned.of_sizes(planned).checked_for(most)
+        return replace(found, grown=True, apart=True, missing=missing)

@@ -4,9 +4,10 @@ Problem: where data decides how many rows an expert, a mask or a neighborhood ha
 than another in everything. Each outgrows every other's plan in some operation, and a plan for steps
 that are so many times larger in everything recomputes far too much. Invariant: bounds are per
 operation: the most that any step has made, or the largest share of what all of a step makes,
-whichever is less, and a part of the range seen beyond that, as nobody knows the most that there is;
-what never varied has no slack. Imports prepared. Rejected: a plan for each step, as none comes
-again; one for the largest step so far, which bounds nothing.
+whichever is less. A plan has room for that. A step that follows it may make more somewhere, by a
+part of the range seen, as none makes the most everywhere; what never varied may not. Imports
+prepared. Rejected: a plan for each step, as none comes again; one for the largest step so far,
+which bounds nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lowtide.running.prepared import Signature
 
@@ -27,6 +29,16 @@ _SMALLER = 0.85  # of the bytes of the bounds for all steps, the most that those
 
 Sizes = tuple[tuple[int, ...], ...]
 """For each operation, the bytes that it makes, and those of the gradients that it wants."""
+
+
+class Bounds(NamedTuple):
+    """For steps that vary each in its own way."""
+
+    planned: Sizes
+    """What a plan for them has room for."""
+    most: Sizes
+    """What a step that follows it may make in each operation."""
+
 
 _Kind = tuple[int, int, int]  # hashed, as it is kept for long
 
@@ -103,20 +115,24 @@ class Varying:
         known = self._seen.get(_kind(seen, place))
         return 0 if known is None else known.missing
 
-    def bounds(self, seen: Sequence[Signature], place: int) -> Sizes:
+    def bounds(self, seen: Sequence[Signature], place: int) -> Bounds:
         """For all steps like this one, which is known."""
         known = self._seen[_kind(seen, place)]
         known.missed, known.asked = 0, known.asked + 1
-        return _sizes(_bounds(known, known.whole), seen)
+        planned, most = (_bounds(known, known.whole, slack=slack) for slack in (False, True))
+        return Bounds(_sizes(planned, seen), _sizes(most, seen))
 
-    def smaller(self, seen: Sequence[Signature], place: int) -> Sizes | None:
+    def smaller(self, seen: Sequence[Signature], place: int) -> Bounds | None:
         """For steps like this one, which is known, with about as many bytes together; None: they
         take about as much as those of the largest."""
         known, sizes = self._seen[_kind(seen, place)], _row(seen)
-        found = list(map(max, _bounds(known, sum(sizes)), sizes))
-        if sum(found) >= _SMALLER * sum(_bounds(known, known.whole)):
+        planned, most = (
+            list(map(max, _bounds(known, sum(sizes), slack=slack), sizes))
+            for slack in (False, True)
+        )
+        if sum(planned) >= _SMALLER * sum(_bounds(known, known.whole, slack=False)):
             return None
-        return _sizes(found, seen)
+        return Bounds(_sizes(planned, seen), _sizes(most, seen))
 
 
 def sizes_of(seen: Sequence[Signature]) -> Sizes:
@@ -151,13 +167,13 @@ def _differ(one: array[int], other: array[int]) -> bool:
     return more and any(b > _NOTABLE * a for a, b in zip(one, other, strict=True))
 
 
-def _bounds(known: _Seen, whole: int) -> list[int]:
-    """The bounds for steps that make about so many bytes in all.
+def _bounds(known: _Seen, whole: int, *, slack: bool) -> list[int]:
+    """The most that steps make which make about so many bytes in all.
 
-    Of sizes as they are drawn from a normal distribution, four steps give a bound of three standard
-    deviations, and thirty four.
+    With slack, of sizes as they are drawn from a normal distribution, four steps give a bound of
+    three standard deviations, and thirty four.
     """
-    part, most = 0.5 + 2 / known.steps, LARGER * whole
+    part, most = 0.5 + 2 / known.steps if slack else 0.0, LARGER * whole
     bytes_ = zip(known.least, known.most, strict=True)
     shares = zip(known.least_share, known.most_share, strict=True)
     return [
