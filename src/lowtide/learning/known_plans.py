@@ -5,7 +5,7 @@ be planned again. Invariant: a plan is for one forward, operation by operation, 
 the steps of a context, for the leaves that get gradients, and for the gradients to be allocated: an
 attack on the input and the training step after it run the same forward, but different backwards,
 and so do the first and the second step of an accumulation. A smaller step with the same operations
-may follow it too: at each moment it has no more in memory. Imports prepared and turns.
+may follow it too: at each moment it has no more in memory. Imports effort, prepared and turns.
 Rejected: one plan per shape, as shapes do not tell branches apart, and never recur where each batch
 has another length.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from lowtide.learning.effort import LESSONS
 from lowtide.learning.turns import Turns
 from lowtide.running.prepared import Prepared, Signature, covers, outgrown_by
 
@@ -239,7 +240,8 @@ def _replaced_by(bounds: Prepared, known: Prepared) -> bool:
     if known.seen.place != bounds.seen.place or len(known.signatures) != len(bounds.signatures):
         return False
     if not known.apart:
-        return all(map(covers, bounds.signatures, known.signatures))
+        once = known.grown or known.lessons < LESSONS  # else its step has come again
+        return once and all(map(covers, bounds.signatures, known.signatures))
     near = _NEAR * bounds.allocates <= known.allocates <= bounds.allocates * _MORE
     return near and all(
         new[0] == old[0] and new[2] == old[2]

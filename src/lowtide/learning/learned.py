@@ -266,7 +266,7 @@ class Learned:
             for event in graph.events
         ]
         bounds = Graph(tuple(values), tuple(ops), tuple(events), grown(graph.turn))
-        return replace(self._grown_to(bounds, self.seen.ops).checked_for(sizes), apart=True)
+        return replace(self._grown_to(bounds, self.seen.ops)._of_signatures(sizes), apart=True)
 
     def _grown_to(self, graph: Graph, logs: Sequence[OpLog]) -> Learned:
         return replace(
@@ -287,10 +287,9 @@ class Learned:
             for number, nbytes in zip(log.outputs, made[:-1], strict=True):
                 values[number] = replace(values[number], nbytes=nbytes)
         found = replace(self, graph=replace(self.graph, values=tuple(values)), ran=None)
-        return replace(found.checked_for(sizes), lessons=LESSONS)
+        return replace(found._of_signatures(sizes), lessons=LESSONS)
 
-    def checked_for(self, sizes: Sizes) -> Learned:
-        """The same, for steps whose operations may make so many bytes each."""
+    def _of_signatures(self, sizes: Sizes) -> Learned:
         logs = [
             replace(log, sizes=made[:-1], wanted=made[-1])
             for log, made in zip(self.seen.ops, sizes, strict=True)

@@ -186,7 +186,9 @@ class Planning(Resizing):
             self._nothing_recorded(observer, followed)
             return
         if self._ranks is None and followed is None:
-            self._varying.note(signatures_of(observer.ops), observer.place)
+            seen = signatures_of(observer.ops)
+            self._varying.came(seen)
+            self._varying.note(seen, observer.place)
         if self._ranks is None and not measured and self._grown(observer):
             return
         graph = observer.graph()

@@ -52,12 +52,9 @@ class Resizing:
             return None
         if not self._varying.apart(seen, place):
             return learned.larger(min(ratio, MOST_GROWN))
-        bounds = self._varying.bounds(seen, place)
-        found = learned.bounded(bounds.planned)
-        if found is None:
-            return None
+        found = learned.bounded(self._varying.bounds(seen, place))
         missing = self._varying.missing(seen, place)
-        return replace(found.checked_for(bounds.most), missing=missing)
+        return found if found is None else replace(found, missing=missing)
 
     def _plan_larger(self, learned: Learned, limit: int) -> None:
         """If a measured step outgrew the known ones, the next one may be larger still."""
@@ -113,7 +110,11 @@ class Resizing:
         that."""
         if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
             return
-        if not self._effort.smaller(larger, seen, measured=False):
+        self._varying.came(seen)
+        if not larger.apart:
+            self._varying.note_covered(seen, larger.seen.place)
+        worth = self._effort.smaller(larger, seen, measured=False)
+        if not worth and not (self._varying.again and larger.apart):
             return
         smaller = self._smaller(larger, seen)
         if smaller is None:
@@ -137,14 +138,14 @@ class Resizing:
         self._varying.note(seen, place)
         if not self._varying.apart(seen, place):
             return learned.of_sizes(sizes_of(seen))
-        bounds = self._varying.smaller(seen, place)
-        if bounds is None:
+        if self._varying.again:
+            return replace(learned.of_sizes(sizes_of(seen)), grown=False, apart=False)
+        sizes = self._varying.smaller(seen, place)
+        if sizes is None and not larger.apart:
+            sizes = self._varying.bounds(seen, place)
+        if sizes is None:
             return None
         now = sizes_of(larger.signatures)
-        planned, most = (
-            tuple([tuple(map(min, one, other)) for one, other in zip(now, sizes, strict=True)])
-            for sizes in bounds
-        )
+        most = [tuple(map(min, one, other)) for one, other in zip(now, sizes, strict=True)]
         missing = self._varying.missing(seen, place)
-        found = learned.of_sizes(planned).checked_for(most)
-        return replace(found, grown=True, apart=True, missing=missing)
+        return replace(learned.of_sizes(tuple(most)), grown=True, apart=True, missing=missing)
