@@ -303,10 +303,10 @@ class Learned:
 
     def prepared(self, plan: Retention, peak: int) -> Prepared:
         """The plan, for steps that follow it."""
-        found = Prepared.of(
-            plan, self.graph, peak, self.seen, self.measured, self.lessons, grown=self.grown
-        )
-        return replace(found, apart=True) if self.apart else found
+        return Prepared.of(
+            plan, self.graph, peak, self.seen, self.measured, self.lessons,
+            grown=self.grown, apart=self.apart,
+        )  # fmt: skip
 
 
 def _grown(factor: float, nbytes: int) -> int:

@@ -148,8 +148,8 @@ class Planning(Resizing):
             old.measured,
             old.lessons,
             grown=old.grown,
+            apart=old.apart,
         )
-        found = replace(found, apart=True) if old.apart else found
         if found.peak <= limit:  # else the step is refused, and a later one may have more room
             self._plans.add(found)
         return found

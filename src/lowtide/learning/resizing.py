@@ -26,6 +26,9 @@ from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared, Signature, signatures_of
 
+_NOTED = 12  # of the steps that a plan for larger ones covers
+_PLANS = 64  # of which this is counted
+
 
 class Resizing:
     """The part of a budget that plans for other sizes.
@@ -41,6 +44,7 @@ class Resizing:
         self._effort = Effort()
         self._beside = Beside()
         self._varying = Varying()
+        self._noted: dict[int, int] = {}  # how many of the steps that a plan covered were noted
 
     # ------------------------------------------------------------------ larger steps
 
@@ -111,8 +115,12 @@ class Resizing:
         if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
             return
         self._varying.came(seen)
-        if not larger.apart:
-            self._varying.note_covered(seen, larger.seen.place)
+        noted = _NOTED if larger.apart else self._noted.get(larger.digest, 0)
+        if noted < _NOTED:
+            self._noted[larger.digest] = noted + 1
+            if len(self._noted) > _PLANS:
+                del self._noted[next(iter(self._noted))]
+            self._varying.note(seen, larger.seen.place)
         worth = self._effort.smaller(larger, seen, measured=False)
         if not worth and not (self._varying.again and larger.apart):
             return

@@ -23,7 +23,6 @@ LARGER = 1.15  # where steps grow, plans are also made for this many times the b
 _KEPT = 8  # kinds of steps
 _MOST = 1 << 62  # bytes: a gradient of something expanded may have more, and is never made
 _COMPARED = 4  # steps of a kind
-_NOTED = 12  # steps that are noted though a plan for larger ones covered them
 _FEWEST = 3  # steps without a plan of their own before they are planned for together
 _REMEMBERED = 1000  # steps
 _NOTABLE = 1.05  # times the bytes, from which on one step makes more than another
@@ -93,12 +92,6 @@ class Varying:
         self._seen[kind] = known
         if len(self._seen) > _KEPT:
             del self._seen[next(iter(self._seen))]
-
-    def note_covered(self, seen: Sequence[Signature], place: int) -> None:
-        """The same, for a few of those that a plan for larger steps covered."""
-        known = self._seen.get(_kind(seen, place))
-        if known is None or known.steps < _NOTED:
-            self.note(seen, place)
 
     def apart(self, seen: Sequence[Signature], place: int) -> bool:
         """Whether steps like this one are known to vary each in its own way."""

@@ -203,6 +203,7 @@ class Prepared:
         lessons: int = 0,
         *,
         grown: bool = False,
+        apart: bool = False,
     ) -> Prepared:
         signatures = signatures_of(seen.ops)
         choices = list(plan.retain[: graph.recorded])
@@ -214,8 +215,9 @@ class Prepared:
             sum(log.sizes) + op.workspace for log, op in zip(seen.ops, graph.ops, strict=True)
         )
         return Prepared(
-            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons, grown
-        )
+            plan, graph, signatures, needs, tuple(choices), peak, seen, measured, lessons, grown,
+            apart,
+        )  # fmt: skip
 
 
 def _anchors(plan: Retention, graph: Graph) -> frozenset[int]:
