@@ -106,7 +106,7 @@ def test_training_waits_for_no_annealing(monkeypatch: pytest.MonkeyPatch) -> Non
         return retain
 
     monkeypatch.setattr(Learned, "solve", noting)
-    monkeypatch.setattr(lowtide.engine, "annealing", lambda: annealing)
+    monkeypatch.setattr(lowtide.engine, "annealing", lambda *_: annealing)
     model, x = net(), rows(500)
     limit = lowtide.budget(int(0.6 * peak_of(model, x)))
     for _ in range(6):

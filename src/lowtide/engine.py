@@ -25,7 +25,7 @@ from lowtide import _compat
 from lowtide.compiled import build
 from lowtide.errors import UsageError
 from lowtide.planner.flow import CutWith, Network
-from lowtide.planner.polish import Polish
+from lowtide.planner.polish import Choice, Polish
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
 from lowtide.tape import generators
@@ -123,10 +123,28 @@ def new_recorder(tape: Tape) -> Recorder:
     return Recorder(tape) if _choice.wrappers else active(tape)
 
 
-def annealing() -> Polish | None:
-    """The compiled core's annealing, which ends the planner's searches; None on Python's engine."""
+def annealing(times: int = 1) -> Polish | None:
+    """The compiled core's annealing, which ends the planner's searches; None on Python's engine.
+
+    `times`: how many times the usual work it may do, for a search that nobody waits for.
+    """
     found = _core_to_plan_with()
-    return found.anneal if found is not None else None
+    if found is None or times == 1:
+        return None if found is None else found.anneal
+    anneal: Polish = found.anneal
+
+    def longer(
+        graph: Lists,
+        choices: list[Choice],
+        retain: list[int],
+        limit: int,
+        work: int,
+        enough: float,
+        seconds: float,
+    ) -> list[int]:
+        return anneal(graph, choices, retain, limit, times * work, enough, seconds)
+
+    return longer
 
 
 def cutting() -> CutWith | None:

@@ -25,7 +25,16 @@ _NEAR = 0.85  # from this share of the larger step's bytes on, its plan costs li
 _BETWEEN = 8  # at least this many steps follow a much too large plan before one of them is planned
 _SHARE = 0.1  # the share of those steps' time that planning that one may take
 _VAIN = 8  # from so many measured in vain on, one of 2 ** `_VAIN` steps is measured
+_LONG = 8  # at most so many times the usual annealing is done beside training
+_STEPS = 10  # and for about as long as this many steps take
+_ANNEALING = 0.5  # seconds of the usual annealing
 _GAIN = 2  # a short step without a plan takes longer by about this many times its own time
+
+
+def annealings(step: float) -> int:
+    """How many times the usual annealing a search beside training is worth, for steps of so many
+    seconds: what it saves, it saves in each of them."""
+    return min(max(int(_STEPS * step / _ANNEALING), 1), _LONG)
 
 
 class Effort:

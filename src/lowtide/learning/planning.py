@@ -19,7 +19,7 @@ from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
-from lowtide.learning.effort import LESSONS
+from lowtide.learning.effort import LESSONS, annealings
 from lowtide.learning.learned import Learned
 from lowtide.learning.partings import Partings
 from lowtide.learning.ranks import Ranks, Step
@@ -338,7 +338,8 @@ class Planning(Resizing):
         """The step keeps its limit under its plan: confirm that, and search for a cheaper one."""
         self._plans.confirm(followed)
         search = learned.faster if only_if_faster else learned.search
-        self._beside.ask(partial(search, limit, engine.annealing()))
+        polish = engine.annealing(annealings(learned.seconds))
+        self._beside.ask(partial(search, limit, polish))
 
     def _agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them. A collective of the group."""

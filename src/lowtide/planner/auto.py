@@ -40,6 +40,7 @@ from lowtide.planner.repair import Problem, grow, shrink, trace_of
 from lowtide.planner.search import LARGE, SCREEN, SEGMENTS, Search, nested_anchors, offer_anchors
 from lowtide.planner.segments import Boundaries
 from lowtide.planner.simulate import Simulation, Simulator
+from lowtide.planner.small import holding_small
 from lowtide.planner.solution import Solution
 
 EXCHANGE_WORK = 400_000
@@ -89,6 +90,7 @@ def solve(
     | something fits                     | exchanges of what the cheapest plans hold         |
     | nothing fits, or the best plan     | anchors of two levels, and exchanges again if     |
     | takes over twice the bound         | they gave a better plan                           |
+    | something fits                     | small values held, as far as they save time       |
     | something fits, `polish_with` is   | random changes to the best plan, for about half a |
     | given and the graph is not large   | second                                            |
     | nothing fits after all that        | "infeasible", with the lowest peak found          |
@@ -110,8 +112,11 @@ def solve(
     _exchange(search)
     if search.doubtful() and _nested(search):
         _exchange(search)
-    if polish_with is not None and search.fits and not search.near_bound():
-        polish(search, polish_with)
+    if search.fits and not search.near_bound():
+        small = holding_small(search)
+        search.offer(small[0], "small")
+        if polish_with is not None and not search.near_bound():
+            polish(search, polish_with, *small)
     if prove and search.main is not None and search.fits and not search.near_bound():
         search.bound = raised(
             search.problem, search.limit, search.plain, search.best, search.main, search.bound,

@@ -50,10 +50,13 @@ class Polish(Protocol):
         ...
 
 
-def polish(search: Search, with_: Polish) -> None:
-    """Anneal the best plan and offer the result, unless the graph is too large to gain from it."""
+def polish(search: Search, with_: Polish, start: Candidate, settled: frozenset[int]) -> None:
+    """Anneal a plan that fits and offer the result, unless the graph is too large to gain from it.
+
+    What it holds of the `settled` values it goes on holding.
+    """
     problem = search.problem
-    choices = choices_of(problem)
+    choices = [choice for choice in choices_of(problem) if choice[0] not in settled]
     size = len(problem.fixed) + len(problem.sim.cost) + len(problem.sim.event_value) + 1
     work = min(WORK, MOST * len(choices) * size)
     if not choices or work < FEWEST * len(choices) * size:
@@ -61,7 +64,7 @@ def polish(search: Search, with_: Polish) -> None:
     retain = with_(
         problem.sim.lists(),
         choices,
-        search.best.retain,
+        start.retain,
         search.limit,
         work,
         search.enough(),
