@@ -133,10 +133,20 @@ class Sliced(nn.Module):
         return y[:, :10].sin().sum() + y[:, 10:20].cos().sum() + y[:, 30].square().sum()
 
 
+class Indexed(nn.Module):
+    """Parts of one tensor read by one operation, as torch's own attention reads what it projected:
+    each gradient is as large as the whole, and is added to the first in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        return torch.stack([y[place] for place in (2, 0, 3, 1, 4, 5)]).square().sum()
+
+
 SMALL = {
     "joined": (Joined, lambda: torch.randn(4, 8, 64, 64, requires_grad=True)),
     "tied": (Tied, lambda: torch.randint(0, 4000, (16, 8))),
     "sliced": (Sliced, lambda: torch.randn(2000, 40, requires_grad=True)),
+    "indexed": (Indexed, lambda: torch.randn(6, 4, 4, 256, 32, requires_grad=True)),
 }
 
 
