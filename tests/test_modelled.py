@@ -165,6 +165,33 @@ def test_gradients_that_share_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     compare(modelled, measured, 0.06, 64 << 10)
 
 
+class Looked(nn.Module):
+    """A table with a sparse gradient, of the rows that were looked up."""
+
+    def __init__(self, bag: bool) -> None:
+        super().__init__()
+        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(20_000, 32, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).tanh().square().sum()
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_sparse_gradient_has_the_rows_that_were_looked_up(
+    bag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Looked(bag), torch.randint(0, 19_999, (4096, 2) if bag else (4096,))
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    compare_memory(modelled, measured, 0.1, 64 << 10)
+
+
 class Reads(nn.Module):
     """Leaves that are read several times: directly, through one view, or part by part."""
 
