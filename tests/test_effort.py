@@ -113,6 +113,23 @@ def test_steps_that_follow_plans_bring_their_time_back() -> None:
     assert effort.first(a_step(number + 1), 0.01)
 
 
+def test_a_step_for_which_there_is_no_plan_is_searched_for_ever_more_seldom() -> None:
+    effort, searched = Effort(), []
+    for number in range(200):
+        measured = effort.to_measure(None, lambda: False)
+        if effort.first(a_step(0), 0.01, measured=measured):
+            searched.append(number)
+            effort.planless(a_step(0))
+    assert searched == [0, 1, 4, 11, 26, 57, 120]
+    assert not effort.to_measure(None, lambda: False)
+    asked = [effort.first(a_step(1), 0.01) for _ in range(2)]
+    assert asked == [False, True]  # another one: its own occurrences count
+    assert effort.to_measure(None, lambda: False)
+    assert not effort.first(a_step(0), 0.01)
+    effort.more_room()
+    assert effort.first(a_step(0), 0.01)
+
+
 # ---------------------------------------------------------------------- in a loop
 
 
@@ -226,3 +243,26 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in range(1, 20):
         assert made_by(aten.sin.default, (torch.ones(count),), {}) == 4 * count
         assert len(results._known) <= 5
+
+
+def test_several_backwards_that_no_plan_fits_are_not_measured_for_ever() -> None:
+    """Backwards through one graph are planned one by one, inside a limit that no plan for all of
+    them keeps."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU())
+    heads = nn.ModuleList(nn.Linear(128, 4) for _ in range(3))
+    limit, x = lowtide.budget(0.8), torch.randn(512, 32)
+    for _ in range(30):
+        body.zero_grad()
+        heads.zero_grad()
+        with limit:
+            found = body(x)
+            losses = [head(found).square().mean() for head in heads]
+        for place, loss in enumerate(losses):
+            loss.backward(retain_graph=place < 2)
+    told = limit.report()
+    assert not told.planned
+    assert told.highest_peak is not None
+    assert told.limit is not None
+    assert told.highest_peak <= told.limit
+    assert told.measured_steps < 8

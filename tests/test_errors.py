@@ -11,6 +11,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,8 @@ BAD_LIMITS: list[tuple[Any, str]] = [
         f"a limit is {FORMS}; got an object of type Sequential. For a limit on every training "
         "forward of a model: lowtide.fit(model, limit).",
     ),
+    (Path("step.plan"), "stored plan: lowtide.budget(lowtide.load_plan(path))."),
+    (__file__, "stored plan: lowtide.budget(lowtide.load_plan(path))."),
     (1 + 2j, f"a limit is {FORMS}; got (1+2j) of type complex."),
 ]  # fmt: skip
 

@@ -133,10 +133,20 @@ class Sliced(nn.Module):
         return y[:, :10].sin().sum() + y[:, 10:20].cos().sum() + y[:, 30].square().sum()
 
 
+class Indexed(nn.Module):
+    """Parts of one tensor read by one operation, as torch's own attention reads what it projected:
+    each gradient is as large as the whole, and is added to the first in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        return torch.stack([y[place] for place in (2, 0, 3, 1, 4, 5)]).square().sum()
+
+
 SMALL = {
     "joined": (Joined, lambda: torch.randn(4, 8, 64, 64, requires_grad=True)),
     "tied": (Tied, lambda: torch.randint(0, 4000, (16, 8))),
     "sliced": (Sliced, lambda: torch.randn(2000, 40, requires_grad=True)),
+    "indexed": (Indexed, lambda: torch.randn(6, 4, 4, 256, 32, requires_grad=True)),
 }
 
 
@@ -153,6 +163,33 @@ def test_gradients_that_share_memory(name: str, monkeypatch: pytest.MonkeyPatch)
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
     compare(modelled, measured, 0.06, 64 << 10)
+
+
+class Looked(nn.Module):
+    """A table with a sparse gradient, of the rows that were looked up."""
+
+    def __init__(self, bag: bool) -> None:
+        super().__init__()
+        self.table = (nn.EmbeddingBag if bag else nn.Embedding)(20_000, 32, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table(x).tanh().square().sum()
+
+
+@pytest.mark.parametrize("bag", [False, True])
+def test_a_sparse_gradient_has_the_rows_that_were_looked_up(
+    bag: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = Looked(bag), torch.randint(0, 19_999, (4096, 2) if bag else (4096,))
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    compare_memory(modelled, measured, 0.1, 64 << 10)
 
 
 class Reads(nn.Module):

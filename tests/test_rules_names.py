@@ -7,8 +7,10 @@ about `lowtide.fit`, and combinations of ways.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
+import types
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import recorded
+from lowtide.errors import UncountedWarning
+from once import on_one_recorder
 
 
 class Net(nn.Module):
@@ -161,3 +165,67 @@ def test_a_deleted_model_is_freed_with_its_budget_alive() -> None:
     assert reference() is None
     assert budget.report().steps == 2
     budget.remove()
+
+
+def scaled(model: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x: 2 * forward(x)
+
+
+class Scaling:
+    """A callable that keeps what it calls in an attribute."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Tensor]) -> None:
+        self.forward = forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 2 * self.forward(x)
+
+
+def by_a_global(model: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    globals()["before"] = forward
+    return lambda x: 2 * before(x)  # type: ignore[name-defined] # noqa: F821
+
+
+def bound(model: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return types.MethodType(lambda self, x: 2 * forward(x), model)
+
+
+def partly(model: nn.Module, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return functools.partial(lambda given, x: 2 * given(x), forward)
+
+
+WRAPPERS = {"closure": scaled, "object": Scaling, "global": by_a_global, "method": bound,
+            "partial": partly}  # fmt: skip
+
+
+@on_one_recorder
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("way", WRAPPERS)
+def test_a_forward_put_around_a_fitted_one_keeps_the_budget(way: str) -> None:
+    model = make()
+    budget = lowtide.fit(model, 0.9)
+    model.forward = WRAPPERS[way](model, model.forward)  # type: ignore[method-assign]
+    assert budget.active
+    step(model)
+    assert budget.report().steps == 1
+    budget.remove()
+    assert not budget.active
+
+
+@on_one_recorder
+def test_a_forward_put_in_place_of_a_fitted_one_takes_the_budget_off() -> None:
+    model, plain = make(), make()
+    budget = lowtide.fit(model, 0.9)
+    for net in (model, plain):
+        net.forward = types.MethodType(lambda self, x: self.head(x), net)  # type: ignore[method-assign]
+    for one, two in zip(step(model), step(plain), strict=True):
+        assert torch.equal(one, two)
+    assert not budget.active
+    with pytest.warns(UncountedWarning, match="forward of a model was replaced after lowtide.fit"):
+        assert budget.report().steps == 0
+    budget.remove()
+    budget.report()
+    again = lowtide.fit(model, 0.9)
+    step(model)
+    assert again.active
+    assert again.report().steps == 1

@@ -39,6 +39,11 @@ from lowtide.report import BudgetReport
 from lowtide.step import called_inside, current_recorder, recordable
 
 _KIND = "lowtide.fit"
+_REPLACED = (
+    "the forward of a model was replaced after lowtide.fit, by one that does not call the forward "
+    "that was there, so steps run as if the model had no budget. Replace it first and call "
+    "lowtide.fit afterwards."
+)
 
 
 class _ForwardBudget(Budget):
@@ -99,11 +104,14 @@ class FittedBudget(Removable):
 
     @property
     def active(self) -> bool:
-        """Whether the model still has this budget."""
-        return self._restore is not None and self._restore.active
+        """Whether the model still has this budget: not after `remove()`, nor once its forward was
+        replaced by one that does not lead to the budget."""
+        return self._restore is not None and self._restore.active and not self._restore.bypassed
 
     def report(self) -> BudgetReport:
         """Return what the last finished step did, as a `BudgetReport`."""
+        if self._restore is not None and self._restore.bypassed:
+            warnings.warn(_REPLACED, UncountedWarning, stacklevel=users_frame())
         return self._budget.report()
 
     def remove(self) -> None:

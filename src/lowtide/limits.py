@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import re
 from typing import Any
 
@@ -31,6 +32,7 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _FORMS = 'bytes (an int), text such as "6 GiB", "800 MB" or "50%", or a float in (0, 1]'
 _SHOWN = 100  # characters of a wrong limit, which may be a whole model or a batch
 _MOST = 2**63 - 1  # the most that byte counters hold
+_STORED = " To follow a stored plan: lowtide.budget(lowtide.load_plan(path))."
 _NO_LIMIT = "To limit nothing, leave the limit (or the budget) out."
 
 
@@ -51,6 +53,8 @@ def parse_limit(limit: object) -> int | float:
         hint = ""
         if callable(getattr(limit, "forward", None)):
             hint = " For a limit on every training forward of a model: lowtide.fit(model, limit)."
+        elif isinstance(limit, os.PathLike):
+            hint = _STORED
         raise UsageError(f"a limit is {_FORMS}; got {got}.{hint}")
     number: Any = limit  # to a type checker, a Real cannot be compared
     fraction = float(number) if 0 < number <= 1 else 0.0
@@ -101,6 +105,7 @@ def _parse_text(text: str) -> int | float:
             f"cannot read the limit {text!r}: write a number and a unit, for instance "
             f'"6 GiB" or "800 MB"; units are {", ".join(u for u in _names())}. A fraction of the '
             'plain step\'s peak is written as "60%" or as a number: 0.6.'
+            + (_STORED if os.path.isfile(text) else "")
         )
     if not match[2] and "." in match[1]:
         return parse_limit(float(match[1]))

@@ -20,6 +20,7 @@ import torch
 
 from lowtide._compat.autograd import (
     Way,
+    arrives_at,
     ask_whether_current,
     backward_number,
     backward_retains_graph,
@@ -162,6 +163,7 @@ __all__ = [
     "Way",
     "accelerator_in_use",
     "allocated",
+    "arrives_at",
     "ask_whether_current",
     "aten_operators",
     "available",

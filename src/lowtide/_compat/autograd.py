@@ -283,6 +283,20 @@ def gradient_of_part(tensor: torch.Tensor) -> str:
     return "stacked" if node.name().startswith("Unbind") else "joined"
 
 
+def arrives_at(tensor: torch.Tensor) -> int | None:
+    """The number of the node that gets the gradient of a value of which `tensor` is a part, made as
+    large as the whole; None if that cannot be told. What arrives at one node is added up there.
+
+    The names of autograd's nodes are private to torch.
+    """
+    node, maker = _node_of(tensor), None
+    while node is not None and _VIEWS.fullmatch(node.name()):
+        maker = node if not _PASSING.fullmatch(node.name()) else maker
+        node = node.next_functions[0][0]
+    found = None if maker is None else maker.next_functions[0][0]
+    return None if found is None else int(found._sequence_nr())
+
+
 _PASSING = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Unsqueeze|Squeeze|Alias|Movedim)Backward[0-9]+"
 )

@@ -8,6 +8,7 @@ part, which need not have been recorded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from lowtide import _compat
 if TYPE_CHECKING:
     from lowtide.observing.rebuild import OpLog
     from lowtide.tape.values import Ref, Value
+
+_AT_ONCE = 2  # gradients that are added up: their sum so far, and the next one
 
 
 def look_at_reads(
@@ -41,6 +44,7 @@ def look_at_reads(
     remade: list[int] = []
     pieces: list[tuple[int, int]] = []
     split: list[int] = []
+    arrived: Counter[int] = Counter()
     for ref, tensor in zip(refs, tensors, strict=True):
         if not tensor.requires_grad:
             continue
@@ -73,7 +77,7 @@ def look_at_reads(
                     if made == "joined":
                         split.append(number)
                 else:
-                    besides += value.nbytes
+                    besides += _made_for(tensor, value.nbytes, arrived)
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
     log.views, log.turned, log.remade = tuple(views), tuple(turned), tuple(remade)
@@ -81,6 +85,16 @@ def look_at_reads(
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.split = tuple(split)
     log.besides += besides
+
+
+def _made_for(tensor: torch.Tensor, whole: int, arrived: Counter[int]) -> int:
+    """Bytes of gradients as large as the whole that are in memory for this part of it: each one is
+    added to the first in place where they arrive, so there are two, however many parts are read."""
+    node = _compat.arrives_at(tensor)
+    if node is None:
+        return whole
+    arrived[node] += 1
+    return whole if arrived[node] <= _AT_ONCE else 0
 
 
 def summed(name: str, args: Sequence[Any]) -> tuple[int, ...]:

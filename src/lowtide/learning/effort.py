@@ -54,6 +54,8 @@ class Effort:
         self._strange = False  # whether an unmeasured step did what its plan knows nothing of
         self._untried = False  # whether one followed a plan under which no step was measured
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
+        self._planless: dict[int, tuple[int, int]] = {}  # for them: searches in vain, steps since
+        self._planless_row = 0, 0  # the same for the steps that came last, whichever they were
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
         """Whether to measure a step that begins now. `unmeasured`: whether a step that has a plan
@@ -65,7 +67,7 @@ class Effort:
         multiple of the time of a step of small operations, is then tried ever more seldom.
         """
         if expected is None:
-            return True
+            return self._may_get_a_plan()
         if _to_learn(expected):
             if self._skipped >= _skips(self._vain):
                 self._skipped, self._hoped = 0, True
@@ -155,13 +157,40 @@ class Effort:
         """A search found no plan."""
         self._barren += 1
 
-    def first(self, seen: Sequence[Signature], seconds: float) -> bool:
+    def planless(self, seen: Sequence[Signature]) -> None:
+        """A measured step kept its limit without a plan, and a search found none that does. If it
+        comes again, it is measured and searched for ever more seldom."""
+        key = hash(tuple(seen))
+        times, _ = self._planless.pop(key, (0, 0))
+        self._planless[key] = min(times + 1, _VAIN), 0
+        self._planless_row = self._planless[key]
+        if len(self._planless) > _COUNTED:
+            del self._planless[next(iter(self._planless))]
+
+    def more_room(self) -> None:
+        """The limit has grown: there may be plans where there were none."""
+        self._planless.clear()
+        self._planless_row = 0, 0
+
+    def _may_get_a_plan(self) -> bool:
+        times, since = self._planless_row
+        self._planless_row = times, since + 1
+        return since >= _skips(times)
+
+    def first(self, seen: Sequence[Signature], seconds: float, *, measured: bool = True) -> bool:
         """Whether to plan a step that no plan covered, and that takes so many seconds.
 
         Plans may take some time in advance. What they have taken beyond that has to come back from
         steps that follow them, unless this step has come so often that its own plan would have.
         """
         key = hash(tuple(seen))
+        if key in self._planless:
+            times, since = self._planless[key]
+            self._planless[key] = times, since + 1
+            if not measured or since < _skips(times):
+                return False
+        else:
+            self._planless_row = 0, 0
         came = self._came.pop(key, 0)
         self._came[key] = came + 1
         if len(self._came) > _COUNTED:

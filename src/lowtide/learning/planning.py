@@ -72,6 +72,7 @@ class Planning(Resizing):
     def _knows_a_peak(self, whole: int) -> None:
         if self.allowance.measured(whole):  # what did not fit into a smaller limit may now
             self._refused, self._refusal = Refusals(), None
+            self._effort.more_room()
 
     # ------------------------------------------------------------------ plans
 
@@ -275,7 +276,7 @@ class Planning(Resizing):
             return not usual or decisions.followed is None or decisions.followed.bytes()[1] > 0
         if decisions.followed is not None:
             return self._effort.again(decisions.followed)
-        return self._effort.first(decisions.seen, learned.seconds)
+        return self._effort.first(decisions.seen, learned.seconds, measured=learned.measured)
 
     def _plan_next(
         self, learned: Learned, ranks: Ranks | None = None, *, kept: bool = False, left: int = 0
@@ -307,6 +308,7 @@ class Planning(Resizing):
         if peak <= allowed:
             self.allowance.shortage.needs(peak + before)
         elif learned.measured and kept:
+            self._effort.planless(learned.signatures)
             return
         elif (
             learned.measured

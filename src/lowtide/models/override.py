@@ -4,8 +4,8 @@ Problem: a region has to start where a module's forward starts. A wrapper module
 below it, another class changes `type(module)`, and a hook cannot enclose the call. Invariant
 (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module. Only a few
 entries of the instance's `__dict__` change, and each of them removes itself from every copy.
-Imports _compat and errors. Rejected: a strong reference to the module, a cycle that keeps a deleted
-model in memory until the garbage collector runs.
+Imports _compat, errors and reached. Rejected: a strong reference to the module, a cycle that keeps
+a deleted model in memory until the garbage collector runs.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import UsageError
+from lowtide.models.reached import leads_to
 
 Call = Callable[..., Any]
 
@@ -300,6 +301,14 @@ class Restore:
     @property
     def active(self) -> bool:
         return self._override is not None
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether somebody has put a forward in its place that does not lead to it."""
+        module = None if self._override is None else self._override._module()
+        if module is None:
+            return False
+        return not leads_to(module.__dict__.get("forward"), self._override)
 
     def remove(self) -> None:
         override, self._override = self._override, None

@@ -58,6 +58,7 @@ class Leaves:
         self.nodes: list[int] = []
         self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
         self.parts: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}  # of gradients: those of tables may be sparse
 
     def resume(self, seen: Seen, count: int) -> None:
         """Start with the leaves that the first `count` operations of another step have read."""
@@ -68,30 +69,33 @@ class Leaves:
         self.frozen = dict(enumerate(seen.frozen))
         self.nodes = [-1] * count
 
-    def ran(self, tensors: list[torch.Tensor]) -> None:
-        """The next operation reads these tensors."""
+    def ran(self, tensors: list[torch.Tensor], thin: int | None = None) -> None:
+        """The next operation reads these tensors. `thin`: bytes of the gradient that it gives to
+        the first, if that is a table that gets a sparse one."""
         self.nodes.append(_compat.newest_node())
         wanted = 0
         for tensor in tensors:
             if tensor.requires_grad:
-                self._read(tensor, len(self.nodes) - 1, wanted)
+                self._read(tensor, len(self.nodes) - 1, wanted, thin)
                 wanted += 1
             else:
                 self._no_leaf(tensor)
+            thin = None
 
-    def _read(self, tensor: torch.Tensor, op: int, argument: int) -> None:
+    def _read(self, tensor: torch.Tensor, op: int, argument: int, thin: int | None) -> None:
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
             _, leaf = _compat.first_view(tensor)
         if leaf is None:
             return
-        nbytes, size = self._bytes(leaf), self._bytes(tensor)
+        size = self._bytes(tensor)
+        self._sized(leaf, None if leaf is not tensor else thin)
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
         between = 0 if way is None else way.between * leaf.element_size()
         self.known[id(leaf)] = (op, _weak(leaf))
         self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way, argument))
         if leaf.grad is None:
-            self.gradients[id(leaf)] = (op, nbytes // self._parts_of(leaf))
+            self.gradients[id(leaf)] = (op, self._size(leaf))
 
     def collecting(self) -> Iterator[tuple[int, int, int, bool]]:
         """(leaf, last reader, bytes of its gradient, whether that exists already)."""
@@ -100,7 +104,7 @@ class Leaves:
         for key, (reader, weak) in self.known.items():
             leaf = weak()
             if leaf is not None and key not in self.gradients:
-                yield key, reader, self._bytes(leaf), True
+                yield key, reader, self._sizes.get(key, self._bytes(leaf)), True
 
     def _no_leaf(self, tensor: torch.Tensor) -> None:
         """A tensor that gets no gradient: note its parameter, which may be unfrozen later."""
@@ -113,6 +117,17 @@ class Leaves:
             return 0
         return tensor.numel() * tensor.element_size()
 
+    def _sized(self, leaf: torch.Tensor, thin: int | None) -> None:
+        """Another read gives the leaf a gradient: one as large as the leaf, or a sparse one, whose
+        rows are added to those that there are."""
+        whole = self._bytes(leaf)
+        there = self._sizes.get(id(leaf), 0)
+        self._sizes[id(leaf)] = whole if thin is None else min(whole, there + thin)
+
+    def _size(self, leaf: torch.Tensor) -> int:
+        """Bytes of the leaf's gradient on this rank."""
+        return self._sizes.get(id(leaf), self._bytes(leaf)) // self._parts_of(leaf)
+
     def _parts_of(self, leaf: torch.Tensor) -> int:
         storage = _compat.storage_of(leaf) if self.parts else None
         return 1 if storage is None else self.parts.get(_compat.storage_id(storage), 1)
@@ -124,7 +139,9 @@ class Leaves:
             if leaf is None:
                 continue
             if leaf.grad is None:
-                self.gradients[key] = (reader, self._bytes(leaf) // self._parts_of(leaf))
+                nbytes = self._size(leaf)
+                _, before = self.gradients.get(key, (reader, nbytes))
+                self.gradients[key] = (reader, min(nbytes, before))
             else:
                 self.gradients.pop(key, None)
 

@@ -1,0 +1,47 @@
+"""Whether a call that somebody has put in the place of another still leads to it.
+
+Problem: ``model.forward = f`` takes lowtide's call off a module unnoticed, unless `f` calls what
+was there before; nothing but `f` itself can tell. Invariant: nothing is called, and no attribute of
+a user's object is asked for; what cannot be seen counts as not reached. Imports torch. Rejected: an
+entry that watches `Module.__setattr__`, which belongs to the class; a hook on the module, which
+copies and pickles would have (rule 11).
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_MOST = 1000  # objects looked at
+_OTHERS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType,
+           torch.nn.Module, torch.Tensor)  # fmt: skip
+
+
+def leads_to(call: Any, target: object) -> bool:
+    """Whether `call` is `target` or refers to it: in its closure, in a global variable that it
+    names, as an argument that it was given, or through other objects of this kind."""
+    waiting, seen = [call], {id(call): call}
+    while waiting and len(seen) <= _MOST:
+        item = waiting.pop(0)
+        if item is target:
+            return True
+        for part in _parts(item):
+            if id(part) not in seen and (part is target or not isinstance(part, _OTHERS)):
+                seen[id(part)] = part
+                waiting.append(part)
+    return False
+
+
+def _parts(item: Any) -> Iterator[Any]:
+    if type(item) is not types.FunctionType:
+        yield from gc.get_referents(item)
+        return
+    yield from (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__)
+    codes = [item.__code__]
+    for code in codes:
+        codes.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
+        yield from (item.__globals__.get(name) for name in code.co_names)
