@@ -109,7 +109,8 @@ class Loop(Unrecorded):
         decisions = self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
-            alone = not self._active
+            # Hooks around it may let the program write to what autograd has saved.
+            alone = not self._active and not _compat.other_hooks_than(None)
             self._started(decisions, recording.__enter__())
             self._may_idle(decisions, recording.recorder, alone)
         except BaseException:

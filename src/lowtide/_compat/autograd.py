@@ -61,8 +61,8 @@ def take_off_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
         push_saved_tensor_hooks(*hooks)
 
 
-def other_hooks_than(pack: Callable[..., Any]) -> bool:
-    """Whether what autograd saves now goes to hooks with another `pack`.
+def other_hooks_than(pack: Callable[..., Any] | None) -> bool:
+    """Whether what autograd saves now goes to hooks with another `pack`; with None, to any.
 
     torch's own code reads the topmost hooks in the same way.
     """
