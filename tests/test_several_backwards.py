@@ -329,7 +329,7 @@ class AtTimes(nn.Module):
         return self.head(x).square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kinds", ["RFP", "RRFPPFP"])
+@pytest.mark.parametrize("kinds", ["RFP", "RRFPPFP", "RRFRFP"])
 @pytest.mark.parametrize("share", [0.95, 0.75])
 def test_a_step_that_meets_the_plan_for_a_retained_graph_halfway(kinds: str, share: float) -> None:
     """By then it has dropped too much for that plan, but it needs less: it releases its graph."""
