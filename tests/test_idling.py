@@ -581,3 +581,27 @@ def test_a_woken_step_leaves_the_report_as_it_was() -> None:
     after = budget.report()
     assert after.limit == before.limit
     assert (after.planned_peak, after.plain_peak) == (before.planned_peak, before.plain_peak)
+
+
+def test_a_step_in_which_saved_tensors_may_be_written_does_not_idle() -> None:
+    """The recording hides the hooks around it, and what is not recorded is not copied."""
+    torch.manual_seed(0)
+    model, budget = nn.Linear(32, 32), lowtide.budget("1 GB")
+    x = torch.randn(64, 32)
+
+    def gradient(limit: Any) -> Tensor:
+        model.zero_grad()
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            with limit:
+                y = model(x).sigmoid()
+                out = y * y
+                y.mul_(2)  # which the backward of the product still needs
+                loss = (out + y).mean()
+            loss.backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    expected = gradient(nullcontext())
+    for _ in range(12):
+        assert torch.equal(gradient(budget), expected)
+    assert budget.report().idle_steps == 0

@@ -781,3 +781,27 @@ def test_the_backward_of_gradient_steps_is_modelled(monkeypatch: pytest.MonkeyPa
         loss.backward()
 
     compare_memory(*modelled_and_measured(monkeypatch, step), within=0.02, small=512)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_several_backwards_inside_read_a_weight_through_the_view_of_the_forward(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Jacobian, row by row: each of them transposes what the forward had transposed, and all
+    their gradients of the weight are added up at that one view, not kept beside one another."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(96, 96), nn.Linear(96, 96)
+    x = torch.randn(16, 96)
+
+    def step(budget: Any) -> None:
+        with budget:
+            slopes = 0.0
+            at = x.clone().requires_grad_()
+            out = second(first(at).tanh()).tanh().sum(0)
+            for row in range(count):
+                (slope,) = torch.autograd.grad(out[row], at, create_graph=True)
+                slopes = slopes + slope.square().mean()
+            loss = slopes + out.square().mean()
+        loss.backward()
+
+    compare_memory(*modelled_and_measured(monkeypatch, step), within=0.05, small=4096)

@@ -308,6 +308,81 @@ def test_what_is_replayed_for_a_graph_that_is_retained_does_not_pile_up(
     assert replayed() > 0
 
 
+class AtTimes(nn.Module):
+    """Residual blocks, of which the last reaches the loss as a number without a graph at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+            for _ in range(5)
+        )
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, frozen: bool) -> Tensor:
+        for place, block in enumerate(self.blocks):
+            if frozen and place == 4:
+                with torch.no_grad():
+                    x = x + block(x).mean()
+            else:
+                x = x + block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kinds", ["RFP", "RRFPPFP", "RRFRFP"])
+@pytest.mark.parametrize("share", [0.95, 0.75])
+def test_a_step_that_meets_the_plan_for_a_retained_graph_halfway(kinds: str, share: float) -> None:
+    """By then it has dropped too much for that plan, but it needs less: it releases its graph."""
+
+    def loop(budget: Context) -> tuple[list[int], list[Tensor]]:
+        torch.manual_seed(0)
+        model, x, peaks, found = AtTimes(), torch.randn(64, 32), [], []
+
+        def step(kind: str) -> None:
+            with budget:
+                loss = model(x, kind == "F")
+            if kind == "R":
+                first = list(model.blocks[0].parameters())
+                loss.backward(inputs=first, retain_graph=True)
+            else:
+                loss.backward()
+
+        for kind in kinds:
+            model.zero_grad()
+            peaks.append(lowtide.measure(lambda kind=kind: step(kind), device="cpu").peak_bytes)
+            found += [p.grad for p in model.parameters() if p.grad is not None]
+        return peaks, found
+
+    plain, expected = loop(contextlib.nullcontext())
+    limit = int(share * max(plain))
+    peaks, found = loop(lowtide.budget(limit))
+    assert max(peaks) <= limit
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_retained_graph_that_outlives_its_measurement() -> None:
+    """What is freed after the measurement around the step has ended was there to its end."""
+    model, x, kept = deep(), torch.randn(BATCH, WIDTH), []
+    budget = lowtide.budget("1 GB")
+
+    def step() -> None:
+        with budget:
+            loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        kept.append(loss)
+
+    for _ in range(3):
+        model.zero_grad()
+        kept.clear()
+        peak = lowtide.measure(step, device="cpu").peak_bytes
+    kept.clear()
+    report = budget.report()
+    assert report.planned
+    assert report.plain_peak is not None
+    assert 0.99 * peak <= report.plain_peak <= 1.01 * peak
+
+
 def test_a_whole_loop_in_one_context() -> None:
     """Its steps are planned, and leave nothing but gradients and optimizer states."""
 

@@ -29,7 +29,7 @@ from lowtide.memory import leftover
 from lowtide.memory.marks import start_marks
 from lowtide.observing.observer import Observer
 from lowtide.report import BudgetReport
-from lowtide.running.decide import StepDecisions
+from lowtide.running.decide import StepDecisions, ends_early
 from lowtide.running.earlier import Earlier
 from lowtide.running.making_room import Tally
 from lowtide.running.prepared import Prepared
@@ -109,7 +109,8 @@ class Loop(Unrecorded):
         decisions = self._next_decisions()
         recording = self._recording = Recording(decisions, timed=decisions.observer is not None)
         try:
-            alone = not self._active
+            # Hooks around it may let the program write to what autograd has saved.
+            alone = not self._active and not _compat.other_hooks_than(None)
             self._started(decisions, recording.__enter__())
             self._may_idle(decisions, recording.recorder, alone)
         except BaseException:
@@ -175,10 +176,11 @@ class Loop(Unrecorded):
         recording, decisions = self._recording, self._recorded
         assert recording is not None
         assert decisions is not None
+        early = error is not None and not decisions.idle and ends_early(error)
         try:
             try:
                 self._recording = self._recorded = None
-                if kind is None:
+                if kind is None or early:
                     decisions.leave_room()
                 decisions.forward_ends()
             finally:
@@ -199,10 +201,12 @@ class Loop(Unrecorded):
             if isinstance(error, RuntimeError) and _compat.torchscripts(error):
                 known = self._halfway  # TorchScript replaces Python's errors by its own
             self._halfway = None
-            if error is not None or known is not None:  # half a step teaches nothing
+            if early and known is None:
+                decisions.early = True
+            elif error is not None or known is not None:  # half a step teaches nothing
                 # An interrupt between two steps of the context meets one that is over already.
                 self._active = [step for step in self._active if step is not decisions]
-                decisions.discard()
+                decisions.give_up()
             if known is not None:
                 try:
                     raise known from error

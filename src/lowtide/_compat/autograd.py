@@ -61,8 +61,8 @@ def take_off_saved_tensor_hooks(pack: Callable[..., Any]) -> None:
         push_saved_tensor_hooks(*hooks)
 
 
-def other_hooks_than(pack: Callable[..., Any]) -> bool:
-    """Whether what autograd saves now goes to hooks with another `pack`.
+def other_hooks_than(pack: Callable[..., Any] | None) -> bool:
+    """Whether what autograd saves now goes to hooks with another `pack`; with None, to any.
 
     torch's own code reads the topmost hooks in the same way.
     """
@@ -259,9 +259,19 @@ def _node_of(tensor: torch.Tensor) -> Any:
     if base.dtype != tensor.dtype or tensor.is_complex():
         return None
     try:
-        return tensor.grad_fn if not tensor._version or base.is_leaf else None
+        return tensor.grad_fn if not tensor._version or _is_a_leafs(base) else None
     except RuntimeError:  # such as a view of several, which torch refuses to make anew
         return None
+
+
+def _is_a_leafs(base: torch.Tensor) -> bool:
+    """Whether it is a leaf, or what autograd saved of one, or of a view of all of it."""
+    if base._base is not None or base.is_leaf:
+        return base._base is None
+    node = base.grad_fn
+    while node is not None and _PASSING.fullmatch(node.name()):
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
 
 
 def gradient_of_part(tensor: torch.Tensor) -> str:

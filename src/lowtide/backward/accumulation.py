@@ -101,25 +101,35 @@ def _gifts(
     for node, group in ways.items():
         # The view's node runs right after the backward of the first operation that followed it.
         place = min(bisect.bisect_left(nodes, node), *(read.op for read in group))
-        parts = _waiting(group, place, ops, found)
+        parts = _waiting(group, place, ops, found, alone=not gifts and len(ways) == 1)
         way = group[0].way
         assert way is not None
         between = max(read.between for read in group)
         made = nbytes + between if way.makes else 0
         if way.joins:
             made += max(0, nbytes - max(between, sum({r.way: r.nbytes for r in group}.values())))
-        again = len({read.way and read.way.part for read in group}) > 1 and not way.makes
+        again = _again(group) and not way.makes
         newest = max(group, key=lambda read: read.op)  # the others are added to its gradient
         astray = 0 if made else ops[newest.op].astray.get(newest.argument, 0)
         several.append(_Gift(place, node, made, parts, way.by is not None, way.by, again, astray))
     return sorted(several, key=lambda gift: (-gift.place, -gift.order))
 
 
-def _waiting(group: Sequence[Read], place: int, ops: Sequence[OpLog], found: Accumulation) -> int:
-    """Bytes of the gradients of parts that wait for the view's node, at `place`, to run."""
+def _again(group: Sequence[Read]) -> bool:
+    """Whether these reads of one view are through other views of it, or it and such ones."""
+    return len({read.way and read.way.part for read in group}) > 1
+
+
+def _waiting(
+    group: Sequence[Read], place: int, ops: Sequence[OpLog], found: Accumulation, *, alone: bool
+) -> int:
+    """Bytes of the gradients of parts that wait for the view's node, at `place`, to run. `alone`:
+    the leaf gets no others, to which they would be added in place."""
     parts: dict[object, list[Read]] = {}
     for read in sorted(group, key=lambda read: -read.op):
-        parts.setdefault(read.way and read.way.part, []).append(read)
+        # Views of all of it pass their gradients on at once, and these are added up.
+        part = read.way and read.way.makes and read.way.part
+        parts.setdefault(part, []).append(read)
     waiting = 0
     for readers in parts.values():
         first, size = readers[0].op, readers[0].nbytes
@@ -127,8 +137,8 @@ def _waiting(group: Sequence[Read], place: int, ops: Sequence[OpLog], found: Acc
             found.change[place] += size
             found.change[first] -= size
             waiting += size
-        if len(readers) > 1 and ops[first].lent:  # a sum is made of the first two
-            found.extra[readers[1].op] += size
+        if len(readers) > 1 and (ops[first].lent or (alone and _again(readers))):
+            found.extra[readers[1].op] += size  # a sum is made of the first two
     return waiting
 
 

@@ -80,7 +80,7 @@ class Settling(Planning):
             found = with_margin(rest, held, limit - later, margin, search=strict)
             if later and found.result.peak > limit:
                 found = with_margin(rest, held, limit, margin, search=strict)
-        if found.result.peak > limit and decisions.covered:
+        if found.result.peak > limit and (decisions.covered or _releases(prepared)):
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer, again=again)
             return
@@ -227,3 +227,11 @@ class Settling(Planning):
     def gradients_to_come(self, observer: Observer) -> int:
         """Bytes of gradients to be allocated for leaves that no operation has read so far."""
         return 0
+
+
+def _releases(prepared: Prepared | None) -> bool:
+    """Whether the plan is for a backward that retained its graph, and the one that begins does not:
+    it releases what it has asked for."""
+    if prepared is None or not prepared.seen.retains:
+        return False
+    return not _compat.backward_retains_graph()

@@ -33,7 +33,8 @@ class Unrecorded(Settling):
         self._active: list[StepDecisions] = []  # steps whose backward has not finished
 
     def _may_idle(self, decisions: StepDecisions, recorder: Any, alone: bool) -> None:
-        """A step begins: not recorded if that is possible. `alone`: no other step is under way."""
+        """A step begins: not recorded if that is possible. `alone`: no other step is under way, and
+        no hooks of the program's are around this one."""
         now, device = self.allowance.now or 0, self.where.device
         roomy = self._roomy(decisions) if alone else None
         decisions.idle = self._idling.begins(roomy, now, recorder, device)

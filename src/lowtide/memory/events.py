@@ -127,8 +127,8 @@ class MemoryEvents:
 
     def _give_way(self) -> None:
         timeline = self._stop()
-        # Of a step that is still pending, this is only a part.
-        self._early.append(timeline if self._over or not self._is_pending() else None)
+        # Of a step whose backward has not come to its end, this is only a part.
+        self._early.append(timeline if self._over else None)
         self._tell(timeline)
 
     def _tell(self, timeline: Timeline | None) -> None:

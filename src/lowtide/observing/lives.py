@@ -92,7 +92,8 @@ class Lives:
                 if self._saved is None:
                     self._forgets(number, weak())
                 elif self.memory is not None and threading.get_ident() == self._asked_on:
-                    self.freed[number] = self._freed = self.memory.mark()
+                    # No mark: the measurement is over, as one around the step may be before it.
+                    self.freed[number] = self._freed = self.memory.mark() or FOREVER
 
         self._refs.append(weakref.ref(handle, dropped))
 

@@ -351,9 +351,9 @@ def _measured_events(
             held[0] += external.nbytes
             held[last + 1] -= external.nbytes
             ends[last].append((FOREVER, external.nbytes))
-    releases = _releases(seen, count)
-    events = []
     levels, rises = seen.timeline.levels, seen.timeline.rises
+    releases = _releases(seen, count, len(rises))
+    events = []
     for index, ((number, _, entry, answer), bytes_held) in enumerate(
         zip(seen.requests, itertools.accumulate(held), strict=False)
     ):
@@ -430,10 +430,14 @@ def _gone_since(seen: Observer, sizes: list[int], stays: list[int], count: int) 
     return sum(sizes[number] for number in there - written)
 
 
-def _releases(seen: Observer, count: int) -> list[tuple[int, ...]]:
+def _releases(seen: Observer, count: int, end: int) -> list[tuple[int, ...]]:
+    """For each event, the values of which autograd releases its last handle. `end`: the mark at
+    which the step is over."""
     releases: list[list[int]] = [[] for _ in range(count)]
     last = {request[0]: index for index, request in enumerate(seen.requests)}
     for number, index in seen.released.items():
+        if seen.retains and number in last and seen.freed.get(number, FOREVER) >= end:
+            continue  # after the backward, which may have dropped it since it asked for it
         if 0 <= index < count:
             releases[max(index, last.get(number, 0))].append(number)
     releases[-1].extend(number for number in seen.lasting() if number not in last)

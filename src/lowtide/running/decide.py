@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from lowtide import _compat
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.memory import leftover
 from lowtide.observing.observer import Observer
 from lowtide.running.forward import ForwardDecisions
@@ -31,6 +31,7 @@ class StepDecisions(ForwardDecisions):
     unsettled = False  # backward has begun as planned, but asked for nothing of the tape's yet
     planned_peak: int | None = None  # of its backward, if that was planned when it began
     failed = False  # a backward inside the context has raised an error, which ended the step
+    early = False  # an error has ended its forward
     _began_on = 0  # the thread of backward's first request
 
     def leave_room(self) -> None:
@@ -51,8 +52,13 @@ class StepDecisions(ForwardDecisions):
             self._follower.catch_up()
             self._on_our_own()
 
+    def give_up(self) -> None:
+        """Nothing is to be learned from the step. What it has saved stays, as the program may still
+        have a graph that a backward goes through."""
+        self.stop_measuring()
+
     def discard(self) -> None:
-        """The step was given up."""
+        """The step is over, and nothing is to be learned from it."""
         self.stop_measuring()
         self.observer = self._room = None
         self.let_go()
@@ -97,11 +103,13 @@ class StepDecisions(ForwardDecisions):
 
         False if its backward has failed. torch does not report that, but the thread that it began
         on is then no longer in a backward. It may be tried again, but is not measured any more.
+        Also after an error in the forward: its traceback may have the graph for as long as it is
+        there, although the program does not go on.
         """
         forward = self._tape is None or self.recorder is not None
         if self.begun and not forward:
             return self._began_on != threading.get_ident() or _compat.in_backward()
-        return forward or not self.abandoned()
+        return forward or not (self.early or self.abandoned())
 
     # ------------------------------------------------------------------ backward
 
@@ -279,3 +287,11 @@ class StepDecisions(ForwardDecisions):
             self._not_in_backward()
             if self.recorder is not None:
                 self.recorder.paused = False
+
+
+def ends_early(error: BaseException) -> bool:
+    """Whether a forward may end with this error as others end with a result: a hook that raises
+    once it has what it wants, or a generator that is closed. Its backward may still come."""
+    if isinstance(error, LowtideError | torch.OutOfMemoryError):
+        return False
+    return isinstance(error, Exception | GeneratorExit)
