@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from lowtide.learning import planning
 from lowtide.learning.beside import Beside
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.learned import Learned
@@ -96,7 +97,7 @@ def test_training_goes_on_while_a_better_plan_is_looked_for(
 
 def test_training_waits_for_no_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
     solve: Callable[..., Any] = Learned.solve
-    searches = []
+    searches, times = [], []
 
     def noting(learned: Learned, limit: int, polish: Any = None) -> Any:
         searches.append((threading.current_thread().name, polish))
@@ -106,13 +107,20 @@ def test_training_waits_for_no_annealing(monkeypatch: pytest.MonkeyPatch) -> Non
         return retain
 
     monkeypatch.setattr(Learned, "solve", noting)
-    monkeypatch.setattr(lowtide.engine, "annealing", lambda *_: annealing)
+
+    def asked(many: int = 1) -> Any:
+        times.append(many)
+        return annealing
+
+    monkeypatch.setattr(lowtide.engine, "annealing", asked)
+    monkeypatch.setattr(planning, "annealings", lambda _: 3)
     model, x = net(), rows(500)
     limit = lowtide.budget(int(0.6 * peak_of(model, x)))
     for _ in range(6):
         peak_of(model, x, limit)
     limit._loop._beside.wait()
     assert searches == [("MainThread", None), ("lowtide-plans", annealing)]
+    assert times == [3]  # nobody waits for it
 
 
 def test_a_better_plan_that_takes_more_than_predicted_is_followed_once(
@@ -199,6 +207,7 @@ def test_searches_run_one_after_the_other() -> None:
 
 OUTLIVES = """
 import threading, time
+from lowtide.learning import planning
 from lowtide.learning.beside import Beside
 
 def train():
@@ -212,6 +221,7 @@ threading.Thread(target=train).start()
 
 ENDS = """
 import time
+from lowtide.learning import planning
 from lowtide.learning.beside import Beside
 from lowtide.learning.effort import LESSONS
 

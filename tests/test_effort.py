@@ -18,7 +18,7 @@ import lowtide
 from lowtide.kernels import results
 from lowtide.kernels.results import made_by
 from lowtide.learning.awaited import Awaited
-from lowtide.learning.effort import Effort
+from lowtide.learning.effort import Effort, annealings
 from lowtide.memory.marks import OwnEvents
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -265,4 +265,9 @@ def test_several_backwards_that_no_plan_fits_are_not_measured_for_ever() -> None
     assert told.highest_peak is not None
     assert told.limit is not None
     assert told.highest_peak <= told.limit
-    assert told.measured_steps < 8
+    assert told.measured_steps < 15  # and not in every step
+
+
+def test_the_longer_the_steps_the_longer_the_search_beside_them() -> None:
+    """For as long as ten steps take, and at most eight times as long as others wait for."""
+    assert [annealings(step) for step in (0.0, 1e-3, 0.1, 0.2, 60.0)] == [1, 1, 2, 4, 8]

@@ -245,6 +245,27 @@ def test_other_threads_go_on_and_the_clock_ends_it(annealing: Polish) -> None:
     assert during > 2  # with the lock held, one at most; and without the clock, this would not end
 
 
+def test_a_search_that_nobody_waits_for_may_do_more(
+    annealing: Polish, core: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worked = []
+    anneal = core.anneal
+
+    def noting(*given: Any) -> list[int]:
+        worked.append(given[4])
+        found: list[int] = anneal(*given)
+        return found
+
+    monkeypatch.setattr(core, "anneal", noting)
+    graph = dry_graph()
+    limit = limit_at(TIGHT[0], graph)
+    usual, longer = engine.annealing(), engine.annealing(5)
+    found = [solve(graph, limit, polish_with=polish) for polish in (usual, longer)]
+    assert worked[1] == 5 * worked[0]
+    assert found[0].plan != found[1].plan
+    assert max(solution.peak for solution in found) <= limit
+
+
 def test_the_engine_decides_who_plans(annealing: Polish) -> None:
     """Without the core there is no annealing; what is planned with it costs less, and is proved to
     be nearer to the best."""

@@ -4,10 +4,10 @@
 // several changes away, and the plans in between do not fit or cost more. Invariant: deterministic. The
 // seed is fixed, work is counted in simulated items, and only arithmetic that rounds alike everywhere is
 // used, no math library; so the same graph, limit and plan give the same plan on every machine. The
-// clock only ends a search early. Knows nothing of Python or torch. Rejected: a first pass that starts
-// cold (1 % of the forward's time instead of 8): in ResNet-50 at 30 % it never leaves the layout of the
-// large values that it is given, which costs a seventh more. More and shorter passes, and temperatures
-// relative to the plan's time: neither found more, over twenty networks.
+// clock only ends a search early. Knows nothing of Python or torch. Rejected: passes that all start cold
+// (1 % of the forward's time, not 8): in ResNet-50 at 30 % they never leave the layout of the large values
+// that they are given, which costs a seventh more. Two passes instead of six, more and shorter rounds, and
+// temperatures relative to the plan's time: each found less, over twenty networks.
 #pragma once
 
 #include "simulator.h"
@@ -86,17 +86,28 @@ class Annealing {
     auto began = Clock::now();
     std::chrono::duration<double> allowed(effort.seconds);
     auto over = [&] { return seconds_ <= effort.enough || Clock::now() - began > allowed; };
-    // The first pass goes so far that it may lay out the large values anew; the second begins at the
-    // best plan of the first, and goes less far from it.
-    cool(HOT, HOT_RATIO, effort.work * 3 / 5, over);
-    cool(COLD, COLD_RATIO, effort.work * 2 / 5, over);
+    int64_t rounds = (effort.work - 1) / ROUND + 1;
+    for (int64_t round = 0; round < rounds; ++round) {
+      for (const Pass& pass : PASSES) {
+        if (over()) return best_;
+        cool(pass, effort.work / rounds * pass.percent / 100, over);
+      }
+    }
     return best_;
   }
 
  private:
-  // In units of the forward's time: what the first stage accepts, and by which factor each stage accepts less.
+  // Each pass begins at the best plan so far. The hottest may lay out the large values anew, the coldest
+  // stay near that plan; both find what the other does not. What the first stage accepts, in units of the
+  // forward's time; by which factor each stage accepts less; the share of the work.
+  struct Pass {
+    double temperature, ratio;
+    int64_t percent;
+  };
+  static constexpr Pass PASSES[] = {{8e-2, 0.9075, 15}, {1e-2, 0.9075, 10}, {2e-2, 0.9075, 15},
+                                    {6e-3, 0.915, 10},  {1e-2, 0.9075, 30}, {2e-3, 0.93, 20}};
   static constexpr int STAGES = 64;
-  static constexpr double HOT = 8e-2, HOT_RATIO = 0.9075, COLD = 6e-3, COLD_RATIO = 0.915;
+  static constexpr int64_t ROUND = 640'000'000;  // with more work than this, there is more than one round
   // The cost of exceeding the limit by as much again, in the same units.
   static constexpr double DEAR = 8;
   // List items visited for a replayed operation.
@@ -111,12 +122,12 @@ class Annealing {
   }
 
   template <class Over>
-  void cool(double temperature, double ratio, int64_t work, const Over& over) {
+  void cool(const Pass& pass, int64_t work, const Over& over) {
     plan_ = best_;
     current_ = seconds_;
-    temperature *= forward_;
+    double temperature = pass.temperature * forward_;
     int64_t spent = 0, moves = 0;
-    for (int stage = 0; stage < STAGES; ++stage, temperature *= ratio) {
+    for (int stage = 0; stage < STAGES; ++stage, temperature *= pass.ratio) {
       for (int64_t end = work / STAGES * (stage + 1); spent < end; spent += move(temperature)) {
         if (++moves % BETWEEN == 0 && over()) return;
       }
