@@ -71,7 +71,6 @@ class Annealing {
         best_(std::move(plan)),
         simulator_(graph) {
     for (double cost : graph.cost) forward_ += cost;
-    dear_ = DEAR * forward_ / static_cast<double>(std::max<int64_t>(limit, 1));
     each_ = graph.values() + graph.operations() + graph.events() + 1;
   }
 
@@ -90,7 +89,7 @@ class Annealing {
     for (int64_t round = 0; round < rounds; ++round) {
       for (const Pass& pass : PASSES) {
         if (over()) return best_;
-        cool(pass, effort.work / rounds * pass.percent / 100, over);
+        cool(pass, effort.work / rounds * pass.work / 100, over);
       }
     }
     return best_;
@@ -98,18 +97,18 @@ class Annealing {
 
  private:
   // Each pass begins at the best plan so far. The hottest may lay out the large values anew, the coldest
-  // stay near that plan; both find what the other does not. What the first stage accepts, in units of the
-  // forward's time; by which factor each stage accepts less; the share of the work.
+  // stay near that plan. Those that aim below the limit, at a higher price for what is above their aim,
+  // lower peaks that leave no room for a change that saves time. Each finds what the others do not.
   struct Pass {
-    double temperature, ratio;
-    int64_t percent;
+    double temperature, ratio;  // what the first stage accepts, in units of the forward's time; then how much less
+    int64_t work, below;        // percent of the work; how far below the limit it aims, in percent
+    double dear;                // the cost of exceeding the aim by as much as the limit, in the forward's time
   };
-  static constexpr Pass PASSES[] = {{8e-2, 0.9075, 15}, {1e-2, 0.9075, 10}, {2e-2, 0.9075, 15},
-                                    {6e-3, 0.915, 10},  {1e-2, 0.9075, 30}, {2e-3, 0.93, 20}};
+  static constexpr Pass PASSES[] = {{8e-2, 0.9075, 15, 0, 8},   {1e-2, 0.9075, 10, 0, 8},
+                                    {1e-1, 0.9075, 15, 6, 100}, {6e-3, 0.915, 10, 0, 8},
+                                    {1e-2, 0.9075, 30, 3, 30},  {2e-3, 0.93, 20, 0, 8}};
   static constexpr int STAGES = 64;
   static constexpr int64_t ROUND = 640'000'000;  // with more work than this, there is more than one round
-  // The cost of exceeding the limit by as much again, in the same units.
-  static constexpr double DEAR = 8;
   // List items visited for a replayed operation.
   static constexpr int64_t REPLAY = 4;
   static constexpr int MOST = 3;              // changes at once
@@ -118,13 +117,16 @@ class Annealing {
   static constexpr int64_t BETWEEN = 256;     // moves between two looks at the clock
 
   double score(int64_t peak, double seconds) const {
-    return peak > limit_ ? seconds + dear_ * static_cast<double>(peak - limit_) : seconds;
+    return peak > aim_ ? seconds + dear_ * static_cast<double>(peak - aim_) : seconds;
   }
 
   template <class Over>
   void cool(const Pass& pass, int64_t work, const Over& over) {
     plan_ = best_;
-    current_ = seconds_;
+    aim_ = limit_ - limit_ / 100 * pass.below;
+    dear_ = pass.dear * forward_ / static_cast<double>(std::max<int64_t>(limit_, 1));
+    simulator_.run(plan_, [](int64_t, double) { return false; });
+    current_ = score(simulator_.peak, simulator_.seconds);
     double temperature = pass.temperature * forward_;
     int64_t spent = 0, moves = 0;
     for (int stage = 0; stage < STAGES; ++stage, temperature *= pass.ratio) {
@@ -217,7 +219,7 @@ class Annealing {
 
   const std::vector<Choice>& choices_;
   const std::vector<std::vector<int32_t>> related_;
-  int64_t limit_, each_ = 0;
+  int64_t limit_, aim_ = 0, each_ = 0;
   Plan best_, plan_;
   Simulator simulator_;
   Random random_{0x9E3779B97F4A7C15};
