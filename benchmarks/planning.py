@@ -8,6 +8,8 @@ difference in CPU seconds within a turn. By then the budget has planned again fr
 
 With `--large` the same networks get batches as people train with. Activations then outweigh
 gradients and what a single operation needs by so much that 30, 20 and 15 % can be reached too.
+`--more` plans for the networks of `more_models.py`. `--longer` gives the annealing as many times
+the usual work, as the search beside training does for steps that take long.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide import engine
 from lowtide.plans import Plan, plan_step
 from models import (
     WORKLOADS,
@@ -38,6 +41,7 @@ from models import (
     timed_step,
     volumes,
 )
+from more_models import MORE
 
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15)
 
@@ -77,11 +81,15 @@ def many(batch: Batch) -> Batch:
 
 def main() -> None:
     parser = arguments(__doc__ or "", models=False)
-    parser.add_argument("--models", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--models", nargs="+", choices=[*NETWORKS, *MORE])
     parser.add_argument("--shares", nargs="+", type=float, help="limits, as parts of the peak")
     parser.add_argument("--measure", action="store_true", help="also run each plan")
     parser.add_argument("--large", action="store_true", help="batches as people train with")
+    parser.add_argument("--more", action="store_true", help="the networks of more_models.py")
+    parser.add_argument("--longer", type=int, default=1, help="times the usual annealing")
     options = parser.parse_args()
+    anneal = engine.annealing
+    engine.annealing = lambda times=options.longer: anneal(times)
     rounds = 0 if not options.measure else 3 if options.large else 5 if options.quick else 15
     shares = options.shares or (SHARES[::3] if options.quick else SHARES)
     with results(options) as rows:
@@ -91,8 +99,8 @@ def main() -> None:
             + "|---" * 11
             + "|"
         )
-        for name in options.models:
-            work = NETWORKS[name]
+        for name in options.models or (MORE if options.more else NETWORKS):
+            work = {**NETWORKS, **MORE}[name]
             if options.large:
                 work = dataclasses.replace(work, batch=LARGE[name])
             model, batch = work.make(), work.batch()
