@@ -22,8 +22,8 @@ Search = Callable[[], Prepared | None]
 class Beside:
     """Searches that run one after another on a thread of their own, which ends with the last.
 
-    It is not a daemon thread: a program that ends waits a second or so for the running search. No
-    search is begun for a thread that has ended.
+    It is not a daemon thread: a program that ends waits for the running search, a second or so, or
+    as long as ten steps take, at most four seconds. None is begun for a thread that has ended.
     """
 
     def __init__(self) -> None:

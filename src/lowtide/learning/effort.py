@@ -27,7 +27,7 @@ _SHARE = 0.1  # the share of those steps' time that planning that one may take
 _VAIN = 8  # from so many measured in vain on, one of 2 ** `_VAIN` steps is measured
 _LONG = 8  # at most so many times the usual annealing is done beside training
 _STEPS = 10  # and for about as long as this many steps take
-_ANNEALING = 0.5  # seconds of the usual annealing
+_ANNEALING = 0.5  # seconds that the usual annealing takes
 _GAIN = 2  # a short step without a plan takes longer by about this many times its own time
 
 

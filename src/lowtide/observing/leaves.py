@@ -69,27 +69,27 @@ class Leaves:
         self.frozen = dict(enumerate(seen.frozen))
         self.nodes = [-1] * count
 
-    def ran(self, tensors: list[torch.Tensor], thin: int | None = None) -> None:
-        """The next operation reads these tensors. `thin`: bytes of the gradient that it gives to
+    def ran(self, tensors: list[torch.Tensor], sparse: int | None = None) -> None:
+        """The next operation reads these tensors. `sparse`: bytes of the gradient that it gives to
         the first, if that is a table that gets a sparse one."""
         self.nodes.append(_compat.newest_node())
         wanted = 0
         for tensor in tensors:
             if tensor.requires_grad:
-                self._read(tensor, len(self.nodes) - 1, wanted, thin)
+                self._read(tensor, len(self.nodes) - 1, wanted, sparse)
                 wanted += 1
             else:
                 self._no_leaf(tensor)
-            thin = None
+            sparse = None
 
-    def _read(self, tensor: torch.Tensor, op: int, argument: int, thin: int | None) -> None:
+    def _read(self, tensor: torch.Tensor, op: int, argument: int, sparse: int | None) -> None:
         leaf = _compat.leaf_of(tensor)
         if leaf is None:
             _, leaf = _compat.first_view(tensor)
         if leaf is None:
             return
         size = self._bytes(tensor)
-        self._sized(leaf, None if leaf is not tensor else thin)
+        self._sized(leaf, None if leaf is not tensor else sparse)
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
         between = 0 if way is None else way.between * leaf.element_size()
         self.known[id(leaf)] = (op, _weak(leaf))
@@ -117,12 +117,12 @@ class Leaves:
             return 0
         return tensor.numel() * tensor.element_size()
 
-    def _sized(self, leaf: torch.Tensor, thin: int | None) -> None:
+    def _sized(self, leaf: torch.Tensor, sparse: int | None) -> None:
         """Another read gives the leaf a gradient: one as large as the leaf, or a sparse one, whose
         rows are added to those that there are."""
         whole = self._bytes(leaf)
         there = self._sizes.get(id(leaf), 0)
-        self._sizes[id(leaf)] = whole if thin is None else min(whole, there + thin)
+        self._sizes[id(leaf)] = whole if sparse is None else min(whole, there + sparse)
 
     def _size(self, leaf: torch.Tensor) -> int:
         """Bytes of the leaf's gradient on this rank."""

@@ -22,7 +22,7 @@ from lowtide import _compat
 from lowtide.backward.functions import runs_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
-from lowtide.backward.thin import thin_gradient, thin_temporaries
+from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
@@ -156,8 +156,8 @@ class Observer(CutOff):
         unseen, self._draws = self._draws, None
         mark = self.memory.mark() if self.memory is not None else 0
         tensors = tensors_in(args, kwargs)
-        thin = thin_gradient(op.facts.name, args)
-        self.leaves.ran(tensors, thin)
+        sparse = sparse_gradient(op.facts.name, args)
+        self.leaves.ran(tensors, sparse)
         self.externals.ran([ref.value for ref in op.refs], self._counts, self.memory)
         log = _what_ran(op, made, signature, live, begin, mark)
         log.fell, self.fell = self.fell, None
@@ -215,9 +215,9 @@ class Observer(CutOff):
         made, call = sum(log.sizes), log.kind
         grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
         log.workspace = remembered_workspace(call, log.name, op.facts.func, args, kwargs, made)
-        thin = thin_gradient(log.name, args)
-        if thin is not None and self._counts(args[0]):
-            log.temporaries = thin_temporaries(log.name, thin)
+        sparse = sparse_gradient(log.name, args)
+        if sparse is not None and self._counts(args[0]):
+            log.temporaries = sparse_temporaries(log.name, sparse)
         else:
             log.temporaries = backward_temporaries(log.name, grads, made, log.workspace)
         log.left = log.temporaries

@@ -17,7 +17,7 @@ _INDICES = 1
 _PLACES = 8  # bytes of a row's number
 
 
-def thin_gradient(name: str, args: Sequence[Any]) -> int | None:
+def sparse_gradient(name: str, args: Sequence[Any]) -> int | None:
     """Bytes of the gradient that an operation gives to the table that it reads; None if it is as
     large as the table."""
     place = _SPARSE.get(name)
@@ -28,7 +28,7 @@ def thin_gradient(name: str, args: Sequence[Any]) -> int | None:
     return int(looked_up * (row + _PLACES))
 
 
-def thin_temporaries(name: str, gradient: int) -> int:
+def sparse_temporaries(name: str, gradient: int) -> int:
     """Bytes that the backward takes, and leaves: the rows of an embedding are the gradient of its
     result, and are counted as that; those of a bag are copied from it."""
     return gradient if name == "aten::_embedding_bag" else 0
