@@ -22,15 +22,16 @@ from lowtide.planner.search import Search
 SHARE = 0.002
 """Of the limit: what the small values may take together."""
 TRIES = 64
-"""Simulations. All of them are tried at once, and halves of what does not fit."""
+"""Simulations, fewer for large graphs: of all values at once, and of halves of what does not fit."""
 
 
 def holding_small(search: Search) -> tuple[Candidate, frozenset[int]]:
     """The best plan with its small values held, and which of them it holds now."""
     problem, limit, best = search.problem, search.limit, search.best
     small = _small(problem, limit)
-    left = [[value for value in small if best.retain[value] != HOLD]]
-    for _ in range(TRIES):
+    dropped = [value for value in small if best.retain[value] != HOLD]
+    left = [dropped] if dropped else []
+    for _ in range(min(TRIES, search.allowed // 4)):
         if not left:
             break
         some = left.pop()
