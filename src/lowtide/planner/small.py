@@ -22,7 +22,7 @@ from lowtide.planner.search import Search
 SHARE = 0.002
 """Of the limit: what the small values may take together."""
 TRIES = 64
-"""Simulations, fewer for large graphs: of all values at once, and of halves of what does not fit."""
+"""Simulations, fewer for large graphs: of all values at once, then halves of what did not fit."""
 
 
 def holding_small(search: Search) -> tuple[Candidate, frozenset[int]]:
