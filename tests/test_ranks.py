@@ -213,9 +213,9 @@ def engines_that_differ() -> Outcome:
     annealed: list[bool] = []
     polish = auto.polish
 
-    def counted(search: Any, polish_with: Any) -> None:
+    def counted(*given: Any) -> None:
         annealed.append(True)
-        polish(search, polish_with)
+        polish(*given)
 
     auto.polish = counted
     block = (nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.LayerNorm(16), nn.Tanh())
