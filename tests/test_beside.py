@@ -207,7 +207,6 @@ def test_searches_run_one_after_the_other() -> None:
 
 OUTLIVES = """
 import threading, time
-from lowtide.learning import planning
 from lowtide.learning.beside import Beside
 
 def train():
@@ -221,7 +220,6 @@ threading.Thread(target=train).start()
 
 ENDS = """
 import time
-from lowtide.learning import planning
 from lowtide.learning.beside import Beside
 from lowtide.learning.effort import LESSONS
 

@@ -25,7 +25,7 @@ from lowtide import _compat
 from lowtide.compiled import build
 from lowtide.errors import UsageError
 from lowtide.planner.flow import CutWith, Network
-from lowtide.planner.polish import Choice, Polish
+from lowtide.planner.polish import Polish
 from lowtide.planner.simulate import Compiled, Lists, Simulator
 from lowtide.replay import unpack
 from lowtide.tape import generators
@@ -132,19 +132,9 @@ def annealing(times: int = 1) -> Polish | None:
     if found is None or times == 1:
         return None if found is None else found.anneal
     anneal: Polish = found.anneal
-
-    def longer(
-        graph: Lists,
-        choices: list[Choice],
-        retain: list[int],
-        limit: int,
-        work: int,
-        enough: float,
-        seconds: float,
-    ) -> list[int]:
-        return anneal(graph, choices, retain, limit, times * work, enough, seconds)
-
-    return longer
+    return lambda graph, choices, retain, limit, work, *ends: anneal(
+        graph, choices, retain, limit, times * work, *ends
+    )
 
 
 def cutting() -> CutWith | None:
