@@ -129,7 +129,7 @@ class Loop(Unrecorded):
         if prepared is not None:
             self.allowance.plain_peak = prepared.plain_peak
             prepared = self._fitting(prepared)
-        if prepared is None and observer is None:
+        if prepared is None and observer is None and not self.may_go_alone:
             observer = self._observer(None, check_up)
         self.allowance.renew()
         decisions = StepDecisions(prepared, observer, self, check_up=check_up)
@@ -234,7 +234,7 @@ class Loop(Unrecorded):
     def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
-        if not measure and self._alike >= _LEARNING_STEPS:
+        if not measure and (self._alike >= _LEARNING_STEPS or self.may_go_alone):
             return None
         earlier = prepared.seen.ops if prepared is not None else ()
         observer = Observer(start_marks(self.where.device) if measure else None, earlier)
@@ -254,6 +254,8 @@ class Loop(Unrecorded):
                 self._settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
+        if decisions.headroom is not None and self._alone_to_the_end(decisions):
+            return
         self._look_behind(decisions.observer)
         prepared, as_planned = decisions.prepared, False
         if (
@@ -332,6 +334,7 @@ class Loop(Unrecorded):
         self._last = decisions
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
+        self._learn_alone(decisions)
         self._alike = 0 if followed is None else self._alike + 1
         if followed is not None:
             measured = observer is not None and observer.memory is not None

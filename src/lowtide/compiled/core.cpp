@@ -25,6 +25,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(state->tape);
   Py_VISIT(state->decisions);
   Py_VISIT(state->script);
+  Py_VISIT(state->headroom);
   Py_VISIT(state->sizes);
   Py_VISIT(state->made);
   Py_VISIT(state->handles);
@@ -48,6 +49,7 @@ int clear(PyObject* self) {
   Py_CLEAR(state->tape);
   Py_CLEAR(state->decisions);
   Py_CLEAR(state->script);
+  Py_CLEAR(state->headroom);
   Py_CLEAR(state->sizes);
   Py_CLEAR(state->made);
   Py_CLEAR(state->handles);
@@ -105,6 +107,7 @@ PyMemberDef state_members[] = {
     {"tape", T_OBJECT_EX, offsetof(State, tape), 0, nullptr},
     {"decisions", T_OBJECT_EX, offsetof(State, decisions), 0, nullptr},
     {"script", T_OBJECT, offsetof(State, script), 0, nullptr},
+    {"headroom", T_OBJECT, offsetof(State, headroom), 0, nullptr},
     {"made", T_OBJECT, offsetof(State, made), 0, nullptr},
     {"handles", T_OBJECT, offsetof(State, handles), 0, nullptr},
     {"sizes", T_OBJECT, offsetof(State, sizes), 0, nullptr},
@@ -370,6 +373,7 @@ void add_types(PyObject* module) {
   entry_type = type_of(entry_spec, object_of(&_PyWeakref_RefType));
   box_type = type_of(box_spec);
   calls_type = type_of(calls_spec);
+  headroom_type = type_of(headroom_spec);
   forget_type = type_of(forget_spec);
   table_type = type_of(table_spec);
   weak_list_type = type_of(weak_list_spec);
@@ -378,7 +382,7 @@ void add_types(PyObject* module) {
   std::pair<const char*, PyTypeObject*> named[] = {
       {"State", state_type}, {"Script", script_type}, {"Operation", operation_type},
       {"Value", value_type}, {"Handle", handle_type}, {"Entry", entry_type}, {"Box", box_type},
-      {"Calls", calls_type},
+      {"Calls", calls_type}, {"Headroom", headroom_type},
       {"Forget", forget_type}, {"Table", table_type}, {"WeakList", weak_list_type},
       {"Simulator", planner::simulated_type}};
   for (auto [name, type] : named) PyModule_AddObjectRef(module, name, object_of(type));

@@ -8,7 +8,7 @@
 // written and tested twice.
 #pragma once
 
-#include "calls.h"
+#include "headroom.h"
 #include "streams.h"
 #include "writes.h"
 
@@ -92,6 +92,12 @@ inline bool run_recorded(
       reinterpret_cast<Script*>(state->script)->looked_at[state->sequence] = digest;
     }
   }
+  uint64_t cost = 0;
+  if (const Headroom* room = headroom_of(state); room != nullptr && again) {
+    const CallCost* known = cost_of(op, *stack, cost);
+    bool fits = known != nullptr && as<Box>(state->live)->number + known->need <= room->limit;
+    if (allocates && !fits) look_at_room(state, fact, op, values, known);
+  }
   if (again) {
     made->sequence = state->sequence;
     made->grad_mode = c10::GradMode::is_enabled();
@@ -150,6 +156,12 @@ inline bool run_recorded(
   all_rewritten(state, maker, written, results);
   add_outputs(state, maker, *stack, op.schema().returns().size(), results,
               fact.blank || fact.constant);
+  if (Headroom* room = headroom_of(state); room != nullptr) {
+    Owned kept(Py_NewRef(state->headroom));  // the step may go on watched from here
+    if (told) count_call(state, room, fact, op, made, results, before.data(), count, cost);
+    room->last = at::sequence_number::peek();
+    return true;
+  }
   if (!told || (following(state) && follow(state, fact, made, results))) return true;
   static PyObject* name = interned("produced");
   py::tuple args;
@@ -314,7 +326,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
   bool tried_out = fact != nullptr && fact->tried_out && may_have_tried_out(op, *stack);
   bool ordinary = fact != nullptr && !fact->opaque && !fact->fills_saved && !tried_out && !state->paused &&
       !state->lazy_bits && !state->timed && state->gathering == 0 &&
-      (is_none(state->before) || following(state)) && !c10::InferenceMode::is_enabled() &&
+      (is_none(state->before) || following(state) || alone(state)) && !c10::InferenceMode::is_enabled() &&
       !asks_for_arguments(state->region);
   if (ordinary && run_recorded(state, *fact, op, keys, stack)) return;
   run_python(state, op, stack);

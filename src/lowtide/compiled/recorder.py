@@ -36,6 +36,7 @@ def recorder_class(core: Any) -> type[Recorder]:
     class CompiledRecorder(core.State, Recorder):  # type: ignore[misc]
         """Sees operators through a boxed fallback instead of a dispatch mode."""
 
+        headroom: Any  # `core.Headroom` of a step that goes alone, or None
         calls: Any  # `core.Calls`: the step's, or those to compare it with while idle; or None
         unpack = staticmethod(unpacked_here)
         takes_apart = False  # it sees operations on the parts, but not which wrapper they are of
@@ -78,7 +79,7 @@ def recorder_class(core: Any) -> type[Recorder]:
 
         def begin(self, tape: Tape) -> None:
             Recorder.begin(self, tape)
-            self.calls = None  # a second step in its context
+            self.calls = self.headroom = None  # a second step in its context
 
         def _aside(self, run: Callable[[], Any]) -> Any:
             return core.aside(run)

@@ -31,6 +31,9 @@ inline PyTypeObject* script_type;
 
 inline bool following(State* state) { return !is_none(state->script); }
 
+// Whether the step has no plan, holds all, and its memory is added up, see `Headroom`.
+inline bool alone(State* state) { return !is_none(state->headroom); }
+
 // A digest of what the size of a result depends on: the shapes and numbers that a call is given.
 inline size_t digest_of(const Operation* op) {
   size_t digest = 1;
@@ -117,6 +120,7 @@ inline bool shall_hold(State* state, Value* value) {
     auto number = static_cast<size_t>(value->number);  // not in the plan: it is about to be left
     return number >= choices.size() || choices[number] < 0;
   }
+  if (alone(state)) return true;
   if (!state->asks) return false;
   static PyObject* name = interned("saved");
   PyObject* arguments[] = {state->decisions, object_of(value), state->region};
@@ -126,7 +130,7 @@ inline bool shall_hold(State* state, Value* value) {
 
 // `Decisions.packed`.
 inline void packed(State* state, PyObject* handle, Value* value) {
-  if (following(state)) return add_weak(state->handles, handle);
+  if (following(state) || alone(state)) return add_weak(state->handles, handle);
   if (!state->asks) return;
   static PyObject* name = interned("packed");
   PyObject* arguments[] = {state->decisions, handle, object_of(value)};

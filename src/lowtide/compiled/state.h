@@ -32,6 +32,7 @@ struct State {
   PyObject* tape;
   PyObject* decisions;
   PyObject* script;   // the plan to follow, or none
+  PyObject* headroom;  // a `Headroom` if there is none and nobody watches, or none
   PyObject* made;     // a `WeakList` for the values that are made while it is followed
   PyObject* handles;  // and one for the handles that autograd gets
   PyObject* sizes;    // if the plan is that of a larger step: a list for the bytes made, else none

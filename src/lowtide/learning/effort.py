@@ -55,6 +55,8 @@ class Effort:
         self._untried = False  # whether one followed a plan under which no step was measured
         self._came: dict[int, int] = {}  # how often steps came that no plan covers
         self._planless: dict[int, tuple[int, int]] = {}  # for them: searches in vain, steps since
+        self._to_watch = 0  # so many steps are not left alone
+        self._failed = 0  # steps that were, and came near the limit
         self._planless_row = 0, 0  # the same for the steps that came last, whichever they were
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
@@ -80,6 +82,7 @@ class Effort:
     def begins(self, step: int) -> None:
         """The step of this number begins."""
         self._awaited.begins(step)
+        self._to_watch = max(0, self._to_watch - 1)
 
     def measured(self, followed: Prepared | None) -> None:
         """A measured step followed this plan, as it was when the step began, or none."""
@@ -153,6 +156,29 @@ class Effort:
         """Whether most of the recent plans have been of use."""
         return self._barren < _PATIENCE
 
+    def leaves_alone(self) -> bool:
+        """Whether steps that no plan covers may go unwatched: they would hardly ever get plans that
+        another step follows."""
+        return not (self.patient() or self._to_watch)
+
+    def went_alone(self, seen: Sequence[Signature], *, in_vain: bool) -> None:
+        """A step went unwatched; `in_vain`: only until it came near its limit. If such steps come
+        again, or come near it often, the next ones are watched."""
+        self._failed = min(self._failed + 1, _VAIN) if in_vain else self._failed // 2
+        again = self._counted(hash(tuple(seen))) >= self._barren // _PATIENCE
+        if in_vain:
+            self._to_watch = 1 << self._failed
+        elif again:
+            self._to_watch = _BETWEEN
+
+    def _counted(self, key: int) -> int:
+        """How often a step that no plan covers has come before."""
+        came = self._came.pop(key, 0)
+        self._came[key] = came + 1
+        if len(self._came) > _COUNTED:
+            del self._came[next(iter(self._came))]
+        return came
+
     def in_vain(self) -> None:
         """A search found no plan."""
         self._barren += 1
@@ -191,10 +217,7 @@ class Effort:
                 return False
         else:
             self._planless_row = 0, 0
-        came = self._came.pop(key, 0)
-        self._came[key] = came + 1
-        if len(self._came) > _COUNTED:
-            del self._came[next(iter(self._came))]
+        came = self._counted(key)
         self._debt = max(0.0, self._debt - _SHARE * seconds)
         if came < self._barren // _PATIENCE:
             return False

@@ -159,8 +159,8 @@ class Planning(Resizing):
 
     def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
-        if decisions.partial:
-            return  # the next step will be recorded, and keep nothing whole
+        if decisions.partial or decisions.estimated:
+            return  # the next step will be recorded and watched, and keep nothing whole
         timeline, followed = observer.timeline, decisions.followed
         measured = timeline is not None
         if timeline is not None:

@@ -65,7 +65,7 @@ class Settling(Planning):
         limit = self.allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
-        strict = measured or (of_bytes and not decisions.partial)
+        strict = measured or (of_bytes and not (decisions.partial or decisions.estimated))
         later = self._further_behind(prepared)
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)

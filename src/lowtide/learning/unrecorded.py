@@ -3,7 +3,7 @@
 Problem: what a step needs in order to go unrecorded is known to the loop, to the plans and to its
 recorder. Invariant: such a step begins alone, under a limit that is not shared with other ranks;
 one that is recorded from its middle on is allowed what its first part may have taken at most, and
-nothing is learned from it. Imports idling, settling and decide. Rejected: asking the
+nothing is learned from it. Imports idling, unwatched and decide. Rejected: asking the
 recorder for what it let pass, which it does not keep.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from lowtide.learning import idling
 from lowtide.learning.ranks import Ranks
-from lowtide.learning.settling import Settling
+from lowtide.learning.unwatched import Unwatched
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 from lowtide.running.where import Where
 
 
-class Unrecorded(Settling):
+class Unrecorded(Unwatched):
     """The part of `lowtide.loop.Loop` that leaves steps alone.
 
     Attributes:

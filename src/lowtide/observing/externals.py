@@ -85,6 +85,10 @@ class Externals:
                     External(node.nbytes, readers, named, -1, release, measured=False)
                 )
 
+    def pass_over(self, operations: int) -> None:
+        """So many operations have run by now, whatever they have read."""
+        self._operations = operations
+
     # ------------------------------------------------------------------ forward
 
     def ran(

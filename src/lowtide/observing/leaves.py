@@ -69,6 +69,13 @@ class Leaves:
         self.frozen = dict(enumerate(seen.frozen))
         self.nodes = [-1] * count
 
+    def unwatched(self, count: int, nbytes: int) -> None:
+        """So many operations have run, of which nobody watched those after the ones that are noted:
+        they have read leaves of so many bytes."""
+        self.nodes += [-1] * (count - len(self.nodes))
+        if nbytes:  # there from the backward of the last of them on
+            self.gradients[_UNKNOWN] = (count - 1, nbytes)
+
     def ran(self, tensors: list[torch.Tensor], sparse: int | None = None) -> None:
         """The next operation reads these tensors. `sparse`: bytes of the gradient that it gives to
         the first, if that is a table that gets a sparse one."""
@@ -144,6 +151,9 @@ class Leaves:
                 self.gradients[key] = (reader, min(nbytes, before))
             else:
                 self.gradients.pop(key, None)
+
+
+_UNKNOWN = -1  # in place of the id of a leaf
 
 
 def _weak(leaf: torch.Tensor) -> weakref.ref[torch.Tensor]:

@@ -45,11 +45,11 @@ class Names:
         self._gradients: set[int] = set()  # those of them that were made in a running backward
         self._left: list[tuple[int, int, weakref.ref[Any]]] = []  # at the end of the forward
 
-    def resume(self, base: Graph, count: int, table: dict[int, Entry]) -> None:
-        """Go on after `count` operations that were those of `base`, and were not watched."""
+    def resume(self, base: Graph | None, count: int, table: dict[int, Entry]) -> None:
+        """Go on after operations that were not watched; `count` of them were those of `base`."""
         self.table, self._open = table, dict.fromkeys(table)
-        for number, node in enumerate(base.values):
-            if 0 <= node.producer < count <= len(base.ops) and node.named >= 0:
+        for number, node in enumerate(() if base is None else base.values):
+            if base and 0 <= node.producer < count <= len(base.ops) and node.named >= 0:
                 self.until[number] = min(node.named, count - 1)
 
     def storages(self) -> dict[int, Any]:

@@ -29,10 +29,14 @@ from lowtide.memory.marks import Marks
 from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
-from lowtide.observing.rebuild import OpLog, rebuild
+from lowtide.observing.rebuild import KEPT, OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
+
+# An operation of a step that nobody watched: its signature, the values that it made and overwrote,
+# the bytes that were live after it, and the most that it and its backward take.
+Alone = tuple["Signature", tuple[int, ...], tuple[int, ...], int, int, int]
 
 if TYPE_CHECKING:
     from lowtide.running.prepared import Signature
@@ -112,6 +116,26 @@ class Observer(CutOff):
         for handle in handles:
             observer.saved(handle.value, handle)
         return observer
+
+    def went_alone(
+        self,
+        ran: Iterable[Alone],
+        leaves: int,
+        values: Iterable[Value],
+        handles: Iterable[Handle],
+        recorder: Recorder | None,
+    ) -> None:
+        """Go on after operations that nobody watched, whose leaves have so many bytes."""
+        self.ops.extend(map(_unwatched, ran))
+        count = len(self.ops)
+        for log in self.ops[self.common :]:
+            self.carries_grad.update(log.receivers)
+        self.names.resume(None, 0, {} if recorder is None else recorder.table)
+        self.leaves.unwatched(count, leaves)
+        self.externals.pass_over(count)
+        self._values = list(map(weak_to, values))
+        for handle in handles:
+            self.saved(handle.value, handle)
 
     def attach(self, recorder: Recorder, calls: list[tuple[int, str]] | None = None) -> None:
         """Take the recorder of the forward to watch, once it is open, and the list that gets its
@@ -441,8 +465,37 @@ def _what_ran(
         left=0,
         wanted=whole,
         receivers=inputs,
-        overwrites=tuple(
-            ref.value.number for ref, _ in op.writes if ref.value and ref.value.number >= 0
-        ),
+        overwrites=overwritten_by(op),
         kept=bool(made) and made[0].op is None,
+    )
+
+
+def overwritten_by(op: Operation) -> tuple[int, ...]:
+    """The values that an operation writes in place."""
+    found = [ref.value for ref, _ in op.writes]
+    return tuple([value.number for value in found if value and value.number >= 0])
+
+
+def _unwatched(ran: Alone) -> OpLog:
+    """An operation that nobody watched, with the most that it and its backward may take."""
+    (name, sizes, reads, wanted), outputs, overwrites, live, need, later = ran
+    inputs = tuple(dict.fromkeys(number for number in reads if number >= 0))
+    plain = name.removesuffix(KEPT)
+    return OpLog(
+        name=plain,
+        seconds=0.0,
+        reads=reads,
+        inputs=inputs,
+        outputs=outputs,
+        sizes=sizes,
+        live=live,
+        begin=None,
+        mark=0,
+        workspace=max(0, need - sum(sizes)),
+        temporaries=later,
+        left=min(later, wanted),
+        wanted=wanted,
+        receivers=inputs if later else (),
+        overwrites=overwrites,
+        kept=plain != name,
     )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.observing.observer import Observer
 
 FOREVER = 1 << 60
+KEPT = ", kept"  # after the name of an operation whose results are not replayed, in a signature
 _SCALARS = 256  # bytes, by which a loss made of numbers and its backward may rise
 
 

@@ -214,6 +214,14 @@ class StepDecisions(ForwardDecisions):
                 if self.observer is not None:
                     self.observer.dropped_before_backward(value.number)
 
+    def settle_alone(self) -> None:
+        """Nobody watches the step, and it holds everything: what it holds stays held for good."""
+        self.planned_peak = self.headroom.at_most(self.live[0])
+        self._made.settle()
+        tape = self.tape
+        if tape is not None:
+            tape.events = self._event
+
     def starts_over(self, observer: Observer) -> None:
         """Another backward of the step begins, and is planned by itself."""
         self._event[0] = -1

@@ -18,16 +18,17 @@ import torch
 
 from lowtide import _compat
 from lowtide.kernels.unfolding import runs_itself
+from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD
 from lowtide.running.follower import Follower
-from lowtide.running.making_room import StepInRoom
+from lowtide.running.alone import StepAlone
 from lowtide.running.prepared import ANCHOR, Prepared, covers, signature_of
 from lowtide.tape.regions import Region
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Operation, Value
 
 
-class ForwardDecisions(StepInRoom):
+class ForwardDecisions(StepAlone):
     """The part of `lowtide.running.decide.StepDecisions` that is asked in the forward."""
 
     def attach(self, tape: Tape) -> None:
@@ -36,6 +37,10 @@ class ForwardDecisions(StepInRoom):
         self._tape = weakref.ref(tape)
         self.live = tape.recorder.live
         tape.recorder.kept = self._unrecorded
+        if self.prepared is None and self.observer is None:
+            if self._goes_alone(None, 0):
+                return
+            self._told(Observer(None))
         if self.observer is not None:
             self.observer.attach(tape.recorder, self.calls)
         if self.prepared is None:
@@ -70,6 +75,9 @@ class ForwardDecisions(StepInRoom):
             self._follower.catch_up(op.sequence)
         prepared = self.prepared
         signature = signature_of(op, made, args, kwargs)
+        if self.headroom is not None:
+            self._produced_alone(op, made, signature, args, kwargs)
+            return
         self.seen.append(signature)
         if prepared is not None:
             index = op.sequence
@@ -84,7 +92,9 @@ class ForwardDecisions(StepInRoom):
                 self._as_chosen(prepared, op, made)
             else:
                 self._changed(prepared, op, made, args)
-        if self.observer is not None:
+        if self.headroom is not None:  # since the line above
+            self._produced_alone(op, made, self.seen.pop(), args, kwargs)
+        elif self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature)
             if signature[3] and not (self.saves or self.others_save):
                 self._look_at_hooks()
@@ -155,6 +165,12 @@ class ForwardDecisions(StepInRoom):
         left = self.prepared
         if left is not None and self.parted is None:
             self.parted = left, index
+        if found is None and op is not None and self._goes_alone(left, index):
+            self._on_our_own()
+            self.anchors.release()
+            self.prepared, self.covered, self.switched = None, False, True
+            self.tally.diverged_at = index
+            return
         if found is None or left is None or self.observer is not None:
             self._on_our_own()
             self.watched(index)
@@ -213,6 +229,7 @@ class ForwardDecisions(StepInRoom):
             self._room.held(value)
 
     def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
+        super().gathered(keys, nbytes, parts)
         self._gathers.append((keys, nbytes, parts))
         if self.observer is not None:
             self.observer.gathered(keys, nbytes, parts)

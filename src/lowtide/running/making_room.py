@@ -117,7 +117,7 @@ class StepInRoom:
         if self.observer is None:
             assert self.prepared is not None
             self._nobody_counts()
-            self.observer = Observer.resumed(
+            observer = Observer.resumed(
                 self.prepared.seen,
                 self.prepared.graph,
                 self.seen[:count],
@@ -125,14 +125,20 @@ class StepInRoom:
                 self._handles.alive(),
                 self.recorder,
             )
-            self.observer.calls = self.calls
-            self.observer.only(self.where)
-            for gather in self._gathers:
-                self.observer.gathered(*gather)
-            self.observer.cut_off(self.anchors.cut_off)
-            self.observer.place = self.prepared.seen.place
-            self.observer.before = self.owner.allowance.before
+            observer.place = self.prepared.seen.place
+            self._told(observer)
+        assert self.observer is not None
         return self.observer
+
+    def _told(self, observer: Observer) -> None:
+        """Have an observer that is made late, and tell it what it has missed."""
+        self.observer = observer
+        observer.calls = self.calls
+        observer.only(self.where)
+        for gather in self._gathers:
+            observer.gathered(*gather)
+        observer.cut_off(self.anchors.cut_off)
+        observer.before = self.owner.allowance.before
 
     def _on_our_own(self) -> None:
         """From now on every operation is checked here, not by the compiled recorder."""

@@ -18,7 +18,7 @@ from typing import Any
 from lowtide import _compat, engine
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.kernels.workspace import unfolds
-from lowtide.observing.rebuild import OpLog
+from lowtide.observing.rebuild import KEPT, OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.tape.values import Operation, Value, tensors_in
@@ -49,7 +49,7 @@ def signatures_of(ops: Iterable[OpLog]) -> tuple[Signature, ...]:
 
 def _named(name: str, kept: bool) -> str:
     """An operation that is replayed and one that is not take different plans."""
-    return f"{name}, kept" if kept else name
+    return name + KEPT if kept else name
 
 
 def covers(planned: Signature, seen: Signature) -> bool:

@@ -1,0 +1,380 @@
+// What a step may take at most, added up call by call.
+//
+// Problem: a step that no plan covers is watched in Python, ten times as long as its small kernels take,
+// although most such steps are far below their limit. Invariant: the sum is at least what the forward holds
+// and its backward allocates: each tensor that a node of autograd's gets as a gradient once, each leaf's
+// gradient twice, and the most that a single node takes beside them. What cannot be counted so (a custom
+// Function) makes the sum endless. Rejected: adding up what each node takes, which counts the gradient of a
+// recurrent layer's weights once for each time step.
+#pragma once
+
+#include "calls.h"
+#include "script.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <cstring>
+#include <typeinfo>
+
+namespace lowtide {
+
+// What a call takes at most, in bytes.
+struct CallCost {
+  int64_t made = 0;   // of its results
+  int64_t need = 0;   // while it runs, its results included
+  int64_t later = 0;  // while its backward runs
+};
+
+// The calls that were met so far, by what they are given.
+inline ska::flat_hash_map<uint64_t, CallCost>& known_costs() {
+  static auto* costs = new ska::flat_hash_map<uint64_t, CallCost>();
+  return *costs;
+}
+
+constexpr size_t MOST_COSTS = 1 << 16;
+
+// One operation of the step, as in `OpLog`.
+struct Ran {
+  PyObject* name;  // interned, or owned by `Headroom::names`
+  std::vector<int64_t> sizes, reads, outputs, overwrites;
+  int64_t wanted, live;
+  int64_t need = 0, later = 0;  // as in `CallCost`
+};
+
+// To Python: `Headroom(limit, outside, start)`.
+struct Headroom {
+  PyObject_HEAD
+  int64_t limit;    // bytes that the step may take
+  double outside;   // what a loss outside of the context takes, as a share of what is live
+  int64_t start;    // what the backward of its first operations takes, if those are not counted here
+  int64_t gradients, leaves, most;  // bytes of those: of leaves twice; and the most of a single node
+  uint64_t last;    // number of autograd's next node when the last operation was over
+  bool endless;
+  ska::flat_hash_set<uint64_t> counted;  // inputs of nodes, and leaves
+  std::vector<Ran> ran;
+  std::vector<PyObject*> names;
+};
+
+inline PyTypeObject* headroom_type;
+
+inline Headroom* headroom_of(const State* state) {
+  bool has = state->headroom != nullptr && Py_IS_TYPE(state->headroom, headroom_type);
+  return has ? reinterpret_cast<Headroom*>(state->headroom) : nullptr;
+}
+
+inline int64_t total(const Headroom* room, int64_t live) {
+  if (room->endless) return std::numeric_limits<int64_t>::max();
+  auto outside = static_cast<int64_t>(room->outside * static_cast<double>(live));
+  return live + outside + room->start + room->gradients + room->leaves + room->most;
+}
+
+// ---------------------------------------------------------------------- gradients
+
+// Bytes of the gradient that a node gets for one of its inputs; -1: not known.
+inline int64_t gradient_bytes(const torch::autograd::Node* node, uint32_t input) {
+  if (input >= node->num_inputs()) return 0;
+  const auto& metadata = node->input_metadata(input);
+  if (metadata.is_nested_tensor() || metadata.is_tensor_subclass()) return -1;
+  auto bytes = static_cast<int64_t>(c10::elementSize(c10::typeMetaToScalarType(metadata.options().dtype())));
+  for (const c10::SymInt& size : metadata.shape_as_dim_vector()) {
+    auto known = size.maybe_as_int();
+    if (!known) return -1;
+    bytes *= *known;
+  }
+  return bytes;
+}
+
+// Whether a node is a custom Function's. The type is not exported, so its name is read, once for each type.
+inline bool runs_python(const torch::autograd::Node* node) {
+  static auto* known = new ska::flat_hash_map<const std::type_info*, bool>();
+  const std::type_info* type = &typeid(*node);
+  auto found = known->find(type);
+  if (found != known->end()) return found->second;
+  return (*known)[type] = std::strstr(type->name(), "PyNode") != nullptr;
+}
+
+inline bool counted_before(Headroom* room, const void* what, uint32_t input) {
+  uint64_t key = (reinterpret_cast<uint64_t>(what) ^ (input * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
+  return !room->counted.insert(key).second;
+}
+
+// Count what backward makes of a tensor that an operation reads; returns what is gone right after the
+// operation's own backward: gradients of views that were made just before it, as autograd goes on with the
+// newest node.
+inline int64_t count_gradients(Headroom* room, const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.requires_grad()) return 0;
+  auto* meta = static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+  int64_t passing = 0;
+  torch::autograd::Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  uint32_t input = meta == nullptr ? 0 : meta->output_nr_;
+  if (node == nullptr) {
+    if (!counted_before(room, tensor.unsafeGetTensorImpl(), 0)) room->leaves += 2 * dense_bytes(tensor);
+    return 0;
+  }
+  while (true) {
+    if (runs_python(node)) {
+      room->endless = true;
+      return 0;
+    }
+    int64_t bytes = gradient_bytes(node, input);
+    if (bytes < 0) {
+      room->endless = true;
+      return 0;
+    }
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      if (!counted_before(room, leaf->variable.unsafeGetTensorImpl(), 0)) room->leaves += 2 * bytes;
+      return passing + bytes;
+    }
+    passing += 2 * bytes;  // it is added to what was there
+    if (node->sequence_nr() < room->last) {
+      if (counted_before(room, node, input)) return passing;
+      room->gradients += bytes;
+    }
+    if (node->num_outputs() != 1) return passing;  // its other inputs were counted when it ran
+    const torch::autograd::Edge& next = node->next_edge(0);
+    if (!next.is_valid()) return passing;
+    node = next.function.get();
+    input = next.input_nr;
+  }
+}
+
+inline int64_t count_gradients(Headroom* room, const c10::IValue& value) {
+  if (value.isTensor()) return count_gradients(room, value.toTensor());
+  int64_t passing = 0;
+  if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor()) passing += count_gradients(room, item.toTensor());
+    }
+  }
+  return passing;
+}
+
+inline uint64_t node_number(const at::Tensor& tensor) {
+  if (!tensor.defined()) return 0;
+  auto* meta = static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+  return meta == nullptr || meta->grad_fn_ == nullptr ? 0 : 1 + meta->grad_fn_->sequence_nr();
+}
+
+// Whether an operation that runs without grad may do so in the forward of a custom Function, whose node is
+// made before that: the newest node is new, and not that of a view that the operation reads.
+inline bool may_be_function(const Headroom* room, const c10::IValue* values, size_t arguments) {
+  uint64_t next = at::sequence_number::peek();
+  if (next == room->last) return false;
+  auto newest = [&](const c10::IValue& value) { return value.isTensor() && node_number(value.toTensor()) == next; };
+  for (size_t i = 0; i < arguments; ++i) {
+    if (newest(values[i])) return false;
+    if (!values[i].isTensorList()) continue;
+    auto items = values[i].toListRef();
+    if (std::any_of(items.begin(), items.end(), newest)) return false;
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------------- calls
+
+// What is known of a call that is about to run; null: nothing yet. `digest`: 0 if nothing is to be known.
+inline const CallCost* cost_of(const c10::OperatorHandle& op, const Stack& stack, uint64_t& digest) {
+  Digest looked = digest_of(std::numeric_limits<uint64_t>::max(), op, stack);
+  digest = looked.known ? looked.number : 0;
+  auto found = known_costs().find(digest);
+  return found == known_costs().end() ? nullptr : &found->second;
+}
+
+// `StepDecisions.before_alone`: an unknown call, or one without room, is about to run.
+inline void look_at_room(
+    State* state, const Fact& fact, const c10::OperatorHandle& op, const c10::IValue* values,
+    const CallCost* known) {
+  static PyObject* name = interned("before_alone");
+  auto [args, kwargs] = python_arguments(op.schema(), values);
+  Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
+  py::tuple positional(args);
+  Owned need(known == nullptr ? Py_NewRef(Py_None) : checked(PyLong_FromLongLong(known->need)));
+  PyObject* arguments[] = {state->decisions, fact.facts, func.get(), positional.ptr(), kwargs.ptr(), need.get()};
+  Owned done(checked(PyObject_VectorcallMethod(name, arguments, 6, nullptr)));
+}
+
+// The step may take more than its limit, or does what is not counted: from here on, it is watched.
+inline void ends_alone(State* state) {
+  static PyObject* name = interned("watch_from_here");
+  Owned done(checked(PyObject_CallMethodNoArgs(state->decisions, name)));
+}
+
+// `StepDecisions.cost_of`: for a call that was not met before, or makes more than it did then.
+inline CallCost asked_cost(
+    State* state, const Fact& fact, const c10::OperatorHandle& op, const c10::IValue* values, int64_t made) {
+  static PyObject* name = interned("cost_of");
+  auto [args, kwargs] = python_arguments(op.schema(), values);
+  Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
+  Owned bytes(checked(PyLong_FromLongLong(made)));
+  py::tuple positional(args);
+  PyObject* arguments[] = {state->decisions, fact.facts, func.get(), positional.ptr(), kwargs.ptr(), bytes.get()};
+  Owned pair(checked(PyObject_VectorcallMethod(name, arguments, 6, nullptr)));
+  auto [need, later] = py::cast<std::pair<int64_t, int64_t>>(py::handle(pair.get()));
+  return {made, need, later};
+}
+
+// `StepDecisions.produced` for an operation of a step that is not watched.
+inline void count_call(
+    State* state, Headroom* room, const Fact& fact, const c10::OperatorHandle& called, const Operation* op,
+    const Made& made, const c10::IValue* values, size_t arguments, uint64_t digest) {
+  Ran ran{fact.name, {}, {}, {}, {}, op->wanted, as<Box>(state->live)->number};
+  int64_t bytes = 0;
+  for (Value* value : made) {
+    add_weak(state->made, object_of(value));
+    ran.sizes.push_back(value->nbytes);
+    ran.outputs.push_back(value->number);
+    bytes += value->nbytes;
+  }
+  for (const Input& input : op->inputs) {
+    if (!input.scratch()) ran.reads.push_back(input.value == nullptr ? -1 : input.value->number);
+  }
+  for (const Write& write : op->rare().writes) {
+    const Value* written = op->inputs[write.input].value;
+    if (written != nullptr && written->number >= 0) ran.overwrites.push_back(written->number);
+  }
+  if (op->wanted > 0 && !op->grad_mode && may_be_function(room, values, arguments)) room->endless = true;
+  auto& costs = known_costs();
+  auto known = costs.find(digest);
+  CallCost cost = known == costs.end() ? CallCost{-1} : known->second;
+  if (cost.made < bytes) {
+    cost = asked_cost(state, fact, called, values, bytes);
+    if (costs.size() >= MOST_COSTS) costs.clear();
+    if (digest != 0) costs[digest] = cost;
+  }
+  ran.need = cost.need;
+  if (op->grad_mode && op->wanted > 0) {
+    int64_t passing = 0;
+    for (size_t i = 0; i < arguments; ++i) passing += count_gradients(room, values[i]);
+    ran.later = cost.later + passing;
+    room->most = std::max(room->most, ran.later);
+  }
+  room->ran.push_back(std::move(ran));
+  if (total(room, as<Box>(state->live)->number) > room->limit) ends_alone(state);
+}
+
+// ---------------------------------------------------------------------- as Python sees it
+
+inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
+  long long limit, start;
+  double outside;
+  if (!PyArg_ParseTuple(args, "LdL", &limit, &outside, &start)) return nullptr;
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made == nullptr) return nullptr;
+  auto* room = as<Headroom>(made);
+  new (&room->counted) ska::flat_hash_set<uint64_t>();
+  new (&room->ran) std::vector<Ran>();
+  new (&room->names) std::vector<PyObject*>();
+  room->limit = limit;
+  room->outside = outside;
+  room->start = start;
+  room->last = at::sequence_number::peek();
+  return made;
+}
+
+inline void delete_headroom(PyObject* self) {
+  auto* room = as<Headroom>(self);
+  for (PyObject* name : room->names) Py_DECREF(name);
+  room->counted.~flat_hash_set();
+  room->ran.~vector();
+  room->names.~vector();
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline Owned tuple_of(const std::vector<int64_t>& numbers) {
+  Owned tuple(checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size()))));
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), checked(PyLong_FromLongLong(numbers[i])));
+  }
+  return tuple;
+}
+
+// [(signature, outputs, overwrites, live, need, later)] of the operations, see `Ran`.
+inline PyObject* headroom_seen(PyObject* self, PyObject*) {
+  return leave_error([&] {
+    Owned list(checked(PyList_New(0)));
+    for (const Ran& ran : as<Headroom>(self)->ran) {
+      Owned sizes = tuple_of(ran.sizes), reads = tuple_of(ran.reads);
+      Owned outputs = tuple_of(ran.outputs), overwrites = tuple_of(ran.overwrites);
+      Owned item(checked(Py_BuildValue(
+          "(OOOL)OOLLL", ran.name, sizes.get(), reads.get(), static_cast<long long>(ran.wanted), outputs.get(),
+          overwrites.get(), static_cast<long long>(ran.live), static_cast<long long>(ran.need),
+          static_cast<long long>(ran.later))));
+      if (PyList_Append(list.get(), item.get()) < 0) throw py::error_already_set();
+    }
+    return list.release();
+  });
+}
+
+inline std::vector<int64_t> numbers_in(PyObject* tuple) {
+  std::vector<int64_t> numbers;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) numbers.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
+  return numbers;
+}
+
+// note((signature, outputs, overwrites, live, need, later), tensors, grad_mode): an operation that Python has
+// recorded.
+inline PyObject* headroom_note(PyObject* self, PyObject* args) {
+  PyObject *name, *sizes, *reads, *outputs, *overwrites, *tensors;
+  long long wanted, live, need, later;
+  int grad;
+  auto* tuple = &PyTuple_Type;
+  if (!PyArg_ParseTuple(args, "((OO!O!L)O!O!LLL)O!p", &name, tuple, &sizes, tuple, &reads, &wanted, tuple, &outputs,
+                        tuple, &overwrites, &live, &need, &later, &PyList_Type, &tensors, &grad)) {
+    return nullptr;
+  }
+  return leave_error([&] {
+    auto* room = as<Headroom>(self);
+    room->names.push_back(Py_NewRef(name));
+    Ran ran{name, numbers_in(sizes), numbers_in(reads), numbers_in(outputs), numbers_in(overwrites), wanted, live,
+            need};
+    if (wanted > 0 && !grad && at::sequence_number::peek() != room->last) room->endless = true;
+    if (wanted > 0 && grad) {
+      int64_t passing = 0;
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+        passing += count_gradients(room, THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
+      }
+      ran.later = later + passing;
+      room->most = std::max(room->most, ran.later);
+    }
+    room->ran.push_back(std::move(ran));
+    room->last = at::sequence_number::peek();
+    return Py_NewRef(Py_None);
+  });
+}
+
+// at_most(live): what the step takes at most, if so many bytes are live.
+inline PyObject* headroom_at_most(PyObject* self, PyObject* live) {
+  long long bytes = PyLong_AsLongLong(live);
+  if (bytes == -1 && PyErr_Occurred()) return nullptr;
+  return PyLong_FromLongLong(total(as<Headroom>(self), bytes));
+}
+
+inline Py_ssize_t headroom_length(PyObject* self) {
+  return static_cast<Py_ssize_t>(as<Headroom>(self)->ran.size());
+}
+
+inline PyMethodDef headroom_methods[] = {
+    {"seen", headroom_seen, METH_NOARGS, nullptr},
+    {"note", headroom_note, METH_VARARGS, nullptr},
+    {"at_most", headroom_at_most, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+inline PyMemberDef headroom_members[] = {
+    {"limit", T_LONGLONG, offsetof(Headroom, limit), READONLY, nullptr},
+    {"leaves", T_LONGLONG, offsetof(Headroom, leaves), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+
+inline PyType_Slot headroom_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_headroom)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(delete_headroom)},
+    {Py_sq_length, reinterpret_cast<void*>(headroom_length)},
+    {Py_tp_methods, headroom_methods},
+    {Py_tp_members, headroom_members},
+    {0, nullptr}};
+
+inline PyType_Spec headroom_spec = {
+    "lowtide.compiled.Headroom", sizeof(Headroom), 0, Py_TPFLAGS_DEFAULT, headroom_slots};
+
+}  // namespace lowtide
