@@ -129,7 +129,7 @@ class Loop(Unrecorded):
         if prepared is not None:
             self.allowance.plain_peak = prepared.plain_peak
             prepared = self._fitting(prepared)
-        if prepared is None and observer is None and not self.may_go_alone:
+        if prepared is None and observer is None:
             observer = self._observer(None, check_up)
         self.allowance.renew()
         decisions = StepDecisions(prepared, observer, self, check_up=check_up)
@@ -234,7 +234,7 @@ class Loop(Unrecorded):
     def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
-        if not measure and (self._alike >= _LEARNING_STEPS or self.may_go_alone):
+        if not measure and (self._alike >= _LEARNING_STEPS or self.far_below):
             return None
         earlier = prepared.seen.ops if prepared is not None else ()
         observer = Observer(start_marks(self.where.device) if measure else None, earlier)
@@ -340,7 +340,11 @@ class Loop(Unrecorded):
             measured = observer is not None and observer.memory is not None
             strange = decisions.strange is not None
             self._effort.followed(
-                followed, covered=decisions.covered, measured=measured, strange=strange
+                followed,
+                covered=decisions.covered,
+                measured=measured,
+                strange=strange,
+                far_below=self.far_below,
             )
             self._plans.followed(followed)
             asked = decisions.event + 1

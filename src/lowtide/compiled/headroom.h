@@ -290,11 +290,13 @@ inline Owned tuple_of(const std::vector<int64_t>& numbers) {
   return tuple;
 }
 
-// [(signature, outputs, overwrites, live, need, later)] of the operations, see `Ran`.
-inline PyObject* headroom_seen(PyObject* self, PyObject*) {
+// seen(first): [(signature, outputs, overwrites, live, need, later)] of the operations from there on, see `Ran`.
+inline PyObject* headroom_seen(PyObject* self, PyObject* first) {
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
-    for (const Ran& ran : as<Headroom>(self)->ran) {
+    const auto& all = as<Headroom>(self)->ran;
+    for (auto at = static_cast<size_t>(integer(first)); at < all.size(); ++at) {
+      const Ran& ran = all[at];
       Owned sizes = tuple_of(ran.sizes), reads = tuple_of(ran.reads);
       Owned outputs = tuple_of(ran.outputs), overwrites = tuple_of(ran.overwrites);
       Owned item(checked(Py_BuildValue(
@@ -356,7 +358,7 @@ inline Py_ssize_t headroom_length(PyObject* self) {
 }
 
 inline PyMethodDef headroom_methods[] = {
-    {"seen", headroom_seen, METH_NOARGS, nullptr},
+    {"seen", headroom_seen, METH_O, nullptr},
     {"note", headroom_note, METH_VARARGS, nullptr},
     {"at_most", headroom_at_most, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -57,6 +57,7 @@ class Effort:
         self._planless: dict[int, tuple[int, int]] = {}  # for them: searches in vain, steps since
         self._to_watch = 0  # so many steps are not left alone
         self._failed = 0  # steps that were, and came near the limit
+        self._recurring = 0  # those that were and had come before, less those that had not
         self._planless_row = 0, 0  # the same for the steps that came last, whichever they were
 
     def to_measure(self, expected: Prepared | None, unmeasured: Callable[[], bool]) -> bool:
@@ -126,17 +127,23 @@ class Effort:
         self._debt += seconds
 
     def followed(
-        self, prepared: Prepared, *, covered: bool, measured: bool, strange: bool = False
+        self,
+        prepared: Prepared,
+        *,
+        covered: bool,
+        measured: bool,
+        strange: bool = False,
+        far_below: bool = False,
     ) -> None:
         """A step followed one of the plans: its own, or that of a larger one, which covers it.
         `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
-        of. One that begins under another step's plan each time, as where both are at one place of a
+        of. `far_below`: it fits whatever its plan is off by. One that begins under another step's plan each time, as where both are at one place of a
         loop, would never be measured under its own."""
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
         self._awaited.followed()
-        untried = _untried(prepared)
+        untried = _untried(prepared) and not far_below
         if covered or (prepared.measured and not strange and not untried):
             return
         if measured:
@@ -157,19 +164,24 @@ class Effort:
         return self._barren < _PATIENCE
 
     def leaves_alone(self) -> bool:
-        """Whether steps that no plan covers may go unwatched: they would hardly ever get plans that
-        another step follows."""
-        return not (self.patient() or self._to_watch)
+        """Whether steps that no plan covers may go unwatched: the first time that one comes, it gets
+        no plan, see `first`."""
+        return not self._to_watch and (not self.patient() or self._in_debt())
 
     def went_alone(self, seen: Sequence[Signature], *, in_vain: bool) -> None:
-        """A step went unwatched; `in_vain`: only until it came near its limit. If such steps come
-        again, or come near it often, the next ones are watched."""
+        """A step went unwatched; `in_vain`: only until it came near its limit. If most such steps
+        come again, or some come near it, the next ones are watched."""
+        again = self._counted(hash(tuple(seen))) >= max(1, self._barren // _PATIENCE)
+        self._recurring = max(0, self._recurring + (1 if again else -1))
         self._failed = min(self._failed + 1, _VAIN) if in_vain else self._failed // 2
-        again = self._counted(hash(tuple(seen))) >= self._barren // _PATIENCE
         if in_vain:
             self._to_watch = 1 << self._failed
-        elif again:
-            self._to_watch = _BETWEEN
+        elif self._recurring >= _BETWEEN:
+            self._to_watch, self._recurring = _BETWEEN, 0
+
+    def _in_debt(self) -> bool:
+        """Whether plans have taken more time than may be spent in advance."""
+        return self._debt > _PATIENCE * self._cost
 
     def _counted(self, key: int) -> int:
         """How often a step that no plan covers has come before."""
@@ -221,7 +233,7 @@ class Effort:
         self._debt = max(0.0, self._debt - _SHARE * seconds)
         if came < self._barren // _PATIENCE:
             return False
-        if self._debt > _PATIENCE * self._cost and came * _GAIN * seconds < self._cost:
+        if self._in_debt() and came * _GAIN * seconds < self._cost:
             return False
         self._barren += 1
         self._awaited.wait()

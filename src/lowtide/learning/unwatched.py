@@ -23,19 +23,23 @@ class Unwatched(Settling):
     """The part of `lowtide.loop.Loop` that leaves steps alone."""
 
     @property
+    def far_below(self) -> bool:
+        """Whether steps are far below the limit, and one that leaves its plan need not be watched
+        from its beginning on."""
+        if engine.core() is None or self._ranks is not None or self.behind.nbytes:
+            return False
+        return 0 < _ROOM * self.allowance.largest <= self.allowance.target(0, 0)
+
+    @property
     def may_go_alone(self) -> bool:
         """Whether a step that no plan covers need not be watched."""
-        core = engine.core()
-        if core is None or self._ranks is not None or self.behind.nbytes:
-            return False
-        largest = self.allowance.largest
-        roomy = 0 < _ROOM * largest <= self.allowance.target(0, 0)
-        return roomy and self._effort.leaves_alone()
+        return self._effort.leaves_alone() and self.far_below
 
-    def headroom(self, recorder: Any, left: Prepared | None) -> Any:
+    def headroom(self, recorder: Any, left: Prepared | None, *, teaches: bool) -> Any:
         """What adds up the most that a step may take, or None if it has to be watched. `left`: the
-        plan that it has followed so far."""
-        if not self.may_go_alone or not isinstance(recorder, engine.core().State):
+        plan that it has followed so far. `teaches`: it may get a plan."""
+        alone = self.may_go_alone if teaches else self.far_below
+        if not alone or not isinstance(recorder, engine.core().State):
             return None
         if left is not None and not left.keeps_all:
             return None
@@ -55,8 +59,8 @@ class Unwatched(Settling):
     def _learn_alone(self, decisions: StepDecisions) -> None:
         """A step is over: whether those like it come again is all that is learned if it was left
         alone."""
-        headroom = decisions.headroom
-        if headroom is not None:
-            decisions.end_alone(headroom)
-        if headroom is not None or decisions.estimated:
+        if decisions.headroom is None and not decisions.estimated:
+            return
+        decisions.end_alone()
+        if not decisions.partial:
             self._effort.went_alone(decisions.seen, in_vain=decisions.estimated)

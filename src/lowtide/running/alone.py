@@ -41,11 +41,11 @@ class StepAlone(StepInRoom):
 
     def _goes_alone(self, left: Prepared | None, index: int) -> bool:
         """From now on nobody watches the step, if that is possible: it begins, or has `left` its
-        plan at an operation."""
+        plan at an operation, or is recorded from here on only."""
         recorder = self.recorder
         if recorder is None or self.begun or self.observer is not None:
             return False
-        headroom = self.owner.headroom(recorder, left)
+        headroom = self.owner.headroom(recorder, left, teaches=not self.partial)
         if headroom is None:
             return False
         compiled: Any = recorder
@@ -111,9 +111,9 @@ class StepAlone(StepInRoom):
         headroom, left = self.headroom, self._left
         if headroom is None:
             return
-        ran = self.end_alone(headroom)
+        self.end_alone()
         self.estimated = True
-        recorder = self.recorder
+        recorder, ran = self.recorder, headroom.seen(0)
         before = self.seen[: self._watched_until]
         if left is None:
             observer = Observer(None)
@@ -128,15 +128,18 @@ class StepAlone(StepInRoom):
         if recorder is not None:
             self._watch_room().take_over()
 
-    def end_alone(self, headroom: Any) -> list[Alone]:
-        """The operations that ran alone are `seen`; returned with what is known of each."""
+    def end_alone(self) -> None:
+        """The operations that ran alone are `seen` from now on."""
+        self._catch_up_alone()
         self.headroom = None
         recorder: Any = self.recorder
         if recorder is not None:
             recorder.headroom = None
-        ran: list[Alone] = headroom.seen()
-        self.seen.extend([signature for signature, *_ in ran])
-        return ran
+
+    def _catch_up_alone(self) -> None:
+        if self.headroom is not None:
+            ran: list[Alone] = self.headroom.seen(len(self.seen) - self._watched_until)
+            self.seen.extend([signature for signature, *_ in ran])
 
     def _unrecorded(self, facts: Facts, args: Any, kwargs: Any, over: bool) -> None:
         self.watch_from_here()  # what it makes, and its backward takes, nothing tells

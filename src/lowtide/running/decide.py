@@ -47,6 +47,7 @@ class StepDecisions(ForwardDecisions):
     def forward_over(self) -> None:
         """The recording is closed."""
         self.anchors.forward_over()
+        self._catch_up_alone()
         self._room = None  # nothing is dropped any more, and it refers to this step
         if self._follower is not None:
             self._follower.catch_up()

@@ -165,7 +165,7 @@ class ForwardDecisions(StepAlone):
         left = self.prepared
         if left is not None and self.parted is None:
             self.parted = left, index
-        if found is None and op is not None and self._goes_alone(left, index):
+        if found is None and (op or self.partial) and self._goes_alone(left, index):
             self._on_our_own()
             self.anchors.release()
             self.prepared, self.covered, self.switched = None, False, True
