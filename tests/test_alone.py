@@ -1,0 +1,499 @@
+"""Steps without a plan that are far below their limit go unwatched, and are watched from the first
+call on that may be too much for it (rule 13). The recorder in Python watches every such step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import engine
+from lowtide.learning.effort import Effort
+from lowtide.learning.unwatched import Unwatched
+from lowtide.loop import Loop
+from lowtide.running.decide import StepDecisions
+
+Step = Callable[[], Tensor]
+KIB, MIB = 1 << 10, 1 << 20
+
+
+pytestmark = pytest.mark.skipif(
+    "engine.name() != 'compiled'", reason="the recorder in Python watches every step"
+)
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> list[StepDecisions]:
+    """The steps that were finished, in order."""
+    steps: list[StepDecisions] = []
+    finish = Loop._finish
+
+    def noted(loop: Loop, decisions: StepDecisions) -> None:
+        if decisions.ended:
+            decisions.went_alone = decisions.headroom is not None  # type: ignore[attr-defined]
+            steps.append(decisions)
+        finish(loop, decisions)
+
+    monkeypatch.setattr(Loop, "_finish", noted)
+    return steps
+
+
+@contextmanager
+def all_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No step is measured, and each one may go alone, however near the limit it is."""
+    alone = property(lambda loop: not loop.behind.nbytes)
+    with monkeypatch.context() as patched:
+        patched.setattr(Effort, "to_measure", lambda *_: False)
+        patched.setattr(Unwatched, "far_below", alone)
+        patched.setattr(Unwatched, "may_go_alone", alone)
+        yield
+
+
+class Packed(nn.Module):
+    """No batch has the operations of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True, bidirectional=True, dropout=0.1, num_layers=2)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pack = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(pack)[0], True)
+        return self.head(out).square().mean()
+
+
+def packed(
+    limit: int | None, steps: int, watch: Callable[[int, Step], None] | None = None
+) -> list[Tensor]:
+    """All losses and gradients of a training on sequences of ever other lengths."""
+    torch.manual_seed(0)
+    net, draw, found = Packed(), random.Random(0), []
+    budget = None if limit is None else lowtide.budget(limit)
+    for number in range(steps):
+        lengths = torch.tensor([draw.randint(3, 30) for _ in range(6)])
+        x = torch.randn(6, int(lengths.max()), 8)
+        net.zero_grad()
+
+        def step(x: Tensor = x, lengths: Tensor = lengths) -> Tensor:
+            with budget or nullcontext():
+                loss = net(x, lengths)
+            loss.backward()
+            found.append(loss.detach())
+            return loss
+
+        if watch is None:
+            step()
+        else:
+            watch(number, step)
+        found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        found.append(torch.get_rng_state())
+    return found
+
+
+# ---------------------------------------------------------------------- who goes alone
+
+
+def test_steps_that_never_recur_are_left_alone(finished: list[StepDecisions]) -> None:
+    assert all(map(torch.equal, packed(None, 60), packed(256 * MIB, 60)))
+    last = finished[-20:]
+    alone = [step for step in last if step.went_alone]  # type: ignore[attr-defined]
+    assert len(alone) >= 15
+    for step in alone:
+        assert step.observer is None
+        assert step.tally.replayed_operations == 0
+        assert step.operations > 100  # they were recorded all the same
+
+
+def test_near_the_limit_every_step_is_watched(finished: list[StepDecisions]) -> None:
+    most = max(lowtide.measure(lambda: packed(None, 1), device="cpu").peak_bytes for _ in range(2))
+    packed(most * 3 // 2, 40)
+    assert not any(step.went_alone for step in finished)  # type: ignore[attr-defined]
+
+
+def test_steps_that_come_again_get_plans(finished: list[StepDecisions]) -> None:
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(12)))
+    budget, draw, planned = lowtide.budget(256 * MIB), random.Random(1), []
+    for _ in range(250):
+        x = torch.randn(4, 16)
+        with budget:
+            for block in list(net)[: draw.choice([3, 5, 6, 8, 9, 11])]:
+                x = block(x)
+            loss = x.sum()
+        loss.backward()
+        planned.append(budget.report().planned)
+    assert all(planned[-20:])
+
+
+def test_effort_watches_steps_that_mostly_come_again() -> None:
+    effort = Effort()
+    assert not effort.leaves_alone()  # its first steps are watched
+    for _ in range(8):
+        effort.first([("aten::mm", (4,), (-1, -1), 4)], 1.0)
+    for number in range(100):
+        effort.first([("aten::mm", (number,), (-1, -1), 4)], 1.0)
+    assert effort.leaves_alone()
+    for number in range(50):
+        effort.went_alone([("aten::sin", (number,), (-1,), 4)], in_vain=False)
+        assert effort.leaves_alone()
+    for _ in range(30):
+        effort.went_alone([("aten::cos", (4,), (-1,), 4)], in_vain=False)
+    assert not effort.leaves_alone()
+
+
+def test_effort_watches_for_longer_each_time_a_step_came_near_its_limit() -> None:
+    waits = []
+    effort = Effort()
+    for _ in range(4):
+        effort.went_alone([], in_vain=True)
+        steps = 0
+        while effort._to_watch:
+            effort.begins(steps)
+            steps += 1
+        waits.append(steps)
+    assert waits == [2, 4, 8, 16]
+
+
+# ---------------------------------------------------------------------- what a step takes at most
+
+
+def recurrent() -> Step:
+    cell, xs = nn.LSTMCell(32, 96), torch.randn(24, 8, 32)
+
+    def step() -> Tensor:
+        state = None
+        for x in xs:
+            state = cell(x, state)
+        return state[0].sum()
+
+    return step
+
+
+def tied_and_transposed_first() -> Step:
+    """Views of a weight that were all made before the first is read: a gradient waits for each."""
+    w, x = torch.randn(64, 64, requires_grad=True), torch.randn(4, 64)
+
+    def step() -> Tensor:
+        views = [w.t() for _ in range(12)]
+        out = x
+        for view in views:
+            out = (out @ view).tanh()
+        return out.sum()
+
+    return step
+
+
+def parts_of_an_expanded() -> Step:
+    """The gradient of each part is as large as what it is a part of."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def step() -> Tensor:
+        wide = (x * 2).expand(10, 64, 64)
+        return sum((wide[k].sin().sum() for k in range(10)), torch.zeros(()))
+
+    return step
+
+
+def pieces() -> Step:
+    x = torch.randn(4096, requires_grad=True)
+    return lambda: sum((p.exp().sum() for p in (x * 3).split(64)), torch.zeros(()))
+
+
+def branches() -> Step:
+    """Every branch's gradient waits until the oldest was added."""
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def step() -> Tensor:
+        h = x.exp()
+        outs = [h * k for k in range(10)]
+        return torch.cat([torch.cat(outs[k:]).sum(0, keepdim=True) for k in range(10)]).sum()
+
+    return step
+
+
+def outer() -> Step:
+    a, b = torch.randn(300, requires_grad=True), torch.randn(200, requires_grad=True)
+    return lambda: (a[:, None] * b[None]).sigmoid().mul(a[:, None]).sum()
+
+
+def attention() -> Step:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    x = torch.randn(4, 24, 32)
+    return lambda: layer(x).square().mean()
+
+
+def convolutions() -> Step:
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=2), nn.GroupNorm(4, 32), nn.SiLU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"), nn.ConvTranspose2d(32, 4, 4, 2),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 40, 40)
+    return lambda: net(x).square().mean()
+
+
+def classified() -> Step:
+    table, head = nn.Embedding(500, 32), nn.Linear(32, 500)
+    words = torch.randint(500, (8, 16))
+    return lambda: F.cross_entropy(head(table(words)).flatten(0, 1), words.flatten())
+
+
+def gathered() -> Step:
+    x = torch.randn(200, 32, requires_grad=True)
+    edges = torch.randint(200, (2, 900))
+
+    def step() -> Tensor:
+        out = torch.zeros(200, 32).index_add(0, edges[1], x[edges[0]].tanh())
+        return torch.cdist(out, x).softmax(-1).max(-1).values.sum()
+
+    return step
+
+
+def decompositions() -> Step:
+    x = torch.randn(24, 24, requires_grad=True)
+
+    def step() -> Tensor:
+        u, s, v = torch.linalg.svd(x + x.t() + torch.eye(24))
+        return s.sum() + torch.linalg.solve(x @ x.t() + torch.eye(24), x).cumprod(0).sum()
+
+    return step
+
+
+def mixed() -> Step:
+    net, x = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), torch.randn(32, 64)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return net(x).float().square().mean()
+
+    return step
+
+
+def penalized() -> Step:
+    net, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(16, 32)
+
+    def step() -> Tensor:
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(given).sum(), given, create_graph=True)
+        return slope.norm(dim=1).sub(1).square().mean()
+
+    return step
+
+
+def in_place() -> Step:
+    x = torch.randn(64, 128, requires_grad=True)
+
+    def step() -> Tensor:
+        y = x * 2
+        y[:, ::2] = y[:, 1::2].sin()
+        y.relu_().add_(1)
+        return (y[:32] * y[32:]).sum()
+
+    return step
+
+
+def with_metrics() -> Step:
+    head = nn.Linear(32, 10)
+    x, target = torch.randn(64, 32), torch.randint(10, (64,))
+
+    def step() -> Tensor:
+        scores = head(x)
+        with torch.no_grad():
+            assert 0 <= (scores.argmax(1) == target).float().mean() <= 1
+        return F.cross_entropy(scores, target)
+
+    return step
+
+
+PROGRAMS: list[Callable[[], Step]] = [
+    recurrent, tied_and_transposed_first, parts_of_an_expanded, pieces, branches, outer, attention,
+    convolutions, classified, gathered, decompositions, mixed, penalized, in_place, with_metrics,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
+def test_a_step_takes_at_most_what_was_added_up(
+    build: Callable[[], Step], monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+) -> None:
+    torch.manual_seed(0)
+    step, budget = build(), lowtide.budget(1 << 30)
+    plain = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    build_again = build()  # so that all gradients are allocated anew
+
+    def run() -> None:
+        with budget:
+            loss = build_again()
+        loss.backward()
+
+    with all_alone(monkeypatch):
+        measured = lowtide.measure(run, device="cpu").peak_bytes
+        budget.report()
+    (done,) = finished
+    assert done.went_alone  # type: ignore[attr-defined]
+    assert done.planned_peak is not None
+    assert max(measured, plain) <= done.planned_peak
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward may take anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 2
+
+
+class Seen(torch.autograd.Function):
+    """Its forward makes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def in_the_middle(x: Tensor) -> Tensor:
+    return (Seen.apply(x.sin()) * x).sum()
+
+
+def at_the_end(x: Tensor) -> Tensor:
+    return Doubled.apply(x.sin().sum())
+
+
+def after_a_view(x: Tensor) -> Tensor:
+    return Doubled.apply(x.sin().view(-1)).sum()
+
+
+@pytest.mark.parametrize("function", [in_the_middle, at_the_end, after_a_view])
+def test_a_step_with_a_custom_function_is_watched_from_there_on(
+    function: Callable[[Tensor], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    finished: list[StepDecisions],
+) -> None:
+    x, budget = torch.randn(100, requires_grad=True), lowtide.budget(1 << 30)
+    with all_alone(monkeypatch):
+        with budget:
+            loss = function(x)
+        loss.backward()
+        budget.report()
+    (done,) = finished
+    assert done.estimated
+    assert done.observer is not None
+    assert done.operations == len(done.observer.ops)
+
+
+# ---------------------------------------------------------------------- watched after all
+
+
+def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Losses and gradients of one step that is `deep` layers long, and its peak."""
+    torch.manual_seed(0)
+    width = 64
+    blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(40))
+    x = torch.randn(256, width)
+    budget = None if limit is None else lowtide.budget(limit)
+
+    def step(depth: int) -> Tensor:
+        for parameter in blocks.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with budget or nullcontext():
+            out = x
+            for block in list(blocks)[:depth]:
+                out = F.dropout(torch.tanh(block(out)), 0.1)
+            loss = out.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    step(4)  # what is measured at first
+    with all_alone(monkeypatch):
+        losses: list[Tensor] = []
+        peak = lowtide.measure(lambda: losses.append(step(deep)), device="cpu").peak_bytes
+    return [*losses, *(p.grad for p in blocks.parameters()), torch.get_rng_state(), peak]
+
+
+@pytest.mark.parametrize("share", [2.0, 1.0, 0.6, 0.45])
+def test_a_step_that_comes_near_its_limit_keeps_it(
+    share: float, monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+) -> None:
+    *plain, most = growing(None, 40, monkeypatch)
+    limit = int(share * most)
+    *mine, peak = growing(limit, 40, monkeypatch)
+    assert all(map(torch.equal, plain, mine))
+    assert peak <= limit
+    done = finished[-1]
+    assert done.estimated
+    assert (done.tally.replayed_operations > 0) == (share <= 1.0)
+
+
+def test_one_call_that_would_take_more_than_the_limit_is_refused_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a = torch.randn(4000, requires_grad=True)
+    budget = lowtide.budget(8 * MIB)
+
+    def step() -> None:
+        with budget:
+            (a.sin()[:, None] * a[None]).sum().backward()
+
+    with all_alone(monkeypatch), pytest.raises(lowtide.BudgetError, match="needs"):
+        peak = lowtide.measure(step, device="cpu").peak_bytes
+        assert peak < 8 * MIB
+
+
+def test_an_opaque_call_is_watched(
+    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+) -> None:
+    @torch.library.custom_op("lowtide_alone::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    doubled.register_fake(lambda x: torch.empty_like(x))
+    doubled.register_autograd(lambda ctx, grad: grad * 2)
+    x, budget = torch.randn(100, requires_grad=True), lowtide.budget(1 << 30)
+    with all_alone(monkeypatch):
+        with budget:
+            loss = doubled(x.sin()).cos().sum()
+        loss.backward()
+        budget.report()
+    assert finished[0].estimated
+    assert torch.equal(x.grad, 2 * x.cos() * -(2 * x.sin()).sin())
+
+
+def test_a_retained_graph_and_a_second_backward(
+    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+) -> None:
+    x, budget = torch.randn(64, 64, requires_grad=True), lowtide.budget(1 << 30)
+    with all_alone(monkeypatch):
+        with budget:
+            loss = x.sin().exp().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        budget.report()
+    assert finished[0].went_alone  # type: ignore[attr-defined]
+    expected = x.detach().requires_grad_()
+    (2 * expected.sin().exp().sum()).backward()
+    assert torch.allclose(x.grad, expected.grad)
+
+
+def test_backwards_inside_the_context(
+    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+) -> None:
+    net, budget = nn.Linear(16, 16), lowtide.budget(1 << 30)
+    with all_alone(monkeypatch), budget:
+        for _ in range(3):
+            net(torch.randn(4, 16)).tanh().sum().backward()
+    budget.report()
+    assert [step.went_alone for step in finished] == [True] * 3  # type: ignore[attr-defined]
