@@ -749,6 +749,18 @@ def test_what_cannot_be_run_on_shapes_is_left_to_estimates() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["mish", "silu"])
+def test_a_backward_of_one_kernel_takes_what_it_makes(name: str) -> None:
+    """torch has no shape function for that of mish, and runs ten operators in its place."""
+    x = torch.randn(64, 64, requires_grad=True)
+    cost = cost_of(getattr(torch.ops.aten, name).default, x)
+    assert cost is not None
+    assert cost.peak == cost.left == x.nbytes
+    in_place = cost_of(getattr(torch.ops.aten, f"{name}_").default, x)
+    assert in_place is not None
+    assert in_place.peak == x.nbytes
+
+
 def test_finding_out_leaves_generators_and_warnings_alone() -> None:
     x = torch.randn(64, 64, requires_grad=True)
     before = torch.get_rng_state()

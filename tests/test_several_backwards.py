@@ -241,6 +241,33 @@ def test_a_fraction_that_none_of_them_fits_into(share: float) -> None:
         train(FewRows, lambda: budget)
 
 
+def test_a_step_that_is_refused_may_clear_its_gradients_after_its_forward() -> None:
+    """Of two steps in a context the second does not fit beside what the first one leaves. That its
+    gradients are to be allocated again shows only when its backward begins."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(16, 784), nn.Sequential(nn.Linear(784, 256), nn.Linear(256, 1))
+    noise, real = torch.randn(16, 16), torch.randn(16, 784)
+    budget = lowtide.budget(0.7)
+
+    def step() -> None:
+        with budget:
+            for model, x in ((first, noise), (second, real)):
+                loss = model(x).square().mean()
+                model.zero_grad()
+                loss.backward()
+
+    whole = lowtide.measure(step, device="cpu").peak_bytes
+    refused = 0
+    for _ in range(4):
+        try:
+            peak = lowtide.measure(step, device="cpu").peak_bytes
+        except BudgetError:
+            refused += 1
+        else:
+            assert peak <= 0.7 * whole
+    assert refused == 4
+
+
 @pytest.mark.parametrize("make", LOOPS)
 def test_they_leave_no_records(make: Callable[[], object]) -> None:
     """Rule 8: also while the parameters live, which every step enters into its table."""

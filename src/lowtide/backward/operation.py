@@ -21,7 +21,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat.switches import without_anomalies
-from lowtide.kernels.shaping import on_shapes, shaping
+from lowtide.kernels.shaping import on_shapes, shaping, with_shapes
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.memory.filled import Filled
 from lowtide.tape.operators import Facts, facts_of
@@ -146,7 +146,7 @@ def _run(call: Call) -> Cost:
     there = {} if facts_of(call.func).writes else storage_keys(tensors_in(tuple(args), kwargs))
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(_noting(saved), _same), shaping(call.func):
-        result = tensors_in((call.func(*args, **kwargs),), {})
+        result = tensors_in((with_shapes(call.func)(*args, **kwargs),), {})
     packed = storage_keys(saved)
     own = [key for key in storage_keys(result) if key not in there]
     results = tuple(key in packed for key in own)

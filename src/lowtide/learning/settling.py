@@ -214,6 +214,7 @@ class Settling(Planning):
             observer = decisions.watched(decisions.operations)  # the plan is another step's
         if observer is None:
             return None
+        observer.leaves.look_again()  # gradients may have been cleared after the forward
         gradients = observer.leaves.gradients
         return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
 
