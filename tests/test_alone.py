@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import engine
+from lowtide.learning.checkups import CheckUps
 from lowtide.learning.effort import Effort
 from lowtide.learning.unwatched import Unwatched
 from lowtide.loop import Loop
@@ -51,6 +52,7 @@ def all_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     alone = property(lambda loop: not loop.behind.nbytes)
     with monkeypatch.context() as patched:
         patched.setattr(Effort, "to_measure", lambda *_: False)
+        patched.setattr(CheckUps, "due", lambda *_: False)
         patched.setattr(Unwatched, "far_below", alone)
         patched.setattr(Unwatched, "may_go_alone", alone)
         yield
@@ -129,7 +131,8 @@ def test_steps_that_come_again_get_plans(finished: list[StepDecisions]) -> None:
             loss = x.sum()
         loss.backward()
         planned.append(budget.report().planned)
-    assert all(planned[-20:])
+    # Those that are not were taken for the step before, and idle at first.
+    assert sum(planned[-100:]) > 70
 
 
 def test_effort_watches_steps_that_mostly_come_again() -> None:
@@ -292,8 +295,8 @@ def in_place() -> Step:
 
     def step() -> Tensor:
         y = x * 2
-        y[:, ::2] = y[:, 1::2].sin()
-        y.relu_().add_(1)
+        y[:, ::2] = x[:, ::2].sin()
+        y.add_(1).relu_()
         return (y[:32] * y[32:]).sum()
 
     return step
@@ -407,8 +410,6 @@ def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> li
     budget = None if limit is None else lowtide.budget(limit)
 
     def step(depth: int) -> Tensor:
-        for parameter in blocks.parameters():
-            parameter.grad = torch.zeros_like(parameter)
         with budget or nullcontext():
             out = x
             for block in list(blocks)[:depth]:
@@ -418,13 +419,16 @@ def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> li
         return loss.detach()
 
     step(4)  # what is measured at first
+    blocks.zero_grad()
     with all_alone(monkeypatch):
         losses: list[Tensor] = []
         peak = lowtide.measure(lambda: losses.append(step(deep)), device="cpu").peak_bytes
+    if budget is not None:
+        budget.report()
     return [*losses, *(p.grad for p in blocks.parameters()), torch.get_rng_state(), peak]
 
 
-@pytest.mark.parametrize("share", [2.0, 1.0, 0.6, 0.45])
+@pytest.mark.parametrize("share", [1.5, 1.0, 0.6, 0.45])
 def test_a_step_that_comes_near_its_limit_keeps_it(
     share: float, monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
 ) -> None:
@@ -435,7 +439,7 @@ def test_a_step_that_comes_near_its_limit_keeps_it(
     assert peak <= limit
     done = finished[-1]
     assert done.estimated
-    assert (done.tally.replayed_operations > 0) == (share <= 1.0)
+    assert (done.tally.replayed_operations > 0) == (share <= 1)
 
 
 def test_one_call_that_would_take_more_than_the_limit_is_refused_before_it_runs(
