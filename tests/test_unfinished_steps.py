@@ -125,6 +125,30 @@ def test_a_budget_that_began_meanwhile_is_measured_all_the_same() -> None:
     assert second.report().planned
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_second_backward_after_the_recording_has_ended(beside: bool) -> None:
+    """Of a step whose recording ended between two backwards only a part is known, which is no
+    measurement. `beside`: the recording was that of another budget's step."""
+    first, second = lowtide.budget(LIMIT), lowtide.budget(LIMIT)
+    other, model, twin = blocks(1), blocks(), blocks()
+    for _ in range(3):
+        open_one = forward(other, first) if beside else None
+        loss = forward(model, second)
+        loss.backward(retain_graph=True)
+        if open_one is not None:
+            open_one.backward()
+        assert lowtide.measure(lambda: None, device="cpu").peak_bytes == 0
+        loss.backward()
+        plain = twin(X).square().mean()
+        plain.backward(retain_graph=True)
+        plain.backward()
+    grads = [[p.grad for p in net.parameters()] for net in (model, twin)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*grads, strict=True))
+    report = second.report()
+    assert report.measured_steps == 0
+    assert report.measured_peak is None
+
+
 def test_a_step_between_its_forward_and_its_backward_is_not_over() -> None:
     budget, model = lowtide.budget(LIMIT), blocks()
     for _ in range(2):  # these are measured; later ones follow the plan

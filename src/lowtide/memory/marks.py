@@ -3,7 +3,8 @@
 Problem: a budget wants the bytes allocated at each operation and the peak between two, on the CPU
 from memory events and on an accelerator from its allocator's counters, even while `lowtide.measure`
 runs around the step. Invariant: levels are relative to the moment of `start_marks`; the result of a
-disturbed measurement is None. Imports memory events. Rejected: two code paths in the budget.
+disturbed measurement is None, and so is that of one which ended before its step did. Imports memory
+events. Rejected: two code paths in the budget.
 """
 
 from __future__ import annotations
@@ -49,9 +50,14 @@ class OwnEvents:
 
     def __init__(self, events: MemoryEvents) -> None:
         self._events = events
+        self._cut = False
 
     def mark(self) -> int:
-        return self._events.mark()
+        mark = self._events.mark()
+        if not mark:
+            # It gave way after a backward, and now another one goes through the same graph.
+            self._cut = True
+        return mark
 
     def note(self, storage: torch.UntypedStorage) -> int:
         return self._events.note(storage)
@@ -63,7 +69,8 @@ class OwnEvents:
         self._events.over()
 
     def stop(self, then: Arrived) -> None:
-        then(self._events.stop())
+        timeline = self._events.stop()
+        then(None if self._cut else timeline)
 
 
 class SharedEvents:
@@ -83,6 +90,7 @@ class SharedEvents:
 
     def mark(self) -> int:
         if self._over or self._astray:
+            self._timeline = None  # the step goes on: what was recorded is only a part of it
             return 0
         if not self._events.sees_this_thread():  # such a mark would void the recording around
             self._astray = True
