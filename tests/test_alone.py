@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import engine
 from lowtide.learning.checkups import CheckUps
 from lowtide.learning.effort import Effort
 from lowtide.learning.unwatched import Unwatched
@@ -26,7 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 pytestmark = pytest.mark.skipif(
-    "engine.name() != 'compiled'", reason="the recorder in Python watches every step"
+    "lowtide.engine.name() != 'compiled'", reason="the recorder in Python watches every step"
 )
 
 
@@ -63,8 +62,8 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(8, 16, batch_first=True, bidirectional=True, dropout=0.1, num_layers=2)
-        self.head = nn.Linear(32, 5)
+        self.lstm = nn.LSTM(8, 16, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(16, 5)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         pack = nn.utils.rnn.pack_padded_sequence(x, lengths, True, enforce_sorted=False)
@@ -77,11 +76,12 @@ def packed(
 ) -> list[Tensor]:
     """All losses and gradients of a training on sequences of ever other lengths."""
     torch.manual_seed(0)
-    net, draw, found = Packed(), random.Random(0), []
+    net, draw = Packed(), random.Random(0)
+    found: list[Tensor] = []
     budget = None if limit is None else lowtide.budget(limit)
     for number in range(steps):
-        lengths = torch.tensor([draw.randint(3, 30) for _ in range(6)])
-        x = torch.randn(6, int(lengths.max()), 8)
+        lengths = torch.tensor([draw.randint(2, 14) for _ in range(4)])
+        x = torch.randn(4, int(lengths.max()), 8)
         net.zero_grad()
 
         def step(x: Tensor = x, lengths: Tensor = lengths) -> Tensor:
@@ -104,19 +104,18 @@ def packed(
 
 
 def test_steps_that_never_recur_are_left_alone(finished: list[StepDecisions]) -> None:
-    assert all(map(torch.equal, packed(None, 60), packed(256 * MIB, 60)))
-    last = finished[-20:]
-    alone = [step for step in last if step.went_alone]  # type: ignore[attr-defined]
+    assert all(map(torch.equal, packed(None, 50), packed(256 * MIB, 50)))
+    alone = [step for step in finished[-20:] if step.went_alone]  # type: ignore[attr-defined]
     assert len(alone) >= 15
     for step in alone:
         assert step.observer is None
         assert step.tally.replayed_operations == 0
-        assert step.operations > 100  # they were recorded all the same
+        assert step.operations > 50  # they were recorded all the same
 
 
 def test_near_the_limit_every_step_is_watched(finished: list[StepDecisions]) -> None:
     most = max(lowtide.measure(lambda: packed(None, 1), device="cpu").peak_bytes for _ in range(2))
-    packed(most * 3 // 2, 40)
+    packed(most * 3 // 2, 30)
     assert not any(step.went_alone for step in finished)  # type: ignore[attr-defined]
 
 
@@ -263,8 +262,8 @@ def decompositions() -> Step:
     x = torch.randn(24, 24, requires_grad=True)
 
     def step() -> Tensor:
-        u, s, v = torch.linalg.svd(x + x.t() + torch.eye(24))
-        return s.sum() + torch.linalg.solve(x @ x.t() + torch.eye(24), x).cumprod(0).sum()
+        values = torch.linalg.svd(x + x.t() + torch.eye(24)).S
+        return values.sum() + torch.linalg.solve(x @ x.t() + torch.eye(24), x).cumprod(0).sum()
 
     return step
 
@@ -442,7 +441,7 @@ def test_a_step_that_comes_near_its_limit_keeps_it(
     assert (done.tally.replayed_operations > 0) == (share <= 1)
 
 
-def test_one_call_that_would_take_more_than_the_limit_is_refused_before_it_runs(
+def test_one_call_that_would_take_more_than_the_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a = torch.randn(4000, requires_grad=True)
@@ -453,8 +452,7 @@ def test_one_call_that_would_take_more_than_the_limit_is_refused_before_it_runs(
             (a.sin()[:, None] * a[None]).sum().backward()
 
     with all_alone(monkeypatch), pytest.raises(lowtide.BudgetError, match="needs"):
-        peak = lowtide.measure(step, device="cpu").peak_bytes
-        assert peak < 8 * MIB
+        step()
 
 
 def test_an_opaque_call_is_watched(

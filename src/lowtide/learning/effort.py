@@ -137,8 +137,9 @@ class Effort:
     ) -> None:
         """A step followed one of the plans: its own, or that of a larger one, which covers it.
         `measured`: whether it was measured itself. `strange`: it did what the plan knows nothing
-        of. `far_below`: it fits whatever its plan is off by. One that begins under another step's plan each time, as where both are at one place of a
-        loop, would never be measured under its own."""
+        of. `far_below`: it fits, however far its plan is off. One that begins under another step's
+        plan each time, as where both are at one place of a loop, would never be measured under its
+        own."""
         self._barren //= 2
         if self._debt:
             self._debt = max(0.0, self._debt - _GAIN * prepared.seconds)
@@ -164,8 +165,8 @@ class Effort:
         return self._barren < _PATIENCE
 
     def leaves_alone(self) -> bool:
-        """Whether steps that no plan covers may go unwatched: the first time that one comes, it gets
-        no plan, see `first`."""
+        """Whether steps that no plan covers may go unwatched: the first time that one comes, it
+        gets no plan, see `first`."""
         return not self._to_watch and (not self.patient() or self._in_debt())
 
     def went_alone(self, seen: Sequence[Signature], *, in_vain: bool) -> None:

@@ -3,7 +3,7 @@
 Problem: where hardly any step comes again, watching each of them takes many times the step's own
 time, and teaches nothing. Invariant: a step is left alone only if measured ones took at most half
 of the limit, and it is watched as soon as it may take more than all of it; whether it is decides
-about time, never about what is kept or refused. Imports settling, ranks, decide, engine. Rejected:
+about time, never about what is kept or refused. Imports settling, decide, engine. Rejected:
 leaving the first steps alone, from which all that is known of a loop is learned.
 """
 

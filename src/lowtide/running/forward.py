@@ -20,8 +20,8 @@ from lowtide import _compat
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD
-from lowtide.running.follower import Follower
 from lowtide.running.alone import StepAlone
+from lowtide.running.follower import Follower
 from lowtide.running.prepared import ANCHOR, Prepared, covers, signature_of
 from lowtide.tape.regions import Region
 from lowtide.tape.tape import Tape
