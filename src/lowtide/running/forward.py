@@ -3,7 +3,7 @@
 Problem: a planned step follows its plan without thinking, and may turn out to be another one
 halfway: another shape, another branch, other parameters that are frozen. Invariant: nothing that is
 held is final before backward begins, so a step may change from planned to unplanned at any
-operation and drop what the plan would have held. Imports making_room, prepared and follower.
+operation and drop what the plan would have held. Imports alone, prepared and follower.
 Rejected: comparing the whole recorded graph with the plan's when the forward is over, which is too
 late to keep the limit.
 """
