@@ -71,32 +71,21 @@ class Packed(nn.Module):
         return self.head(out).square().mean()
 
 
-def packed(
-    limit: int | None, steps: int, watch: Callable[[int, Step], None] | None = None
-) -> list[Tensor]:
-    """All losses and gradients of a training on sequences of ever other lengths."""
+def packed(limit: int | None, steps: int) -> list[Tensor]:
+    """All losses, gradients and random states of a training on sequences of ever other lengths."""
     torch.manual_seed(0)
     net, draw = Packed(), random.Random(0)
     found: list[Tensor] = []
     budget = None if limit is None else lowtide.budget(limit)
-    for number in range(steps):
+    for _ in range(steps):
         lengths = torch.tensor([draw.randint(2, 14) for _ in range(4)])
         x = torch.randn(4, int(lengths.max()), 8)
         net.zero_grad()
-
-        def step(x: Tensor = x, lengths: Tensor = lengths) -> Tensor:
-            with budget or nullcontext():
-                loss = net(x, lengths)
-            loss.backward()
-            found.append(loss.detach())
-            return loss
-
-        if watch is None:
-            step()
-        else:
-            watch(number, step)
+        with budget or nullcontext():
+            loss = net(x, lengths)
+        loss.backward()
+        found += [loss.detach(), torch.get_rng_state()]
         found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        found.append(torch.get_rng_state())
     return found
 
 
