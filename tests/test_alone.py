@@ -364,11 +364,27 @@ def at_the_end(x: Tensor) -> Tensor:
     return Doubled.apply(x.sin().sum())
 
 
+class Masked(torch.autograd.Function):
+    """Its forward begins with what has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ones(()).mul(3) * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * 3
+
+
+def after_a_constant(x: Tensor) -> Tensor:
+    return Masked.apply(x.sin().sum())
+
+
 def after_a_view(x: Tensor) -> Tensor:
     return Doubled.apply(x.sin().view(-1)).sum()
 
 
-@pytest.mark.parametrize("function", [in_the_middle, at_the_end, after_a_view])
+@pytest.mark.parametrize("function", [in_the_middle, at_the_end, after_a_view, after_a_constant])
 def test_a_step_with_a_custom_function_is_watched_from_there_on(
     function: Callable[[Tensor], Tensor],
     monkeypatch: pytest.MonkeyPatch,

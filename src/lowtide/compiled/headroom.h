@@ -48,7 +48,7 @@ struct Headroom {
   double outside;   // what a loss outside of the context takes, as a share of what is live
   int64_t start;    // what the backward of its first operations takes, if those are not counted here
   int64_t gradients, leaves, most;  // bytes of those: of leaves twice; and the most of a single node
-  uint64_t last;    // number of autograd's next node when the last operation was over
+  uint64_t last;    // number of autograd's next node when the last operation with grad mode was over
   bool endless;
   ska::flat_hash_set<uint64_t> counted;  // inputs of nodes, and leaves
   std::vector<Ran> ran;
@@ -93,9 +93,18 @@ inline bool runs_python(const torch::autograd::Node* node) {
   return (*known)[type] = std::strstr(type->name(), "PyNode") != nullptr;
 }
 
-inline bool counted_before(Headroom* room, const void* what, uint32_t input) {
-  uint64_t key = (reinterpret_cast<uint64_t>(what) ^ (input * 0x9E3779B97F4A7C15u)) * 0xD6E8FEB86659FD93u;
-  return !room->counted.insert(key).second;
+// Addresses are used again once a graph has died, numbers of nodes are not.
+inline bool counted_before(Headroom* room, const void* what, uint32_t input, uint64_t number) {
+  Digest key(0);
+  key.add(reinterpret_cast<uint64_t>(what));
+  key.add(input);
+  key.add(number);
+  return !room->counted.insert(key.number).second;
+}
+
+inline void count_leaf(Headroom* room, const at::Tensor& leaf) {
+  int64_t bytes = dense_bytes(leaf);
+  if (!counted_before(room, leaf.unsafeGetTensorImpl(), 0, static_cast<uint64_t>(bytes))) room->leaves += 2 * bytes;
 }
 
 // Count what backward makes of a tensor that an operation reads; returns what is gone right after the
@@ -108,7 +117,7 @@ inline int64_t count_gradients(Headroom* room, const at::Tensor& tensor) {
   torch::autograd::Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
   uint32_t input = meta == nullptr ? 0 : meta->output_nr_;
   if (node == nullptr) {
-    if (!counted_before(room, tensor.unsafeGetTensorImpl(), 0)) room->leaves += 2 * dense_bytes(tensor);
+    count_leaf(room, tensor);
     return 0;
   }
   while (true) {
@@ -122,12 +131,12 @@ inline int64_t count_gradients(Headroom* room, const at::Tensor& tensor) {
       return 0;
     }
     if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      if (!counted_before(room, leaf->variable.unsafeGetTensorImpl(), 0)) room->leaves += 2 * bytes;
+      count_leaf(room, leaf->variable);
       return passing + bytes;
     }
     passing += 2 * bytes;  // it is added to what was there
     if (node->sequence_nr() < room->last) {
-      if (counted_before(room, node, input)) return passing;
+      if (counted_before(room, node, input, node->sequence_nr())) return passing;
       room->gradients += bytes;
     }
     if (node->num_outputs() != 1) return passing;  // its other inputs were counted when it ran
@@ -175,6 +184,7 @@ inline bool may_be_function(const Headroom* room, const c10::IValue* values, siz
 // What is known of a call that is about to run; null: nothing yet. `digest`: 0 if nothing is to be known.
 inline const CallCost* cost_of(const c10::OperatorHandle& op, const Stack& stack, uint64_t& digest) {
   Digest looked = digest_of(std::numeric_limits<uint64_t>::max(), op, stack);
+  looked.add(static_cast<uint64_t>(at::get_num_threads()));  // each has a scratchpad
   digest = looked.known ? looked.number : 0;
   auto found = known_costs().find(digest);
   return found == known_costs().end() ? nullptr : &found->second;
@@ -341,7 +351,7 @@ inline PyObject* headroom_note(PyObject* self, PyObject* args) {
       room->most = std::max(room->most, ran.later);
     }
     room->ran.push_back(std::move(ran));
-    room->last = at::sequence_number::peek();
+    if (grad) room->last = at::sequence_number::peek();
     return Py_NewRef(Py_None);
   });
 }

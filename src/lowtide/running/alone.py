@@ -119,11 +119,10 @@ class StepAlone(StepInRoom):
             observer = Observer(None)
         else:
             observer = Observer.resumed(left.seen, left.graph, before, (), (), recorder)
-            observer.place = left.seen.place
         observer.went_alone(
             ran, headroom.leaves // 2, self._made.alive(), self._handles.alive(), recorder
         )
-        self._told(observer)
+        self._told(observer, self.owner.place if left is None else left.seen.place)
         self._nobody_counts()
         if recorder is not None:
             self._watch_room().take_over()

@@ -40,7 +40,7 @@ class ForwardDecisions(StepAlone):
         if self.prepared is None and self.observer is None:
             if self._goes_alone(None, 0):
                 return
-            self._told(Observer(None))
+            self._told(Observer(None), self.owner.place)
         if self.observer is not None:
             self.observer.attach(tape.recorder, self.calls)
         if self.prepared is None:
@@ -92,7 +92,7 @@ class ForwardDecisions(StepAlone):
                 self._as_chosen(prepared, op, made)
             else:
                 self._changed(prepared, op, made, args)
-        if self.headroom is not None:  # since the line above
+        if self.headroom is not None:  # it has just left its plan, and goes alone from here on
             self._produced_alone(op, made, self.seen.pop(), args, kwargs)
         elif self.observer is not None:
             self.observer.operation(op, made, args, kwargs, self.live[0], signature)

@@ -125,14 +125,14 @@ class StepInRoom:
                 self._handles.alive(),
                 self.recorder,
             )
-            observer.place = self.prepared.seen.place
-            self._told(observer)
+            self._told(observer, self.prepared.seen.place)
         assert self.observer is not None
         return self.observer
 
-    def _told(self, observer: Observer) -> None:
+    def _told(self, observer: Observer, place: int) -> None:
         """Have an observer that is made late, and tell it what it has missed."""
         self.observer = observer
+        observer.place = place
         observer.calls = self.calls
         observer.only(self.where)
         for gather in self._gathers:
