@@ -4,8 +4,8 @@ call on that may be too much for it (rule 13). The recorder in Python watches ev
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.learning.checkups import CheckUps
+from fuzz.alone import all_alone
 from lowtide.learning.effort import Effort
-from lowtide.learning.unwatched import Unwatched
 from lowtide.loop import Loop
 from lowtide.running.decide import StepDecisions
 
@@ -43,18 +42,6 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> list[StepDecisions]:
 
     monkeypatch.setattr(Loop, "_finish", noted)
     return steps
-
-
-@contextmanager
-def all_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No step is measured, and each one may go alone, however near the limit it is."""
-    alone = property(lambda loop: not loop.behind.nbytes)
-    with monkeypatch.context() as patched:
-        patched.setattr(Effort, "to_measure", lambda *_: False)
-        patched.setattr(CheckUps, "due", lambda *_: False)
-        patched.setattr(Unwatched, "far_below", alone)
-        patched.setattr(Unwatched, "may_go_alone", alone)
-        yield
 
 
 class Packed(nn.Module):
@@ -311,7 +298,7 @@ PROGRAMS: list[Callable[[], Step]] = [
 
 @pytest.mark.parametrize("build", PROGRAMS, ids=lambda build: build.__name__)
 def test_a_step_takes_at_most_what_was_added_up(
-    build: Callable[[], Step], monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+    build: Callable[[], Step], finished: list[StepDecisions]
 ) -> None:
     torch.manual_seed(0)
     step, budget = build(), lowtide.budget(1 << 30)
@@ -323,7 +310,7 @@ def test_a_step_takes_at_most_what_was_added_up(
             loss = build_again()
         loss.backward()
 
-    with all_alone(monkeypatch):
+    with all_alone():
         measured = lowtide.measure(run, device="cpu").peak_bytes
         budget.report()
     (done,) = finished
@@ -387,11 +374,10 @@ def after_a_view(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [in_the_middle, at_the_end, after_a_view, after_a_constant])
 def test_a_step_with_a_custom_function_is_watched_from_there_on(
     function: Callable[[Tensor], Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     finished: list[StepDecisions],
 ) -> None:
     x, budget = torch.randn(100, requires_grad=True), lowtide.budget(1 << 30)
-    with all_alone(monkeypatch):
+    with all_alone():
         with budget:
             loss = function(x)
         loss.backward()
@@ -405,7 +391,7 @@ def test_a_step_with_a_custom_function_is_watched_from_there_on(
 # ---------------------------------------------------------------------- watched after all
 
 
-def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def growing(limit: int | None, deep: int) -> list[Any]:
     """Losses and gradients of one step that is `deep` layers long, and its peak."""
     torch.manual_seed(0)
     width = 64
@@ -424,7 +410,7 @@ def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> li
 
     step(4)  # what is measured at first
     blocks.zero_grad()
-    with all_alone(monkeypatch):
+    with all_alone():
         losses: list[Tensor] = []
         peak = lowtide.measure(lambda: losses.append(step(deep)), device="cpu").peak_bytes
     if budget is not None:
@@ -434,11 +420,11 @@ def growing(limit: int | None, deep: int, monkeypatch: pytest.MonkeyPatch) -> li
 
 @pytest.mark.parametrize("share", [1.5, 1.0, 0.6, 0.45])
 def test_a_step_that_comes_near_its_limit_keeps_it(
-    share: float, monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
+    share: float, finished: list[StepDecisions]
 ) -> None:
-    *plain, most = growing(None, 40, monkeypatch)
+    *plain, most = growing(None, 40)
     limit = int(share * most)
-    *mine, peak = growing(limit, 40, monkeypatch)
+    *mine, peak = growing(limit, 40)
     assert all(map(torch.equal, plain, mine))
     assert peak <= limit
     done = finished[-1]
@@ -446,9 +432,7 @@ def test_a_step_that_comes_near_its_limit_keeps_it(
     assert (done.tally.replayed_operations > 0) == (share <= 1)
 
 
-def test_one_call_that_would_take_more_than_the_limit_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_call_that_would_take_more_than_the_limit_is_refused() -> None:
     a = torch.randn(4000, requires_grad=True)
     budget = lowtide.budget(8 * MIB)
 
@@ -456,13 +440,11 @@ def test_one_call_that_would_take_more_than_the_limit_is_refused(
         with budget:
             (a.sin()[:, None] * a[None]).sum().backward()
 
-    with all_alone(monkeypatch), pytest.raises(lowtide.BudgetError, match="needs"):
+    with all_alone(), pytest.raises(lowtide.BudgetError, match="needs"):
         step()
 
 
-def test_an_opaque_call_is_watched(
-    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
-) -> None:
+def test_an_opaque_call_is_watched(finished: list[StepDecisions]) -> None:
     @torch.library.custom_op("lowtide_alone::doubled", mutates_args=())
     def doubled(x: Tensor) -> Tensor:
         return x * 2
@@ -470,7 +452,7 @@ def test_an_opaque_call_is_watched(
     doubled.register_fake(lambda x: torch.empty_like(x))
     doubled.register_autograd(lambda ctx, grad: grad * 2)
     x, budget = torch.randn(100, requires_grad=True), lowtide.budget(1 << 30)
-    with all_alone(monkeypatch):
+    with all_alone():
         with budget:
             loss = doubled(x.sin()).cos().sum()
         loss.backward()
@@ -479,11 +461,9 @@ def test_an_opaque_call_is_watched(
     assert torch.equal(x.grad, 2 * x.cos() * -(2 * x.sin()).sin())
 
 
-def test_a_retained_graph_and_a_second_backward(
-    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
-) -> None:
+def test_a_retained_graph_and_a_second_backward(finished: list[StepDecisions]) -> None:
     x, budget = torch.randn(64, 64, requires_grad=True), lowtide.budget(1 << 30)
-    with all_alone(monkeypatch):
+    with all_alone():
         with budget:
             loss = x.sin().exp().sum()
         loss.backward(retain_graph=True)
@@ -495,11 +475,9 @@ def test_a_retained_graph_and_a_second_backward(
     assert torch.allclose(x.grad, expected.grad)
 
 
-def test_backwards_inside_the_context(
-    monkeypatch: pytest.MonkeyPatch, finished: list[StepDecisions]
-) -> None:
+def test_backwards_inside_the_context(finished: list[StepDecisions]) -> None:
     net, budget = nn.Linear(16, 16), lowtide.budget(1 << 30)
-    with all_alone(monkeypatch), budget:
+    with all_alone(), budget:
         for _ in range(3):
             net(torch.randn(4, 16)).tanh().sum().backward()
     budget.report()

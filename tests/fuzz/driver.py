@@ -51,10 +51,12 @@ from .functions import (
 from .verdict import Outcome, Verdict, array, bits, judge
 
 # "both" is regions inside a budget, "policy" regions that keep about half of their operations;
-# "idle" a budget with so much room that it stops recording.
-METHODS = ("plain", "torch", "checkpoint", "policy", "budget", "both", "idle")
-BUDGETED = ("budget", "both", "idle")
-STEPS = {"budget": 3, "both": 3, "idle": 11}  # a budget with room idles from the eighth on
+# "idle" a budget with so much room that it stops recording, "alone" one that watches no step.
+METHODS = ("plain", "torch", "checkpoint", "policy", "budget", "both", "idle", "alone")
+BUDGETED = ("budget", "both", "idle", "alone")
+ROOMY = ("idle", "alone")
+# A budget with room idles from the eighth on.
+STEPS = {"budget": 3, "both": 3, "idle": 11, "alone": 3}
 FRACTIONS = (0.3, 0.5, 0.7, 0.85, 1.0)
 Namespace = dict[str, Any]
 
@@ -137,7 +139,7 @@ class _Run:
         self.refs: list[StorageWeakRef] = []
         self.budget: Any = None
         if method in BUDGETED:
-            limit = "1 GB" if method == "idle" else fraction
+            limit = "1 GB" if method in ROOMY else fraction
             self.budget = importlib.import_module("lowtide").budget(limit)
         self.wakes = False
         self.region = region_of(method)
@@ -150,7 +152,11 @@ class _Run:
         )
 
     def wake(self) -> None:
-        """As if the step that is not recorded had turned out to be another one just now."""
+        """As if the step that is not recorded had turned out to be another one just now, or one
+        that is not watched had come near its limit."""
+        if self.method == "alone":
+            importlib.import_module(".alone", __package__).watch_from_here()
+            return
         recorder = importlib.import_module("lowtide.step").current_recorder()
         calls = getattr(recorder, "calls", None)
         if calls is not None and calls.idle:
@@ -247,7 +253,7 @@ class _Run:
         state: dict[str, Any] = self.program["state"]()
         for index in range(steps):
             state.update(self.program["data"](index))
-            self.wakes = index >= STEPS["idle"] - 2
+            self.wakes = self.method in ROOMY and index >= steps - 2
             self.step(index, state)
             self.calls.clear()
             self.stash.clear()
@@ -257,7 +263,10 @@ class _Run:
 
 def run(program: Namespace, method: str, *, steps: int = 1, fraction: float = 1.0) -> Outcome:
     """Run `program` once under `method` and say what it did; errors are part of the outcome."""
-    with _quiet():
+    alone: Any = contextlib.nullcontext
+    if method == "alone":
+        alone = importlib.import_module(".alone", __package__).all_alone
+    with _quiet(), alone():
         this = _Run(program, method, fraction)
         try:
             this.all_steps(steps)
