@@ -77,8 +77,8 @@ def test_with_lengths_that_vary_as_well() -> None:
     model = Mixture()
     most = max(peak_of(copy.deepcopy(model), batch(seed, 400)) for seed in range(5))
     limit = lowtide.budget(int(0.6 * most))
-    count = [400, 200, 300, 120] * 20
-    ways = train(model, limit, map(batch, range(50), count[:50]))
+    count = [400, 200, 300, 120] * 20  # plans for the short ones wait until steps have paid for them
+    ways = train(model, limit, map(batch, range(80), count))
     assert ways[25:].count("covered") >= 20
     limit._loop._beside.wait()
     sizes = {plan.allocates for plan in limit._loop._plans if plan.apart}
