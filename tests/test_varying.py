@@ -77,7 +77,7 @@ def test_with_lengths_that_vary_as_well() -> None:
     model = Mixture()
     most = max(peak_of(copy.deepcopy(model), batch(seed, 400)) for seed in range(5))
     limit = lowtide.budget(int(0.6 * most))
-    count = [400, 200, 300, 120] * 20  # plans for the short ones wait until steps have paid for them
+    count = [400, 200, 300, 120] * 20  # plans for short ones wait until steps have paid for them
     ways = train(model, limit, map(batch, range(80), count))
     assert ways[25:].count("covered") >= 20
     limit._loop._beside.wait()
