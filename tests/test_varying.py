@@ -109,7 +109,8 @@ def test_steps_that_come_again_have_plans_of_their_own(count: int) -> None:
             ways[-1] += train(model, limit, [x])[0][0]
             limit.report()
             limit._loop._beside.wait()
-    assert ways[-1].count("p") >= count // 2 + 1, ways  # "planned", not "covered"
+    # "planned", not "covered". Where a plan costs little more than another, times decide.
+    assert ways[-1].count("p") >= count // 2, ways
 
 
 # --- what is known of the sizes ------------------------------------------------------------------

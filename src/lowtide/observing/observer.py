@@ -4,8 +4,8 @@ Problem: a planner needs sizes, times, which operation reads what, in which orde
 values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
-(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, rebuild and
-memory events. Rejected: asking users to run a profiling step.
+(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, logs, rebuild
+and memory events. Rejected: asking users to run a profiling step.
 """
 
 from __future__ import annotations
@@ -29,14 +29,11 @@ from lowtide.memory.marks import Marks
 from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
-from lowtide.observing.rebuild import KEPT, OpLog, rebuild
+from lowtide.observing.logs import Alone, unwatched, what_ran
+from lowtide.observing.rebuild import OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
-
-# An operation of a step that nobody watched: its signature, the values that it made and overwrote,
-# the bytes that were live after it, and the most that it and its backward take.
-Alone = tuple["Signature", tuple[int, ...], tuple[int, ...], int, int, int]
 
 if TYPE_CHECKING:
     from lowtide.running.prepared import Signature
@@ -126,7 +123,7 @@ class Observer(CutOff):
         recorder: Recorder | None,
     ) -> None:
         """Go on after operations that nobody watched, whose leaves have so many bytes."""
-        self.ops.extend(map(_unwatched, ran))
+        self.ops.extend(map(unwatched, ran))
         count = len(self.ops)
         for log in self.ops[self.common :]:
             self.carries_grad.update(log.receivers)
@@ -183,7 +180,7 @@ class Observer(CutOff):
         sparse = sparse_gradient(op.facts.name, args)
         self.leaves.ran(tensors, sparse)
         self.externals.ran([ref.value for ref in op.refs], self._counts, self.memory)
-        log = _what_ran(op, made, signature, live, begin, mark)
+        log = what_ran(op, made, signature, live, begin, mark)
         log.fell, self.fell = self.fell, None
         log.inside = tuple(self._replays)
         log.unseen = begin if unseen is None else unseen
@@ -437,65 +434,3 @@ class Observer(CutOff):
             return rebuild(self)
         finally:
             self.leaves.gradients, self.elsewhere, self.retains = leaves, elsewhere, retains
-
-
-def _what_ran(
-    op: Operation,
-    made: list[Value],
-    signature: Signature,
-    live: int,
-    begin: int | None,
-    mark: int,
-) -> OpLog:
-    """What an operation has read and made; that it takes more, or has a backward, is not known."""
-    inputs = tuple(dict.fromkeys(v.number for v in op.values() if v.number >= 0))
-    _, sizes, reads, whole = signature
-    return OpLog(
-        name=op.facts.name,
-        seconds=op.seconds,
-        reads=reads,
-        inputs=inputs,
-        outputs=tuple(value.number for value in made),
-        sizes=sizes,
-        live=live,
-        begin=begin,
-        mark=mark,
-        workspace=0,
-        temporaries=0,
-        left=0,
-        wanted=whole,
-        receivers=inputs,
-        overwrites=overwritten_by(op),
-        kept=bool(made) and made[0].op is None,
-    )
-
-
-def overwritten_by(op: Operation) -> tuple[int, ...]:
-    """The values that an operation writes in place."""
-    found = [ref.value for ref, _ in op.writes]
-    return tuple([value.number for value in found if value and value.number >= 0])
-
-
-def _unwatched(ran: Alone) -> OpLog:
-    """An operation that nobody watched, with the most that it and its backward may take."""
-    (name, sizes, reads, wanted), outputs, overwrites, live, need, later = ran
-    inputs = tuple(dict.fromkeys(number for number in reads if number >= 0))
-    plain = name.removesuffix(KEPT)
-    return OpLog(
-        name=plain,
-        seconds=0.0,
-        reads=reads,
-        inputs=inputs,
-        outputs=outputs,
-        sizes=sizes,
-        live=live,
-        begin=None,
-        mark=0,
-        workspace=max(0, need - sum(sizes)),
-        temporaries=later,
-        left=min(later, wanted),
-        wanted=wanted,
-        receivers=inputs if later else (),
-        overwrites=overwrites,
-        kept=plain != name,
-    )

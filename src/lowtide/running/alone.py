@@ -15,7 +15,8 @@ from typing import Any
 
 from lowtide import engine
 from lowtide.kernels.workspace import kernel_workspace, read_by, room_for, scratchpad, workspace_of
-from lowtide.observing.observer import Alone, Observer, overwritten_by
+from lowtide.observing.logs import Alone, made_by, overwritten_by
+from lowtide.observing.observer import Observer
 from lowtide.replay import in_memory
 from lowtide.running.making_room import StepInRoom
 from lowtide.running.prepared import Prepared, Signature
@@ -98,8 +99,7 @@ class StepAlone(StepInRoom):
         for value in made:
             self._made.append(value)
         need, later = self.cost_of(op.facts, op.facts.func, args, kwargs, sum(signature[1]))
-        outputs, over = tuple([value.number for value in made]), overwritten_by(op)
-        ran = signature, outputs, over, self.live[0], need, later
+        ran = signature, made_by(made), overwritten_by(op), self.live[0], need, later
         headroom.note(ran, tensors_in(args, kwargs), op.grad_mode)
         if headroom.at_most(self.live[0]) > headroom.limit:
             self.watch_from_here()
