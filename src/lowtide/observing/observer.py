@@ -4,8 +4,8 @@ Problem: a planner needs sizes, times, which operation reads what, in which orde
 values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
-(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, logs, rebuild
-and memory events. Rejected: asking users to run a profiling step.
+(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, logs,
+rebuild and memory events. Rejected: asking users to run a profiling step.
 """
 
 from __future__ import annotations
