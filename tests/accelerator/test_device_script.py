@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from device import check_device, checks, libraries, nets, place
+from device import check_device, checks, libraries, longer, nets, place
 from device.place import Place, Skipped
 from lowtide import engine
 from once import on_one_recorder, search_less
@@ -25,6 +25,7 @@ pytestmark = [
     on_one_recorder,  # it runs both by itself, and most of it is no recorder's
 ]
 FOR_CUDA = {"memory snapshot of a planned step", "capture of a CUDA graph", *libraries.all_checks()}
+FOR_CUDA |= {name for name in longer.all_checks() if "FSDP2" in name}
 FOR_CUDA |= {
     name
     for name in checks.all_checks()
@@ -52,7 +53,7 @@ def test_everything_runs(
     said = capsys.readouterr().out
     assert code == 0, said
     found = json.loads(output.read_text())
-    assert {one["name"] for one in found["checks"]} > set(checks.all_checks())
+    assert {one["name"] for one in found["checks"]} == set(check_device.every_check())
     assert Counter(one["verdict"] for one in found["checks"])["FAILED"] == 0
     skipped = {one["name"]: one["says"] for one in found["checks"] if one["verdict"] == "skipped"}
     assert skipped.keys() == FOR_CUDA

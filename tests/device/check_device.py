@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import torch
 
-from device import benchmarks, checks, libraries, place, report
+from device import benchmarks, checks, libraries, longer, place, report
 from device.place import Place, Skipped
 from device.report import Checked, Report, say
 from lowtide import engine
@@ -57,10 +57,15 @@ def outcome(run: Callable[[], str]) -> tuple[str, str]:
         return "FAILED", f"{type(error).__name__}: {error}"
 
 
+def every_check() -> dict[str, checks.Check]:
+    """All checks by name, in the order in which they run."""
+    return {**checks.all_checks(), **libraries.all_checks(), **longer.all_checks()}
+
+
 def run_checks(where: Place, found: Report, recorders: Sequence[str], only: Sequence[str]) -> None:
     """Run the checks on each recorder."""
     for recorder in recorders:
-        for name, check in {**checks.all_checks(), **libraries.all_checks()}.items():
+        for name, check in every_check().items():
             if not any(part in name for part in only):
                 continue
             began = time.monotonic()
