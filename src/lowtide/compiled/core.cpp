@@ -9,6 +9,7 @@
 #include "direct.h"
 #include "entry_types.h"
 #include "planning.h"
+#include "reached.h"
 
 namespace lowtide {
 namespace {
@@ -314,6 +315,7 @@ PyMethodDef functions[] = {
     {"count_direct", count_direct, METH_NOARGS, nullptr},
     {"count_records", count_records, METH_NOARGS, nullptr},
     {"is_current", is_current, METH_O, nullptr},
+    {"reached", reached, METH_NOARGS, nullptr},
     {"same_counter", same_counter_of, METH_VARARGS, nullptr},
     {"leaf_states", leaf_states, METH_O, nullptr},
     {"current_recorder", current_recorder, METH_NOARGS, nullptr},

@@ -84,13 +84,15 @@ inline int64_t gradient_bytes(const torch::autograd::Node* node, uint32_t input)
   return bytes;
 }
 
-// Whether a node is a custom Function's. The type is not exported, so its name is read, once for each type.
-inline bool runs_python(const torch::autograd::Node* node) {
+// Whether a node is a custom Function's, of Python or C++. The types are not exported, so their names are
+// read, once for each type.
+inline bool is_custom(const torch::autograd::Node* node) {
   static auto* known = new ska::flat_hash_map<const std::type_info*, bool>();
   const std::type_info* type = &typeid(*node);
   auto found = known->find(type);
   if (found != known->end()) return found->second;
-  return (*known)[type] = std::strstr(type->name(), "PyNode") != nullptr;
+  const char* name = type->name();
+  return (*known)[type] = std::strstr(name, "PyNode") != nullptr || std::strstr(name, "CppNode") != nullptr;
 }
 
 // Addresses are used again once a graph has died, numbers of nodes are not.
@@ -121,7 +123,7 @@ inline int64_t count_gradients(Headroom* room, const at::Tensor& tensor) {
     return 0;
   }
   while (true) {
-    if (runs_python(node)) {
+    if (is_custom(node)) {
       room->endless = true;
       return 0;
     }

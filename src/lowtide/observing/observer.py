@@ -30,6 +30,7 @@ from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
 from lowtide.observing.logs import Alone, unwatched, what_ran
+from lowtide.observing.reached import Reached
 from lowtide.observing.rebuild import OpLog, rebuild
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
@@ -111,7 +112,7 @@ class Observer(CutOff):
         observer.cut = {value for value in base.cut if value < made}
         observer._values = list(map(weak_to, values))
         for handle in handles:
-            observer.saved(handle.value, handle)
+            observer.had(handle.value, handle)
         return observer
 
     def went_alone(
@@ -132,7 +133,7 @@ class Observer(CutOff):
         self.externals.pass_over(count)
         self._values = list(map(weak_to, values))
         for handle in handles:
-            self.saved(handle.value, handle)
+            self.had(handle.value, handle)
 
     def attach(self, recorder: Recorder, calls: list[tuple[int, str]] | None = None) -> None:
         """Take the recorder of the forward to watch, once it is open, and the list that gets its
@@ -396,13 +397,18 @@ class Observer(CutOff):
     def graph_from(self, first: int) -> Graph:
         """The step before a backward whose first request is for something that was saved after
         `first` operations. Autograd goes from the newest node to the oldest, so that what was saved
-        later is not asked for in this backward. As long as autograd has it, the record can make it
-        again, so a plan decides whether to hold it; and `passed` is set: another backward may ask
-        for it."""
-        newer = {save for save in self.last_save if save[1] > first + 1}
-        gone = {save for save in self.last_save if not self._handles.get(save[0])}
-        passed = Counter(save for save in self.last_save if save in newer or save in gone)
-        self.passed = bool(newer - gone)
+        later is not asked for in this backward, nor is what was saved for nodes that it does not
+        reach. As long as autograd has it, the record can make it again, so a plan decides whether
+        to hold it; and `passed` is set: another backward may ask for it."""
+        reached = Reached()
+        later = Counter(
+            save
+            for save, node in zip(self.last_save, self.nodes, strict=True)
+            if save[1] > first + 1 or not reached.asks(node)
+        )
+        gone = Counter(save for save in self.last_save if not self._handles.get(save[0]))
+        passed = later | gone
+        self.passed = bool(later.keys() - gone.keys())
         dead, self.dead = self.dead, self.dead + passed
         requests, self.requests = self.requests, []  # those of an earlier backward of the step
         try:

@@ -1,0 +1,167 @@
+"""What the running backward does not reach: the output of another head, which a variable holds.
+
+Nothing asks for what was saved for it, and it is in memory until its graph dies (rule 13). Autograd
+can be asked for that with the compiled core only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import _compat
+from lowtide.observing.reached import Reached
+
+pytestmark = [
+    pytest.mark.skipif("lowtide.engine.name() != 'compiled'", reason="needs the compiled core"),
+    pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
+    pytest.mark.usefixtures("short_search"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outward(F.gelu(self.inward(x)))
+
+
+class Detached(torch.autograd.Function):
+    """One that has a graph of its own while its forward runs, before it saves anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            out = x.detach().requires_grad_().sigmoid().exp()
+        ctx.save_for_backward(x)
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        return gradient * s.exp() * s * (1 - s)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.other = (nn.Sequential(*(Block() for _ in range(n))) for n in (6, 4))
+        self.head, self.how = nn.Linear(64, 10), how
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        other = self.other(h)
+        if self.how == "custom":
+            h = Detached.apply(h)
+        elif self.how == "in place":
+            h = h * 1.0
+            h[:128].mul_(torch.ones(64, requires_grad=True)).sigmoid_()
+        return self.head(h).square().mean(), other
+
+
+def steps(how: str) -> Callable[[Any], tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    net, x = TwoHeads(how), torch.randn(256, 64)
+
+    def step(limit: Any) -> tuple[Tensor, ...]:
+        net.zero_grad()
+        with limit:
+            loss, other = net(x)
+        loss.backward()
+        return (loss, other.detach(), *(p.grad for p in net.parameters() if p.grad is not None))
+
+    return step
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
+@pytest.mark.parametrize("how", ["", "custom", "in place"])
+def test_an_unused_output_that_is_held(how: str, share: float) -> None:
+    step = steps(how)
+    plain = step(contextlib.nullcontext())
+    peak = lowtide.measure(lambda: step(contextlib.nullcontext()), device="cpu").peak_bytes
+    limit = lowtide.budget(int(share * peak))
+    for _ in range(3):
+        found: list[tuple[Tensor, ...]] = []
+        took = lowtide.measure(lambda to=found: to.append(step(limit)), device="cpu").peak_bytes
+        assert took <= share * peak
+        assert all(map(torch.equal, plain, found[0]))
+
+
+# ------------------------------------------------------------------------------ autograd's answer
+
+
+def numbered(run: Callable[[], Tensor]) -> tuple[Tensor, range]:
+    """A result, and the numbers of the nodes that were made for it."""
+    before = _compat.newest_node()
+    made = run()
+    return made, range(before + 1, _compat.newest_node() + 1)
+
+
+def asked_in(backward: Callable[[], object], through: Tensor) -> Reached:
+    found: list[Reached] = []
+    handle = through.register_hook(lambda _: found.append(Reached()))
+    backward()
+    handle.remove()
+    return found[0]
+
+
+def test_siblings_of_the_first_node_are_reached() -> None:
+    x = torch.randn(8, requires_grad=True)
+    stem, below = numbered(lambda: x.sin())
+    (left, a), (right, b) = numbered(lambda: stem.exp().tanh()), numbered(lambda: stem.cos().exp())
+    _, aside = numbered(lambda: stem.sigmoid().tanh().exp().cos())
+    _, gap = numbered(lambda: stem.neg())
+    loss = left.sum() + right.sum()
+    reached = asked_in(loss.backward, right)
+    assert all(map(reached.asks, [*below, *a, *b]))
+    assert not any(map(reached.asks, aside))
+    assert len(gap) == 1
+
+
+def test_inputs_restrict_what_is_reached() -> None:
+    x, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+    (one, a), (two, b) = numbered(lambda: x.sin().exp().tanh()), numbered(lambda: y.cos().exp())
+    numbered(lambda: y.neg())
+    loss = (one * two).sum()
+    reached = asked_in(lambda: torch.autograd.grad(loss, x), one)
+    assert all(map(reached.asks, a))
+    assert not any(map(reached.asks, list(b)[:-1]))  # the last is one below that of the loss
+
+
+def test_all_that_runs_in_a_custom_function_is_reached() -> None:
+    x = torch.randn(8, requires_grad=True)
+    made, inside = numbered(lambda: Detached.apply(x))
+    after, _ = numbered(lambda: made.exp())
+    reached = asked_in(after.sum().backward, after)
+    assert len(inside) > 2
+    assert all(map(reached.asks, inside))
+
+
+def test_writes_to_views_are_reached() -> None:
+    x = torch.randn(8, requires_grad=True)
+    base = x * 1.0
+
+    def write() -> Tensor:
+        base[:4].mul_(x[:4])
+        return base
+
+    _, inside = numbered(write)
+    reached = asked_in(base.sum().backward, x)
+    # Only the number of the selection, before the product, may be another's.
+    assert sum(map(reached.asks, inside)) >= 2
+
+
+def test_outside_of_a_backward_everything_may_be_asked_for() -> None:
+    assert Reached().asks(_compat.newest_node())
+    x = torch.randn(8, requires_grad=True)
+    assert asked_in(x.exp().sum().backward, x).asks(-1)  # of unknown nodes, too
