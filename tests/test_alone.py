@@ -482,3 +482,66 @@ def test_backwards_inside_the_context(finished: list[StepDecisions]) -> None:
             net(torch.randn(4, 16)).tanh().sum().backward()
     budget.report()
     assert [step.went_alone for step in finished] == [True] * 3  # type: ignore[attr-defined]
+
+
+def unfrozen(limit: int | None, parts: int) -> float:
+    """The peak of one step that reads `parts` weights, all of which get gradients."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(40)]
+    x = torch.randn(2, 64)
+    budget = None if limit is None else lowtide.budget(limit)
+
+    def step(count: int) -> None:
+        with budget or nullcontext():
+            out = x
+            for weight in weights[:count]:
+                out = torch.tanh(out @ weight)
+            loss = out.square().mean()
+        loss.backward()
+
+    step(4)  # what is measured at first
+    for weight in weights:
+        weight.grad = None
+    with all_alone():
+        return lowtide.measure(lambda: step(parts), device="cpu").peak_bytes
+
+
+def test_a_step_that_cannot_fit_is_refused_though_it_began_unwatched() -> None:
+    """Its gradients alone are above the limit: it went on, at twice that."""
+    plain = unfrozen(None, 40)
+    with pytest.raises(lowtide.BudgetError, match="ran unwatched") as refused:
+        unfrozen(int(plain // 2), 40)
+    assert unfrozen(refused.value.minimum, 40) <= refused.value.minimum
+
+
+@pytest.mark.parametrize("share", [1.05, 1.0])
+def test_a_step_that_may_fit_is_not_refused_for_what_nobody_watched(share: float) -> None:
+    """What its first part takes is only estimated."""
+    plain = unfrozen(None, 40)
+    assert unfrozen(int(share * plain), 40) <= share * plain
+
+
+def test_a_gradient_that_is_there_is_not_allocated() -> None:
+    """A step that adds to its gradients is not refused for what the first one has allocated."""
+    weights = [torch.randn(64, 64, requires_grad=True) for _ in range(20)]
+    for weight in weights:
+        weight.grad = torch.zeros(64, 64)
+    budget, x = lowtide.budget(12 * weights[0].nbytes), torch.randn(2, 64)
+    with all_alone():
+        with budget:
+            out = x
+            for weight in weights:
+                out = torch.tanh(out @ weight)
+            loss = out.sum()
+        loss.backward()
+
+
+def test_rows_of_a_table_are_not_taken_for_all_of_it() -> None:
+    """A sparse gradient has the rows that were looked up."""
+    table = nn.Embedding(4000, 16, sparse=True)
+    budget = lowtide.budget(table.weight.nbytes // 2)
+    with all_alone():
+        with budget:
+            loss = table(torch.arange(8)).tanh().sum()
+        loss.backward()
+    assert table.weight.grad.is_sparse

@@ -164,6 +164,7 @@ def refusal(
     again: bool = False,
     plain: int | None = None,
     least: int | None = None,
+    unwatched: bool = False,
 ) -> BudgetError:
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
 
@@ -173,7 +174,8 @@ def refusal(
     `modules`: the name of the module that each operation ran in, if known. `named`: the smallest
     limit, if the caller knows which one it accepts. `again`: the step was not planned, and now is:
     it fits when it comes again. `plain`: the plain peak, if `graph` is only what is left of the
-    step. `least`: the peak, if custom Functions and FSDP2 take less than `graph` says.
+    step. `least`: the peak, if custom Functions and FSDP2 take less than `graph` says, and what ran
+    `unwatched`.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
@@ -193,11 +195,16 @@ def refusal(
         known += " The memory of its backward is not measured yet, but computed from sizes."
     if least is not None:
         may = int(least * (1 + _MISJUDGED)) + before
+        then = "run and measured"
+        guess = (
+            "a custom autograd Function in it reads parameters and is taken to run its forward "
+            "again, or FSDP2 gathers parameters and is taken to hold some several times"
+        )
+        if unwatched:
+            guess, then = "its first operations ran unwatched, far below the limit", "run"
         known += (
-            " Part of that is a guess: a custom autograd Function in it reads parameters and is "
-            "taken to run its forward again, or FSDP2 gathers parameters and is taken to hold some "
-            f"several times. If these take the least they may, {may} bytes ({format_bytes(may)}) "
-            "may do: under such a limit the step is run and measured."
+            f" Part of that is a guess: {guess}. If these take the least they may, {may} bytes "
+            f"({format_bytes(may)}) may do: under such a limit the step is {then}."
         )
     if not graph.events:
         known = (

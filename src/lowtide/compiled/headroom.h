@@ -51,6 +51,8 @@ struct Headroom {
   uint64_t last;    // number of autograd's next node when the last operation with grad mode was over
   bool endless;
   ska::flat_hash_set<uint64_t> counted;  // inputs of nodes, and leaves
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> whole;  // leaves that get gradients as large as they are
+  bool sparse;  // the call's table may get a smaller one
   std::vector<Ran> ran;
   std::vector<PyObject*> names;
 };
@@ -106,7 +108,9 @@ inline bool counted_before(Headroom* room, const void* what, uint32_t input, uin
 
 inline void count_leaf(Headroom* room, const at::Tensor& leaf) {
   int64_t bytes = dense_bytes(leaf);
-  if (!counted_before(room, leaf.unsafeGetTensorImpl(), 0, static_cast<uint64_t>(bytes))) room->leaves += 2 * bytes;
+  if (counted_before(room, leaf.unsafeGetTensorImpl(), 0, static_cast<uint64_t>(bytes))) return;
+  room->leaves += 2 * bytes;
+  if (!room->sparse) room->whole.emplace_back(leaf.getIntrusivePtr());
 }
 
 // Count what backward makes of a tensor that an operation reads; returns what is gone right after the
@@ -158,6 +162,11 @@ inline int64_t count_gradients(Headroom* room, const c10::IValue& value) {
     }
   }
   return passing;
+}
+
+// Whether a call looks rows up in a table.
+inline bool may_be_sparse(const c10::OperatorHandle& op) {
+  return op.operator_name().name.find("embedding") != std::string::npos;
 }
 
 inline uint64_t node_number(const at::Tensor& tensor) {
@@ -256,7 +265,9 @@ inline void count_call(
   ran.need = cost.need;
   if (op->grad_mode && op->wanted > 0) {
     int64_t passing = 0;
+    room->sparse = may_be_sparse(called);
     for (size_t i = 0; i < arguments; ++i) passing += count_gradients(room, values[i]);
+    room->sparse = false;
     ran.later = cost.later + passing;
     room->most = std::max(room->most, ran.later);
   }
@@ -274,6 +285,7 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   if (made == nullptr) return nullptr;
   auto* room = as<Headroom>(made);
   new (&room->counted) ska::flat_hash_set<uint64_t>();
+  new (&room->whole) std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>>();
   new (&room->ran) std::vector<Ran>();
   new (&room->names) std::vector<PyObject*>();
   room->limit = limit;
@@ -287,6 +299,7 @@ inline void delete_headroom(PyObject* self) {
   auto* room = as<Headroom>(self);
   for (PyObject* name : room->names) Py_DECREF(name);
   room->counted.~flat_hash_set();
+  room->whole.~vector();
   room->ran.~vector();
   room->names.~vector();
   PyTypeObject* type = Py_TYPE(self);
@@ -346,15 +359,31 @@ inline PyObject* headroom_note(PyObject* self, PyObject* args) {
     if (wanted > 0 && !grad && at::sequence_number::peek() != room->last) room->endless = true;
     if (wanted > 0 && grad) {
       int64_t passing = 0;
+      room->sparse = std::strstr(PyUnicode_AsUTF8(name), "embedding") != nullptr;
       for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
         passing += count_gradients(room, THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
       }
+      room->sparse = false;
       ran.later = later + passing;
       room->most = std::max(room->most, ran.later);
     }
     room->ran.push_back(std::move(ran));
     if (grad) room->last = at::sequence_number::peek();
     return Py_NewRef(Py_None);
+  });
+}
+
+// leaves_read(): those that were read, are still there, and get gradients as large as they are.
+inline PyObject* headroom_leaves_read(PyObject* self, PyObject*) {
+  return leave_error([&] {
+    Owned list(checked(PyList_New(0)));
+    for (const auto& weak : as<Headroom>(self)->whole) {
+      auto leaf = weak.lock();
+      if (!leaf) continue;
+      Owned wrapped(checked(THPVariable_Wrap(at::Tensor(std::move(leaf)))));
+      if (PyList_Append(list.get(), wrapped.get()) < 0) throw py::error_already_set();
+    }
+    return list.release();
   });
 }
 
@@ -372,6 +401,7 @@ inline Py_ssize_t headroom_length(PyObject* self) {
 inline PyMethodDef headroom_methods[] = {
     {"seen", headroom_seen, METH_O, nullptr},
     {"note", headroom_note, METH_VARARGS, nullptr},
+    {"leaves_read", headroom_leaves_read, METH_NOARGS, nullptr},
     {"at_most", headroom_at_most, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 

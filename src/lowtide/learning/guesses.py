@@ -1,15 +1,17 @@
 """Whether a step that would be refused may be refused for a guess alone.
 
 Problem: what the backward of a custom Function takes is guessed before it has run, and what FSDP2
-does in it. A guess that is too high would refuse the step whenever it comes, and it would never be
-measured. Invariant: a step is refused before it was measured only if it does not fit even where
-these take the least they may; then the refusal says so. Imports planner, observer. Rejected: one
-guess in between, which makes too little room for a Function that runs all of its forward again.
+does in it; so is what operations take that ran unwatched (`lowtide.running.alone`). A guess that is
+too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
+is refused before it was measured only if it does not fit even where these take the least they may;
+then the refusal says so. Imports planner, observer. Rejected: one guess in between, which makes too
+little room for a Function that runs all of its forward again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
@@ -17,12 +19,18 @@ from lowtide.planner.resume import forward_over, with_margin
 
 
 def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
-    """This graph of the step, if its Functions take the least."""
+    """This graph of the step, if its Functions take the least, and what nobody has watched."""
+    ops, leaves = observer.ops, observer.leaves
+    gradients = leaves.gradients
     observer.sparing = True
+    observer.ops, leaves.gradients = list(ops), leaves.least()
+    for at in observer.estimated:
+        observer.ops[at] = replace(ops[at], workspace=0, temporaries=0, left=0, receivers=())
     try:
         return graph()
     finally:
         observer.sparing = False
+        observer.ops, leaves.gradients = ops, gradients
 
 
 def sparing_graph(observer: Observer, first: int) -> Graph | None:
@@ -31,7 +39,7 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     What reads parameters without grad need not be a Function: a teacher's forward, or a moving
     average, has no backward, and so nothing was guessed for it.
     """
-    if not (observer.runs_again() or observer.turnover):
+    if not (observer.runs_again() or observer.turnover or observer.estimated):
         return None
     sparing = sparingly(observer, lambda: observer.graph_from(first))
     return None if sparing.events == observer.graph_from(first).events else sparing

@@ -65,7 +65,7 @@ class Settling(Planning):
         limit = self.allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
-        strict = measured or (of_bytes and not (decisions.partial or decisions.estimated))
+        strict = measured or (of_bytes and not decisions.partial)
         later = self._further_behind(prepared)
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)
@@ -145,8 +145,10 @@ class Settling(Planning):
                 return
             graphs.append(sparing)
         observer.mark_end()
-        again = prepared is None and any(
-            self.planned_from_the_start(graph, observer) for graph in graphs
+        again = (
+            prepared is None
+            and not decisions.estimated
+            and any(self.planned_from_the_start(graph, observer) for graph in graphs)
         )
         raise self._refusing(
             forward_over(whole, held),
@@ -157,6 +159,7 @@ class Settling(Planning):
             again=again,
             plain=plain,
             least=least,
+            unwatched=decisions.estimated,
         )
 
     def planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:

@@ -58,6 +58,7 @@ class Leaves:
         self.nodes: list[int] = []
         self.frozen: dict[int, weakref.ref[torch.Tensor]] = {}
         self.parts: dict[int, int] = {}
+        self._alone: list[weakref.ref[torch.Tensor]] = []  # read by what nobody watched
         self._sizes: dict[int, int] = {}  # of gradients: those of tables may be sparse
 
     def resume(self, seen: Seen, count: int) -> None:
@@ -69,12 +70,24 @@ class Leaves:
         self.frozen = dict(enumerate(seen.frozen))
         self.nodes = [-1] * count
 
-    def unwatched(self, count: int, nbytes: int) -> None:
+    def unwatched(self, count: int, nbytes: int, leaves: list[torch.Tensor]) -> None:
         """So many operations have run, of which nobody watched those after the ones that are noted:
-        they have read leaves of so many bytes."""
+        they have read leaves of so many bytes, these among them."""
+        self._alone = list(map(_weak, leaves))
         self.nodes += [-1] * (count - len(self.nodes))
         if nbytes:  # there from the backward of the last of them on
             self.gradients[_UNKNOWN] = (count - 1, nbytes)
+
+    def least(self) -> dict[int, tuple[int, int]]:
+        """`gradients`, with those alone of what nobody watched that are certain to be allocated."""
+        found = {key: it for key, it in self.gradients.items() if key != _UNKNOWN}
+        if _UNKNOWN in self.gradients:
+            reader, _ = self.gradients[_UNKNOWN]
+            read = [leaf for weak in self._alone if (leaf := weak()) is not None]
+            fresh = [leaf for leaf in read if leaf.grad is None and leaf.requires_grad]
+            sizes = [self._size(leaf) for leaf in fresh if id(leaf) not in self.known]
+            found[_UNKNOWN] = reader, sum(sizes)
+        return found
 
     def ran(self, tensors: list[torch.Tensor], sparse: int | None = None) -> None:
         """The next operation reads these tensors. `sparse`: bytes of the gradient that it gives to

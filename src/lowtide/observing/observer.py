@@ -64,6 +64,7 @@ class Observer(CutOff):
         self.timeline: Timeline | None = None
         self._later = False  # a backward has run, and this is another one of the same step
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
+        self.estimated = range(0)  # operations that nobody watched
         self.sparing = False  # what is guessed of custom Functions and of FSDP2 is the least
         self.retains = False  # backward releases nothing that was saved: it may run again
         self.behind = 0  # bytes that backward may take in the graphs of earlier steps
@@ -119,17 +120,21 @@ class Observer(CutOff):
         self,
         ran: Iterable[Alone],
         leaves: int,
+        read: list[torch.Tensor],
         values: Iterable[Value],
         handles: Iterable[Handle],
         recorder: Recorder | None,
     ) -> None:
-        """Go on after operations that nobody watched, whose leaves have so many bytes."""
+        """Go on after operations that nobody watched, whose leaves have so many bytes; `read`: the
+        leaves that are known."""
+        first = len(self.ops)
         self.ops.extend(map(unwatched, ran))
         count = len(self.ops)
+        self.estimated = range(first, count)
         for log in self.ops[self.common :]:
             self.carries_grad.update(log.receivers)
         self.names.resume(None, 0, {} if recorder is None else recorder.table)
-        self.leaves.unwatched(count, leaves)
+        self.leaves.unwatched(count, leaves, read)
         self.externals.pass_over(count)
         self._values = list(map(weak_to, values))
         for handle in handles:

@@ -120,7 +120,12 @@ class StepAlone(StepInRoom):
         else:
             observer = Observer.resumed(left.seen, left.graph, before, (), (), recorder)
         observer.went_alone(
-            ran, headroom.leaves // 2, self._made.alive(), self._handles.alive(), recorder
+            ran,
+            headroom.leaves // 2,
+            headroom.leaves_read(),
+            self._made.alive(),
+            self._handles.alive(),
+            recorder,
         )
         self._told(observer, self.owner.place if left is None else left.seen.place)
         self._nobody_counts()
