@@ -2,27 +2,35 @@
 //
 // Problem and rejected: see `lowtide/observing/reached.py`. Invariant: the spans are in order, and the number
 // of the newest node when something is saved for a reached one is in one of them. That is the node's own
-// number, or, for an operation in place on a view, the one before its `CopySlices`; while the forward of a
-// custom Function runs, any number up to the next node's.
+// number, or the next one's: an operation in place clones what it overwrites, to save it, and that is a node.
+// On a view, its own node is in no graph, but the `CopySlices` that is made last. While the forward of a
+// custom Function runs, the number is any up to the next node's.
 #pragma once
 
 #include "headroom.h"
+
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <limits>
 #include <map>
 
 namespace lowtide {
 
+inline bool is_write_to_view(const torch::autograd::Node* node) {
+  return dynamic_cast<const torch::autograd::CopySlices*>(node) != nullptr;
+}
+
 // None outside a backward, else [(first, last), ...].
 inline PyObject* reached(PyObject*, PyObject*) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   const auto* some = torch::autograd::get_current_graph_task_exec_info();
   if (!in_backward() || nodes == nullptr) Py_RETURN_NONE;
-  std::map<int64_t, bool> numbers;  // -> whether it is a custom Function
+  std::map<int64_t, torch::autograd::Node*> numbers;
   auto add = [&](torch::autograd::Node* node) {
     uint64_t number = node->sequence_nr();
     if (number > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) return;  // a leaf's
-    numbers[static_cast<int64_t>(number)] |= is_custom(node);
+    auto& found = numbers[static_cast<int64_t>(number)];  // that of another thread may have the same
+    if (found == nullptr || is_custom(node)) found = node;
   };
   if (auto running = torch::autograd::get_current_node()) add(running.get());  // perhaps the root
   for (auto* node : *nodes) {
@@ -33,12 +41,13 @@ inline PyObject* reached(PyObject*, PyObject*) {
     add(node);
   }
   Owned spans(checked(PyList_New(0)));
-  for (auto at = numbers.begin(); at != numbers.end(); ++at) {
+  int64_t before = 0;
+  for (auto at = numbers.begin(); at != numbers.end(); before = (at++)->first) {
     auto next = std::next(at);
-    int64_t last = at->first;
-    if (at->second) last = next == numbers.end() ? std::numeric_limits<int64_t>::max() : next->first - 1;
-    Owned span(checked(Py_BuildValue("(LL)", static_cast<long long>(at->first - 1),
-                                     static_cast<long long>(last))));
+    bool custom = is_custom(at->second), write = is_write_to_view(at->second);
+    int64_t first = write ? before : at->first - 1, last = at->first + 1;
+    if (custom) last = next == numbers.end() ? std::numeric_limits<int64_t>::max() : next->first;
+    Owned span(checked(Py_BuildValue("(LL)", static_cast<long long>(first), static_cast<long long>(last))));
     if (PyList_Append(spans.get(), span.get()) < 0) return nullptr;
   }
   return spans.release();
