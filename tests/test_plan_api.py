@@ -342,6 +342,10 @@ def change(data: dict[str, Any], key: str, value: object) -> None:
     data[key] = value
 
 
+def change_first(numbers: list[int], value: int) -> None:
+    numbers[0] = value
+
+
 DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another format": (lambda d: change(d, "format", "lowtide.graph"), "its format is"),
     "another version": (lambda d: change(d, "version", 99), "has version 99"),
@@ -360,6 +364,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "source": (lambda d: change(d, "source", "a dream"), "a dream"),
     "seen": (lambda d: d["live"].pop(), "'live' must be a list of"),
     "parameters": (lambda d: change(d, "parameters", [[1]]), "pairs of numbers"),
+    "more than 64 bits": (lambda d: change(d["graph"], "turn", 10**30), "whole number"),
+    "more bytes than there are": (lambda d: change_first(d["live"], 10**30), "'live' must be"),
 }
 
 

@@ -18,7 +18,7 @@ from lowtide.observing.externals import externals_of
 from lowtide.observing.rebuild import OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention
-from lowtide.planner.fields import read_document
+from lowtide.planner.fields import is_whole, read_document
 
 FORMAT = "lowtide.plan"
 VERSION = 6
@@ -126,7 +126,7 @@ def _seen(graph: Graph, data: dict[str, Any]) -> Seen:
     )
     pairs = data.get("parameters")
     if not isinstance(pairs, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or not all(type(n) is int for n in pair)
+        not isinstance(pair, list) or len(pair) != 2 or not all(map(is_whole, pair))
         for pair in pairs
     ):
         raise UsageError("damaged document: 'parameters' must be a list of pairs of numbers")
@@ -177,8 +177,7 @@ def _rows(
         not isinstance(rows, list)
         or len(rows) != count
         or not all(
-            (optional and row is None)
-            or (isinstance(row, list) and all(type(n) is int for n in row))
+            (optional and row is None) or (isinstance(row, list) and all(map(is_whole, row)))
             for row in rows
         )
     ):
@@ -190,7 +189,7 @@ def _whole(data: dict[str, Any], key: str, count: int | None) -> list[int]:
     numbers = data.get(key)
     if (
         not isinstance(numbers, list)
-        or any(type(number) is not int or number < 0 for number in numbers)
+        or any(not is_whole(number) or number < 0 for number in numbers)
         or (count is not None and len(numbers) != count)
     ):
         wanted = "" if count is None else f"{count} "

@@ -30,7 +30,7 @@ inline PyObject* reached(PyObject*, PyObject*) {
     uint64_t number = node->sequence_nr();
     if (number > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) return;  // a leaf's
     auto& found = numbers[static_cast<int64_t>(number)];  // that of another thread may have the same
-    if (found == nullptr || is_custom(node)) found = node;
+    if (found == nullptr || is_custom(node) || is_write_to_view(node)) found = node;
   };
   if (auto running = torch::autograd::get_current_node()) add(running.get());  // perhaps the root
   for (auto* node : *nodes) {

@@ -13,6 +13,8 @@ from typing import Any
 
 from lowtide.errors import UsageError
 
+_MOST = 2**53  # bytes, places and counts are far below; compiled code adds them up in 64 bits
+
 
 def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
     """Parse a JSON document and check that it is of this kind and version."""
@@ -40,8 +42,12 @@ def rows(data: dict[str, Any], key: str, width: int) -> list[list[Any]]:
     return rows
 
 
+def is_whole(item: object) -> bool:
+    return type(item) is int and -_MOST < item < _MOST
+
+
 def whole(item: object) -> int:
-    if type(item) is not int:
+    if type(item) is not int or not is_whole(item):
         raise UsageError(f"damaged document: {item!r} stands where a whole number belongs")
     return item
 
