@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import _compat
-from lowtide.observing.reached import Reached
+from lowtide.observing.reached import UNKNOWN, Nodes, Numbers, Reached
 
 pytestmark = [
     pytest.mark.skipif("lowtide.engine.name() != 'compiled'", reason="needs the compiled core"),
@@ -100,11 +100,11 @@ def test_an_unused_output_that_is_held(how: str, share: float) -> None:
 # ------------------------------------------------------------------------------ autograd's answer
 
 
-def numbered(run: Callable[[], Tensor]) -> tuple[Tensor, range]:
+def numbered(run: Callable[[], Any]) -> tuple[Any, Numbers]:
     """A result, and the numbers of the nodes that were made for it."""
     before = _compat.newest_node()
     made = run()
-    return made, range(before + 1, _compat.newest_node() + 1)
+    return made, (before + 1, _compat.newest_node())
 
 
 def asked_in(backward: Callable[[], object], through: Tensor) -> Reached:
@@ -115,27 +115,30 @@ def asked_in(backward: Callable[[], object], through: Tensor) -> Reached:
     return found[0]
 
 
+def each(nodes: Numbers) -> list[Numbers]:
+    return [(number, number) for number in range(nodes[0], nodes[1] + 1)]
+
+
 def test_siblings_of_the_first_node_are_reached() -> None:
     x = torch.randn(8, requires_grad=True)
     stem, below = numbered(lambda: x.sin())
     (left, a), (right, b) = numbered(lambda: stem.exp().tanh()), numbered(lambda: stem.cos().exp())
-    _, aside = numbered(lambda: stem.sigmoid().tanh().exp().cos())
-    _, gap = numbered(lambda: stem.neg())
+    _, aside = numbered(lambda: stem.sigmoid().tanh())
     loss = left.sum() + right.sum()
     reached = asked_in(loss.backward, right)
-    assert all(map(reached.asks, [*below, *a, *b]))
-    assert not any(map(reached.asks, aside[1:]))  # the first follows one that is reached
-    assert len(gap) == 1
+    assert all(map(reached.asks, [*each(below), *each(a), *each(b)]))
+    assert not any(map(reached.asks, [*each(aside), aside]))
+    assert reached.asks((b[1], aside[1]))  # one of them
+    assert reached.asks((aside[0], aside[1] + 1))
 
 
 def test_inputs_restrict_what_is_reached() -> None:
     x, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     (one, a), (two, b) = numbered(lambda: x.sin().exp().tanh()), numbered(lambda: y.cos().exp())
-    numbered(lambda: y.neg())
     loss = (one * two).sum()
     reached = asked_in(lambda: torch.autograd.grad(loss, x), one)
-    assert all(map(reached.asks, a))
-    assert not reached.asks(b[1])  # the first follows one that is reached
+    assert all(map(reached.asks, each(a)))
+    assert not reached.asks(b)
 
 
 def test_all_that_runs_in_a_custom_function_is_reached() -> None:
@@ -143,24 +146,43 @@ def test_all_that_runs_in_a_custom_function_is_reached() -> None:
     made, inside = numbered(lambda: Detached.apply(x))
     after, _ = numbered(lambda: made.exp())
     reached = asked_in(after.sum().backward, after)
-    assert len(inside) > 2
-    assert all(map(reached.asks, inside))
+    assert len(each(inside)) > 2
+    assert all(map(reached.asks, each(inside)))
 
 
 def test_writes_to_views_are_reached() -> None:
     x = torch.randn(8, requires_grad=True)
     base = x * 1.0
-
-    def write() -> Tensor:
-        base[:4].mul_(x[:4])
-        return base
-
-    _, inside = numbered(write)
+    view, other = base[:4], x[:4]
+    first = _compat.newest_node() + 1
+    view.mul_(other)
+    assert base.grad_fn is not None
+    last = base.grad_fn._sequence_nr()  # the view has a new node of its own after that
     reached = asked_in(base.sum().backward, x)
-    assert all(map(reached.asks, inside))
+    assert last - first >= 2
+    assert all(map(reached.asks, each((first, last))))
+
+
+def test_what_a_call_makes_besides_counts_as_its_own() -> None:
+    """A clone of what is overwritten is made, and saved, after the node itself."""
+    x = torch.randn(8, requires_grad=True)
+    y, nodes = x * 1.0, Nodes()
+    first = _compat.newest_node() + 1
+    torch.tanh(y)  # its node saves its result
+    nodes.ran()
+    assert nodes.saving() == (first, first)
+    y.exp(), y.clone()
+    assert nodes.saving() == (first + 1, first + 2)
+    nodes.ran()
+    assert nodes.saving() == (first + 1, first + 2)
+    nodes.ran()  # an operation without a node
+    assert Reached().asks(nodes.saving())
 
 
 def test_outside_of_a_backward_everything_may_be_asked_for() -> None:
-    assert Reached().asks(_compat.newest_node())
+    newest = _compat.newest_node()
+    assert Reached().asks((newest, newest))
     x = torch.randn(8, requires_grad=True)
-    assert asked_in(x.exp().sum().backward, x).asks(-1)  # of unknown nodes, too
+    reached = asked_in(x.exp().sum().backward, x)
+    assert reached.asks(UNKNOWN)
+    assert not reached.asks((newest, newest))

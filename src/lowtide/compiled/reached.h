@@ -1,10 +1,9 @@
 // The nodes that the running backward reaches.
 //
-// Problem and rejected: see `lowtide/observing/reached.py`. Invariant: the spans are in order, and the number
-// of the newest node when something is saved for a reached one is in one of them. That is the node's own
-// number, or the next one's: an operation in place clones what it overwrites, to save it, and that is a node.
-// On a view, its own node is in no graph, but the `CopySlices` that is made last. While the forward of a
-// custom Function runs, the number is any up to the next node's.
+// Problem and rejected: see `lowtide/observing/reached.py`. Invariant: the spans are in order, and if something
+// was saved for a reached node, one of them has a number that was given to a node for it. A write to a view is
+// in no graph, but the `CopySlices` that is made when it is over. While the forward of a custom Function runs,
+// nodes of other graphs may be made.
 #pragma once
 
 #include "headroom.h"
@@ -45,7 +44,7 @@ inline PyObject* reached(PyObject*, PyObject*) {
   for (auto at = numbers.begin(); at != numbers.end(); before = (at++)->first) {
     auto next = std::next(at);
     bool custom = is_custom(at->second), write = is_write_to_view(at->second);
-    int64_t first = write ? before : at->first - 1, last = at->first + 1;
+    int64_t first = write ? before : at->first, last = at->first;
     if (custom) last = next == numbers.end() ? std::numeric_limits<int64_t>::max() : next->first;
     Owned span(checked(Py_BuildValue("(LL)", static_cast<long long>(first), static_cast<long long>(last))));
     if (PyList_Append(spans.get(), span.get()) < 0) return nullptr;

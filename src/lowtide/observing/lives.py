@@ -3,7 +3,7 @@
 Problem: what a value costs depends on when it is last needed: by a handle of autograd, by the
 program, or by a graph that dies before backward. Invariant: only weak references are kept, so that
 watching a step prolongs no life; all times are numbers of operations in the forward, and of
-requests in backward. Imports `_compat`, names, rebuild and the tape. Rejected: looking after each
+requests in backward. Imports names, reached, rebuild and the tape. Rejected: looking after each
 operation for what has died, a walk over all values each time.
 """
 
@@ -15,15 +15,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide import _compat
 from lowtide.observing.names import Names
+from lowtide.observing.reached import UNKNOWN, Nodes, Numbers
 from lowtide.observing.rebuild import FOREVER, OpLog
 from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:
     from lowtide.memory.marks import Marks
-
-UNKNOWN = -1  # in place of a node's number
 
 
 class Lives:
@@ -40,7 +38,8 @@ class Lives:
         self.names = Names()
         self.ops: list[OpLog] = []
         self.last_save: list[tuple[int, int]] = []  # (value, operations recorded when saved)
-        self.nodes: list[int] = []  # autograd's number of the node that each save is for, about
+        self.nodes: list[Numbers] = []  # those that each of these saves may be for
+        self.making = Nodes()
         self.first: dict[tuple[int, int], int] = {}  # such a save -> its value then, if it moved
         self.requests: list[tuple[int, int, int, int]] = []  # (value, operation, mark in, mark out)
         self.released: dict[int, int] = {}
@@ -79,7 +78,7 @@ class Lives:
             self._found(number)
         self.forgotten.pop(number, None)
         self.last_save.append((number, handle.sequence))
-        self.nodes.append(_compat.newest_node())
+        self.nodes.append(self.making.saving())
         self._handles[number] = self._handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
         weak, sequence = weak_to(value), handle.sequence

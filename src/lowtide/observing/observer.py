@@ -182,6 +182,7 @@ class Observer(CutOff):
         begin, self._begin = self._begin, None
         unseen, self._draws = self._draws, None
         mark = self.memory.mark() if self.memory is not None else 0
+        self.making.ran()
         tensors = tensors_in(args, kwargs)
         sparse = sparse_gradient(op.facts.name, args)
         self.leaves.ran(tensors, sparse)
@@ -408,8 +409,8 @@ class Observer(CutOff):
         reached = Reached()
         later = Counter(
             save
-            for save, node in zip(self.last_save, self.nodes, strict=True)
-            if save[1] > first + 1 or not reached.asks(node)
+            for save, nodes in zip(self.last_save, self.nodes, strict=True)
+            if save[1] > first + 1 or not reached.asks(nodes)
         )
         gone = Counter(save for save in self.last_save if not self._handles.get(save[0]))
         passed = later | gone

@@ -3,16 +3,44 @@
 Problem: what a backward does not ask for stays in memory as long as its graph lives (the unused
 output of another head that a variable holds), and a plan that expects it to be released lets the
 step exceed its limit. Invariant: where it is not sure that a node is passed over, it counts as
-reached: one whose number is not known, everything without the compiled core, which alone can ask
-autograd, and what was saved after a custom Function began, until the next node. Imports engine.
-Rejected: the nodes that can be reached from the first one that asks, which has siblings.
+reached: one of which nothing is known, everything without the compiled core, which alone can ask
+autograd, and what was saved after a custom Function began, until the next node. Imports `_compat`
+and the engine. Rejected: the nodes that can be reached from the first one that asks, which has
+siblings.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 
-from lowtide import engine
+from lowtide import _compat, engine
+
+Numbers = tuple[int, int]
+"""The first and the last number of the nodes that were made for a call; none: nothing is known."""
+
+UNKNOWN: Numbers = (0, -1)
+
+
+class Nodes:
+    """For which of autograd's nodes something is saved.
+
+    A node is made before its operation runs and saves tensors before and after that. Others may be
+    made for the same call: clones of what it overwrites, views whose base was written to.
+    """
+
+    def __init__(self) -> None:
+        self._newest = _compat.newest_node()
+        self._last = UNKNOWN
+
+    def ran(self) -> None:
+        """An operation has run."""
+        newest = _compat.newest_node()
+        self._last, self._newest = (self._newest + 1, newest), newest
+
+    def saving(self) -> Numbers:
+        """Something is saved now: for the last operation, or for one that is about to run."""
+        newest = _compat.newest_node()
+        return self._last if newest == self._newest else (self._newest + 1, newest)
 
 
 class Reached:
@@ -20,13 +48,12 @@ class Reached:
 
     def __init__(self) -> None:
         core = engine.core()
-        spans = None if core is None else core.reached()
-        self._spans: list[tuple[int, int]] | None = spans
+        self._spans: list[Numbers] | None = None if core is None else core.reached()
 
-    def asks(self, node: int) -> bool:
-        """Whether the node with this number may ask for what was saved for it."""
-        if self._spans is None or node < 0:
+    def asks(self, nodes: Numbers) -> bool:
+        """Whether one of these nodes may ask for what was saved for it."""
+        first, last = nodes
+        if self._spans is None or first > last:
             return True
-        at = bisect_right(self._spans, (node, node)) - 1
-        candidates = self._spans[max(at, 0) : at + 2]
-        return any(first <= node <= last for first, last in candidates)
+        at = bisect_left(self._spans, first, key=lambda span: span[1])
+        return at < len(self._spans) and self._spans[at][0] <= last
