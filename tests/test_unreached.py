@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide.observing.reached import UNKNOWN, Nodes, Numbers, Reached
 
 pytestmark = [
@@ -107,9 +107,13 @@ def numbered(run: Callable[[], Any]) -> tuple[Any, Numbers]:
     return made, (before + 1, _compat.newest_node())
 
 
+def reached() -> Reached:
+    return Reached(engine.core().reached())
+
+
 def asked_in(backward: Callable[[], object], through: Tensor) -> Reached:
     found: list[Reached] = []
-    handle = through.register_hook(lambda _: found.append(Reached()))
+    handle = through.register_hook(lambda _: found.append(reached()))
     backward()
     handle.remove()
     return found[0]
@@ -125,29 +129,29 @@ def test_siblings_of_the_first_node_are_reached() -> None:
     (left, a), (right, b) = numbered(lambda: stem.exp().tanh()), numbered(lambda: stem.cos().exp())
     _, aside = numbered(lambda: stem.sigmoid().tanh())
     loss = left.sum() + right.sum()
-    reached = asked_in(loss.backward, right)
-    assert all(map(reached.asks, [*each(below), *each(a), *each(b)]))
-    assert not any(map(reached.asks, [*each(aside), aside]))
-    assert reached.asks((b[1], aside[1]))  # one of them
-    assert reached.asks((aside[0], aside[1] + 1))
+    found = asked_in(loss.backward, right)
+    assert all(map(found.asks, [*each(below), *each(a), *each(b)]))
+    assert not any(map(found.asks, [*each(aside), aside]))
+    assert found.asks((b[1], aside[1]))  # one of them
+    assert found.asks((aside[0], aside[1] + 1))
 
 
 def test_inputs_restrict_what_is_reached() -> None:
     x, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     (one, a), (two, b) = numbered(lambda: x.sin().exp().tanh()), numbered(lambda: y.cos().exp())
     loss = (one * two).sum()
-    reached = asked_in(lambda: torch.autograd.grad(loss, x), one)
-    assert all(map(reached.asks, each(a)))
-    assert not reached.asks(b)
+    found = asked_in(lambda: torch.autograd.grad(loss, x), one)
+    assert all(map(found.asks, each(a)))
+    assert not found.asks(b)
 
 
 def test_all_that_runs_in_a_custom_function_is_reached() -> None:
     x = torch.randn(8, requires_grad=True)
     made, inside = numbered(lambda: Detached.apply(x))
     after, _ = numbered(lambda: made.exp())
-    reached = asked_in(after.sum().backward, after)
+    found = asked_in(after.sum().backward, after)
     assert len(each(inside)) > 2
-    assert all(map(reached.asks, each(inside)))
+    assert all(map(found.asks, each(inside)))
 
 
 def test_writes_to_views_are_reached() -> None:
@@ -158,9 +162,9 @@ def test_writes_to_views_are_reached() -> None:
     view.mul_(other)
     assert base.grad_fn is not None
     last = base.grad_fn._sequence_nr()  # the view has a new node of its own after that
-    reached = asked_in(base.sum().backward, x)
+    found = asked_in(base.sum().backward, x)
     assert last - first >= 2
-    assert all(map(reached.asks, each((first, last))))
+    assert all(map(found.asks, each((first, last))))
 
 
 def test_what_a_call_makes_besides_counts_as_its_own() -> None:
@@ -176,13 +180,13 @@ def test_what_a_call_makes_besides_counts_as_its_own() -> None:
     nodes.ran()
     assert nodes.saving() == (first + 1, first + 2)
     nodes.ran()  # an operation without a node
-    assert Reached().asks(nodes.saving())
+    assert reached().asks(nodes.saving())
 
 
 def test_outside_of_a_backward_everything_may_be_asked_for() -> None:
     newest = _compat.newest_node()
-    assert Reached().asks((newest, newest))
+    assert reached().asks((newest, newest))
     x = torch.randn(8, requires_grad=True)
-    reached = asked_in(x.exp().sum().backward, x)
-    assert reached.asks(UNKNOWN)
-    assert not reached.asks((newest, newest))
+    found = asked_in(x.exp().sum().backward, x)
+    assert found.asks(UNKNOWN)
+    assert not found.asks((newest, newest))

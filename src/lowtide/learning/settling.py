@@ -9,7 +9,7 @@ rests, planner, report. Rejected: going on, which is how other tools run out of 
 
 from __future__ import annotations
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning import idling
 from lowtide.learning.guesses import least_peak, sparing_graph, sparingly
@@ -47,7 +47,8 @@ class Settling(Planning):
     def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
         """The step differs from its plan: plan its backward from what is still held. `again`: it
         had another one, which has decided for good what it held."""
-        prepared = decisions.prepared
+        prepared, core = decisions.prepared, engine.core()
+        observer.spans = None if core is None else core.reached()
         graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
         held = observer.held_from_forward()
         if not graph.events:

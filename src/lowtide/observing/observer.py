@@ -30,8 +30,8 @@ from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
 from lowtide.observing.logs import Alone, unwatched, what_ran
-from lowtide.observing.reached import Reached
-from lowtide.observing.rebuild import OpLog, rebuild
+from lowtide.observing.reached import Numbers, Reached
+from lowtide.observing.rebuild import OpLog, rebuild, released_last
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
@@ -66,6 +66,7 @@ class Observer(CutOff):
         self.passed = False  # backward does not ask for all that is saved, see `graph_from`
         self.estimated = range(0)  # operations that nobody watched
         self.sparing = False  # what is guessed of custom Functions and of FSDP2 is the least
+        self.spans: list[Numbers] | None = None  # of the nodes that the running backward reaches
         self.retains = False  # backward releases nothing that was saved: it may run again
         self.behind = 0  # bytes that backward may take in the graphs of earlier steps
         self.withheld = 0  # bytes that those of this context would hold more under a larger limit
@@ -406,19 +407,20 @@ class Observer(CutOff):
         later is not asked for in this backward, nor is what was saved for nodes that it does not
         reach. As long as autograd has it, the record can make it again, so a plan decides whether
         to hold it; and `passed` is set: another backward may ask for it."""
-        reached = Reached()
+        reached = Reached(self.spans)
         later = Counter(
             save
             for save, nodes in zip(self.last_save, self.nodes, strict=True)
             if save[1] > first + 1 or not reached.asks(nodes)
         )
         gone = Counter(save for save in self.last_save if not self._handles.get(save[0]))
-        passed = later | gone
-        self.passed = bool(later.keys() - gone.keys())
-        dead, self.dead = self.dead, self.dead + passed
+        dead, self.dead = self.dead, self.dead | later | gone
+        alive = [save for save, count in later.items() if save not in gone and count > dead[save]]
+        asked = {number for number, _ in Counter(self.last_save) - self.dead}
+        self.passed = bool(alive)
         requests, self.requests = self.requests, []  # those of an earlier backward of the step
         try:
-            return self.graph()
+            return released_last(self.graph(), {number for number, _ in alive} - asked)
         finally:
             self.dead, self.requests = dead, requests
 

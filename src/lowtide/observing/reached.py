@@ -4,8 +4,8 @@ Problem: what a backward does not ask for stays in memory as long as its graph l
 output of another head that a variable holds), and a plan that expects it to be released lets the
 step exceed its limit. Invariant: where it is not sure that a node is passed over, it counts as
 reached: one of which nothing is known, everything without the compiled core, which alone can ask
-autograd, and what was saved after a custom Function began, until the next node. Imports `_compat`
-and the engine. Rejected: the nodes that can be reached from the first one that asks, which has
+autograd, and what was saved after a custom Function began, until the next node. Imports `_compat`.
+Rejected: the nodes that can be reached from the first one that asks, which has
 siblings.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from lowtide import _compat, engine
+from lowtide import _compat
 
 Numbers = tuple[int, int]
 """The first and the last number of the nodes that were made for a call; none: nothing is known."""
@@ -44,11 +44,10 @@ class Nodes:
 
 
 class Reached:
-    """The nodes of the backward that runs on this thread, by their numbers."""
+    """The nodes of the running backward, by their numbers."""
 
-    def __init__(self) -> None:
-        core = engine.core()
-        self._spans: list[Numbers] | None = None if core is None else core.reached()
+    def __init__(self, spans: list[Numbers] | None) -> None:
+        self._spans = spans  # see `compiled/reached.h`; None: nobody knows
 
     def asks(self, nodes: Numbers) -> bool:
         """Whether one of these nodes may ask for what was saved for it."""

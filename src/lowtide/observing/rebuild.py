@@ -329,6 +329,16 @@ def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
     return replace(graph, events=tuple(events))
 
 
+def released_last(graph: Graph, numbers: Iterable[int]) -> Graph:
+    """The step if autograd keeps its handles on these values to the end of the backward."""
+    if not graph.events:
+        return graph
+    *events, last = graph.events
+    more = set(numbers).difference(last.releases)
+    last = replace(last, releases=tuple(sorted({*last.releases, *more})))
+    return replace(graph, events=(*events, last))
+
+
 def _measured_events(
     seen: Observer, sizes: list[int], externals: Iterable[External]
 ) -> tuple[Event, ...]:
