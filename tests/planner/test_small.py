@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from graphs import NETWORKS, random_graph
 
-from lowtide.planner import HOLD, Graph, Simulator, keep_all, minimum, simulate, solve
+from lowtide.planner import HOLD, Graph, Simulator, Solution, keep_all, minimum, simulate, solve
 from lowtide.planner import auto as solvers
 from lowtide.planner.repair import Candidate, Problem
 from lowtide.planner.search import Search
 from lowtide.planner.small import SHARE, holding_small
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 
-def search_of(graph: Graph, limit: int) -> Search:
+@functools.cache
+def network(name: str) -> tuple[Graph, Solution]:
+    """A step, and its plan of the lowest peak."""
+    graph = NETWORKS[name]()
+    return graph, minimum(graph)
+
+
+def search_of(graph: Graph, limit: int, lowest: Solution) -> Search:
     """A search that has found the plan of the lowest peak, which drops all that it can."""
     search = Search(Problem(Simulator(graph)), limit, float("inf"))
-    retain = list(minimum(graph).plan.retain)
+    retain = list(lowest.plan.retain)
     search.best = Candidate(retain, search.problem.run(retain))
     return search
 
 
-def limit_at(graph: Graph, share: float) -> int:
+def limit_at(name: str, share: float) -> int:
     """Between the lowest peak (0) and that with everything kept (1)."""
-    lowest = minimum(graph).peak
-    return lowest + int(share * (simulate(graph, keep_all(graph).retain).peak - lowest))
+    graph, lowest = network(name)
+    most = simulate(graph, keep_all(graph).retain).peak
+    return lowest.peak + int(share * (most - lowest.peak))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
 def test_it_fits_takes_no_longer_and_changes_only_small_values(name: str, share: float) -> None:
-    graph = NETWORKS[name]()
-    limit = limit_at(graph, share)
-    search = search_of(graph, limit)
+    graph, lowest = network(name)
+    limit = limit_at(name, share)
+    search = search_of(graph, limit, lowest)
     before = search.best
     found, settled = holding_small(search)
     assert found.result.peak <= limit
@@ -49,7 +62,8 @@ def test_nothing_that_may_not_be_held_is_held() -> None:
     held = 0
     for seed in range(60):
         graph = random_graph(seed, 30)
-        search = search_of(graph, 10**6 * max(value.nbytes for value in graph.values))
+        limit = 10**6 * max(value.nbytes for value in graph.values)
+        search = search_of(graph, limit, minimum(graph))
         _, settled = holding_small(search)  # under such a limit, every value is small
         assert not settled & (
             search.problem.gone | {v for v, f in enumerate(search.problem.fixed) if f}
@@ -59,8 +73,8 @@ def test_nothing_that_may_not_be_held_is_held() -> None:
 
 
 def test_it_saves_time_near_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = NETWORKS["unet"]()
-    limit = limit_at(graph, 0.02)
+    graph, _ = network("unet")
+    limit = limit_at("unet", 0.02)
     found = solve(graph, limit)
     assert found.method == "small"
     assert found.peak <= limit
