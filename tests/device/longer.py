@@ -30,11 +30,14 @@ from lowtide import engine
 from lowtide.loop import Loop
 from lowtide.running.decide import StepDecisions
 
-STEPS = 40
 MEASURED = 10  # so many steps are measured, for a budget may reset the allocator's counters in them
 ACTIVATIONS = ("gelu", "silu", "relu", "tanh")
 Peaks = list[int]
 Training = Callable[[Place, lowtide.Budget | None, Peaks], list[Tensor]]
+
+
+def steps_of(place: Place) -> int:
+    return 24 if place.quick else 60
 
 
 def compared(place: Place, train: Training, limit: lowtide.Budget, largest: int) -> list[int]:
@@ -67,7 +70,7 @@ def repeated(place: Place, limit: lowtide.Budget | None, peaks: Peaks, kind: str
     """Equal steps; what the last ones leave."""
     net = build(place, kind)
     left: list[Tensor] = []
-    for number in range(STEPS):
+    for number in range(steps_of(place)):
         torch.manual_seed(100 + number)
         x = net.example()
         clear(net)
@@ -75,7 +78,7 @@ def repeated(place: Place, limit: lowtide.Budget | None, peaks: Peaks, kind: str
         count = peak if number < MEASURED else peak_by_torch
         peaks.append(count(place, lambda x=x, to=losses: to.append(one(net, x, limit))))
         settle()
-        if number >= STEPS - 3:
+        if number >= steps_of(place) - 3:
             left += left_behind(net, losses[0])
     return left
 
@@ -95,8 +98,10 @@ def idle(place: Place, kind: str) -> str:
     peaks = compared(place, train, limit, allowed)
     count = limit.report().idle_steps
     if not count and engine.name() == "compiled":
-        raise AssertionError(f"none of {STEPS} steps went unrecorded")
-    return f"{count} of {STEPS} steps were not recorded; {max(peaks) / MIB:.2f} MiB at most"
+        raise AssertionError(f"none of {steps_of(place)} steps went unrecorded")
+    return (
+        f"{count} of {steps_of(place)} steps were not recorded; {max(peaks) / MIB:.2f} MiB at most"
+    )
 
 
 # ------------------------------------------------------------------------------ other each time
@@ -128,7 +133,7 @@ def changing(
     net, draw = Changing(place).to(place.device), random.Random(1)
     unit = 4 if place.quick else 32
     left: list[Tensor] = []
-    for number in range(2 * STEPS):
+    for number in range(2 * steps_of(place)):
         torch.manual_seed(number)
         x = torch.randn(4, unit * draw.randint(2, 8), net.width, device=place.device)
         depth = 4 if kinds == 1 else draw.randint(2, 8)
