@@ -53,7 +53,7 @@ def test_everything_runs(
     said = capsys.readouterr().out
     assert code == 0, said
     found = json.loads(output.read_text())
-    assert {one["name"] for one in found["checks"]} == set(check_device.every_check())
+    assert {one["name"] for one in found["checks"]} > set(check_device.every_check())
     assert Counter(one["verdict"] for one in found["checks"])["FAILED"] == 0
     skipped = {one["name"]: one["says"] for one in found["checks"] if one["verdict"] == "skipped"}
     assert skipped.keys() == FOR_CUDA
