@@ -15,7 +15,7 @@ from lowtide.backward.modelled import look_closer
 from lowtide.dryrun.run import Dry
 from lowtide.errors import UsageError
 from lowtide.observing.externals import externals_of
-from lowtide.observing.rebuild import OpLog
+from lowtide.observing.logs import OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention
 from lowtide.planner.fields import is_whole, read_document

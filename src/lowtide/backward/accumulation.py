@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from lowtide.observing.leaves import Leaves, Read
-    from lowtide.observing.rebuild import OpLog
+    from lowtide.observing.logs import OpLog
 
 
 _OF_ITS_OWN = 1 << 62  # an operation's own gradient comes before those of views that it reads

@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
-    from lowtide.observing.rebuild import OpLog
 
 Save = tuple[int, int]
 """(value, operations recorded when it was saved)"""

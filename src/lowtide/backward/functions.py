@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
-    from lowtide.observing.rebuild import OpLog
 
 
 def ends(seen: Observer) -> set[int]:

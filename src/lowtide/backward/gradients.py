@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from lowtide.observing.rebuild import OpLog
+    from lowtide.observing.logs import OpLog
 
 
 # Parts of the names of operators whose kernels copy a gradient that is not contiguous, as measured

@@ -24,8 +24,8 @@ from lowtide.kernels.workspace import scratchpad
 from lowtide.planner.graph import Event
 
 if TYPE_CHECKING:
+    from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
-    from lowtide.observing.rebuild import OpLog
 
 _COPY = "aten::clone"  # its backward needs nothing
 

@@ -17,7 +17,7 @@ import torch
 from lowtide import _compat
 
 if TYPE_CHECKING:
-    from lowtide.observing.rebuild import OpLog
+    from lowtide.observing.logs import OpLog
     from lowtide.tape.values import Ref, Value
 
 _AT_ONCE = 2  # gradients that are added up: their sum so far, and the next one

@@ -18,7 +18,7 @@ from lowtide.learning.effort import LESSONS
 from lowtide.learning.ranks import Known
 from lowtide.learning.varying import LARGER, Sizes, sizes_of, total
 from lowtide.memory import margins
-from lowtide.observing.rebuild import OpLog
+from lowtide.observing.logs import OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import (
     HOLD,

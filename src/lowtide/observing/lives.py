@@ -3,7 +3,7 @@
 Problem: what a value costs depends on when it is last needed: by a handle of autograd, by the
 program, or by a graph that dies before backward. Invariant: only weak references are kept, so that
 watching a step prolongs no life; all times are numbers of operations in the forward, and of
-requests in backward. Imports names, reached, rebuild and the tape. Rejected: looking after each
+requests in backward. Imports logs, names, reached and the tape. Rejected: looking after each
 operation for what has died, a walk over all values each time.
 """
 
@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lowtide.observing.logs import FOREVER, OpLog
 from lowtide.observing.names import Names
 from lowtide.observing.reached import UNKNOWN, Nodes, Numbers
-from lowtide.observing.rebuild import FOREVER, OpLog
 from lowtide.tape.values import Handle, Value
 
 if TYPE_CHECKING:

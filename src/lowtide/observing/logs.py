@@ -2,24 +2,119 @@
 
 Problem: a step is watched as it runs, or goes alone for a while and is watched after all; its graph
 must not depend on which. Invariant: both kinds of operations are noted here, in one way; what only
-the arguments show is added by an observer, or is the most that it may be. Imports rebuild and the
+the arguments show is added by an observer, or is the most that it may be. Imports operation and the
 tape. Rejected: a type of its own for operations that nobody watched, which each reader of a graph
 would have to know.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from lowtide.observing.rebuild import KEPT, OpLog
+from lowtide.backward.operation import Call
 from lowtide.tape.values import Operation, Value
 
 if TYPE_CHECKING:
     from lowtide.running.prepared import Signature
 
+FOREVER = 1 << 60
+KEPT = ", kept"  # after the name of an operation whose results are not replayed, in a signature
+
 # An operation of a step that nobody watched: its signature, the values that it made and overwrote,
 # the bytes that were live after it, and the most that it and its backward take.
 Alone = tuple["Signature", tuple[int, ...], tuple[int, ...], int, int, int]
+
+
+@dataclass(slots=True)
+class OpLog:
+    """One operation, as numbers: values by their number, sizes in bytes, times in seconds."""
+
+    name: str
+    seconds: float
+    reads: tuple[int, ...]
+    """As called, with repetitions; -1 for externals."""
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sizes: tuple[int, ...]
+    live: int
+    """Bytes of the recording's storages right after it."""
+    begin: int | None
+    """Mark after its random state was read, if it draws."""
+    mark: int
+    """Mark after it ran."""
+    workspace: int
+    """Bytes; modelled as closely as possible, see `lowtide.kernels.workspace`."""
+    temporaries: int
+    """Bytes that its backward takes, gradients of its inputs included; from sizes, until
+    `look_closer` has run `call`."""
+    left: int
+    """Those of them that remain when it is over."""
+    wanted: int
+    """Bytes of the gradients of its arguments, see `lowtide._compat.wanted_bytes`."""
+    receivers: tuple[int, ...]
+    """Inputs that its backward gives gradients to: as called, -1 for externals."""
+    viewing: tuple[int, ...] = ()
+    """Those whose gradients are views of the gradient of its output."""
+    saved: tuple[int, ...] | None = None
+    """Those of its outputs that autograd saves as its results; None: not known."""
+    whole: tuple[int, ...] = ()
+    """Inputs that it reads as they are, from their first to their last byte."""
+    pieces: tuple[int, ...] = ()
+    """Inputs of which it reads a piece made by `split` or `unbind`: the gradients of all pieces
+    exist before that of the whole is made of them."""
+    piece_sizes: tuple[int, ...] = ()
+    split: tuple[int, ...] = field(default=(), compare=False)
+    """Those made by `split`: zeros are made for pieces without a gradient. Not written into
+    files."""
+    views: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """(input, node) for those that it reads whole, but through a view: where the gradients of all
+    that reads the same view are added up. Not written into files."""
+    besides: int = 0
+    """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
+    gradient is made as large as the whole."""
+    through: tuple[int, int] | None = field(default=None, compare=False)
+    """If it writes its first argument through a view, with a gradient: bytes of the base and of the
+    view. Not written into files: `temporaries` and `left` contain what follows from it."""
+    turned: tuple[int, ...] = field(default=(), compare=False)
+    """Inputs that it reads whole, but through a view that is not contiguous. Not written into
+    files."""
+    remade: tuple[int, ...] = field(default=(), compare=False)
+    """Those whose gradients a view copies on the way: it has divided or joined dimensions that were
+    then permuted. Not written into files."""
+    athwart: tuple[int, ...] = field(default=(), compare=False)
+    """Those whose gradients it makes in the order in which it reads them: these are not contiguous
+    where the inputs are. Not written into files."""
+    overwrites: tuple[int, ...] = ()
+    """Values whose memory it writes in place."""
+    kept: bool = False
+    """It is never replayed, and what it makes is held for what needs it."""
+    lent: bool = field(default=False, compare=False)
+    """Whether something else may refer to a gradient that it gives to a leaf; not written."""
+    astray: dict[int, int] = field(default_factory=dict, compare=False)
+    """Its arguments, counting those that require grad, whose gradient may be laid out in memory in
+    another way than they are read, with the bytes that it takes; not written."""
+    node: bool = field(default=False, compare=False)
+    """Whether autograd is known to have made a node for it; not written into files."""
+    fell: tuple[int, int] | None = field(default=None, compare=False)
+    """If what another plan had held was dropped after it ran and before its mark: a mark after
+    that, and how many bytes. Not written into files."""
+    inside: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    """Marks around each replay since the operation before, for a backward inside the forward. Not
+    written into files."""
+    unseen: int | None = field(default=None, compare=False)
+    """Mark up to which something else may have run since the operation before, and been freed: a
+    call that is not recorded (rule 5). None: that is not told apart from the operation itself. Not
+    written into files."""
+    hidden: tuple[int, ...] | None = field(default=None, compare=False)
+    """If it ran without grad: the number of autograd's newest node then, and the leaves it read.
+    This and the next are not written into files."""
+    function: bool = field(default=False, compare=False)
+    """Whether it made the result of a custom Function."""
+    call: Call | None = None
+    """To run its backward on shapes alone, see `lowtide.backward.modelled.look_closer`."""
+    kind: Call | None = None
+    """Calls of one kind take the same time; None: no kind is known, or it was not timed."""
 
 
 def what_ran(

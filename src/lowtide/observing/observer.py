@@ -29,9 +29,9 @@ from lowtide.memory.marks import Marks
 from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
-from lowtide.observing.logs import Alone, unwatched, what_ran
+from lowtide.observing.logs import Alone, OpLog, unwatched, what_ran
 from lowtide.observing.reached import Numbers, Reached
-from lowtide.observing.rebuild import OpLog, rebuild, released_last
+from lowtide.observing.rebuild import rebuild, released_last
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.backward.modelled import look_closer
-from lowtide.observing.rebuild import OpLog
+from lowtide.observing.logs import OpLog
 from lowtide.tape.leafstates import GONE, HAS_GRADIENT, REQUIRES, states
 
 _KNOWN = 8  # states of the leaves for which the conclusion is remembered

@@ -18,7 +18,7 @@ from typing import Any
 from lowtide import _compat, engine
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.kernels.workspace import unfolds
-from lowtide.observing.rebuild import KEPT, OpLog
+from lowtide.observing.logs import KEPT, OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
 from lowtide.tape.values import Operation, Value, tensors_in
