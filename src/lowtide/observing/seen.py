@@ -3,7 +3,7 @@
 Problem: its operations show whether a step is the planned one, but not whether its backward is:
 freezing a parameter, or running a part under `no_grad`, changes what autograd saves and which
 gradients come, and no operation shows it. Invariant: no tensor is held; leaves are known by weak
-references. Imports leafstates, rebuild, modelled. Rejected: `requires_grad` in the signature of
+references. Imports leafstates, logs, modelled. Rejected: `requires_grad` in the signature of
 each operation, for which every planned step would have to look at every argument.
 """
 

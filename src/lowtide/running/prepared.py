@@ -2,7 +2,7 @@
 
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is made, and read by
-the decisions of every step that follows it, in Python or compiled. Imports planner, rebuild, seen,
+the decisions of every step that follows it, in Python or compiled. Imports planner, logs, seen,
 the records of a tape, workspace. Rejected: consulting the graph while the step runs.
 """
 
