@@ -111,6 +111,17 @@ def test_a_policy_is_a_frozen_comparable_picklable_value() -> None:
     assert "KeepNamed" in repr(KeepNamed("a") | KeepNothing())
 
 
+def test_a_function_combines_with_a_policy_on_either_side() -> None:
+    def sines(operation: OperationInfo) -> bool:
+        return operation.name == "aten::sin"
+
+    expected = CASES["either"][1]
+    for policy in (sines | KeepNamed("scores"), KeepNamed("scores") | sines):
+        assert run(policy).names() == expected
+    for policy in (sines & KeepOperators("sin", "mm"), KeepOperators("sin", "mm") & sines):
+        assert run(policy).names() == run(KeepOperators("sin")).names()
+
+
 def test_a_policy_of_ones_own_is_asked_once_an_operation() -> None:
     seen: list[OperationInfo] = []
 
@@ -281,6 +292,8 @@ def test_operators_themselves_are_names_too() -> None:
         ),  # type: ignore[list-item, arg-type]
         (lambda: KeepProducts() | None, r"a \| b: None cannot be combined\. Leave it out"),  # type: ignore[operator]
         (lambda: KeepProducts() & None, r"a & b: None cannot be combined\. Leave it out"),  # type: ignore[operator]
+        (lambda: None | KeepProducts(), r"a \| b: None cannot be combined\. Leave it out"),  # type: ignore[operator]
+        (lambda: KeepProducts | KeepNamed("a"), "is the class KeepProducts, not an instance"),  # type: ignore[operator]
     ],
 )
 def test_what_names_nothing_is_refused(make: Callable[[], object], told: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -86,11 +87,18 @@ class Policy(abc.ABC):
     def __call__(self, operation: OperationInfo) -> bool:
         """True: keep the output. False: drop it and recompute it if backward asks."""
 
-    def __or__(self, other: Policy) -> Policy:
+    def __or__(self, other: Policy | Callable[[OperationInfo], bool]) -> Policy:
         return Either(self, other)
 
-    def __and__(self, other: Policy) -> Policy:
+    def __and__(self, other: Policy | Callable[[OperationInfo], bool]) -> Policy:
         return Both(self, other)
+
+    # `function | policy`: a function answers as a policy does, and has no operators of its own.
+    def __ror__(self, other: Callable[[OperationInfo], bool]) -> Policy:
+        return Either(other, self)
+
+    def __rand__(self, other: Callable[[OperationInfo], bool]) -> Policy:
+        return Both(other, self)
 
 
 def keeps(policy: Any, operation: OperationInfo) -> bool:
@@ -238,8 +246,8 @@ class KeepNamed(Policy):
 class Either(Policy):
     """Keep what one of two policies keeps. Written ``a | b``."""
 
-    first: Policy
-    second: Policy
+    first: Policy | Callable[[OperationInfo], bool]
+    second: Policy | Callable[[OperationInfo], bool]
 
     def __post_init__(self) -> None:
         _check_both(self.first, self.second, "a | b")
@@ -252,8 +260,8 @@ class Either(Policy):
 class Both(Policy):
     """Keep what both policies keep. Written ``a & b``."""
 
-    first: Policy
-    second: Policy
+    first: Policy | Callable[[OperationInfo], bool]
+    second: Policy | Callable[[OperationInfo], bool]
 
     def __post_init__(self) -> None:
         _check_both(self.first, self.second, "a & b")
