@@ -2,8 +2,9 @@
 
 Tests that start whole programs run on one recorder only: the compiled one, if it can be built.
 Programs take seconds to start, and what differs between the recorders is tested without them. The
-same holds for tests that record nothing (of the planner, of kernels, of compiled code) and for
-DTensors, which the Python recorder alone records.
+same holds for tests that record nothing (of the planner, of kernels, of compiled code), for
+DTensors, which the Python recorder alone records, and for most tests of dry runs, which have a
+recorder of their own.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide._compat import fakes
 from lowtide.errors import DryRunWarning
+from once import on_one_recorder
 
 VERBS: dict[str, Callable[..., Any]] = {
     "plan": lowtide.plan,
@@ -24,8 +25,9 @@ VERBS: dict[str, Callable[..., Any]] = {
     "saved_tensors": lowtide.saved_tensors,
     "fit": lambda model, x: lowtide.fit(model, 1.0, example=x).remove(),
 }
-# What keeps a tensor is looked for among the objects that the collector knows, frozen ones not.
-pytestmark = pytest.mark.usefixtures("thawed")
+# What keeps a tensor is looked for among the objects that the collector knows, frozen ones not. A
+# dry run has a recorder of its own, whatever the engine is.
+pytestmark = [pytest.mark.usefixtures("thawed"), on_one_recorder]
 
 every_verb = pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 
