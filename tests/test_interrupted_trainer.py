@@ -25,9 +25,10 @@ pytest.importorskip("transformers")
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lowtide.transformers import MemoryBudget, enable
+from once import on_one_recorder
 from test_transformers import VOCABULARY, llama, step, train
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
 
 
 class Stop(TrainerCallback):  # type: ignore[misc, unused-ignore]

@@ -34,6 +34,7 @@ from lightning.pytorch.tuner import Tuner
 from lowtide.lightning import MemoryBudget, _TrainingStep
 
 pytestmark = [
+    on_one_recorder,  # what frameworks do differs in no recorder
     pytest.mark.usefixtures("one_thread", "short_search"),
     # Lightning's own advice and torch's notices about what Lightning calls
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
@@ -422,7 +423,6 @@ def test_a_compiled_module_runs_eagerly_and_says_so(
     assert same([*module.seen, *module.state_dict().values()], expected[:-1])
 
 
-@on_one_recorder
 def test_without_lightning_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"

@@ -17,13 +17,14 @@ import lowtide
 from by_hand import same
 from lowtide.errors import BudgetError, UsageError
 from lowtide.models.foreign import find_active_checkpointing
+from once import on_one_recorder
 
 pytest.importorskip("monai")
 
 from monai.data.meta_tensor import MetaTensor
 from monai.networks import nets
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
 
 
 def swin(**options: Any) -> nn.Module:

@@ -33,6 +33,7 @@ from lowtide.transformers import MemoryBudget, enable, set_checkpointing_functio
 
 # peft's warning, about transformers
 pytestmark = [
+    on_one_recorder,  # what frameworks do differs in no recorder
     pytest.mark.usefixtures("one_thread", "short_search"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
 ]
@@ -436,7 +437,6 @@ def test_a_copy_of_an_enabled_model_is_plain() -> None:
     assert set(vars(copied)) == set(vars(llama()))
 
 
-@on_one_recorder
 def test_without_transformers_the_error_names_the_extra() -> None:
     code = (
         "import sys\n"
