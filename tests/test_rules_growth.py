@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import tape_records
 from lowtide.tape import watch
+from lowtide.tape.regions import Region
+from lowtide.tape.values import Value
 
 
 def model() -> nn.Sequential:
@@ -97,3 +100,20 @@ def test_steps_leave_no_growth(
         if n - before[name] > max(60, steps // 4)
     }
     assert not grown, f"after {steps} steps there are more of {grown}"
+
+
+def test_what_another_thread_adds_to_a_storage_that_is_swept_stays_watched() -> None:
+    table, values = watch.Watched(), [Value(None, 0, Region(None, None)) for _ in range(2)]
+
+    class Racing(list[Any]):
+        """Another thread adds a value as soon as this was gone through."""
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            if len(values) == 2:
+                table.add(1, values.pop())
+
+    table._storages[1] = Racing()
+    late = values[1]
+    table.sweep()
+    assert table.pop(1) == [late]

@@ -134,6 +134,34 @@ def test_a_custom_operator_is_kept() -> None:
     assert x.grad is not None
 
 
+def library_with(namespace: str, name: str, calls: list[int]) -> tuple[Any, Any]:
+    """A library with one operator, which counts its calls; and the operator."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+
+    def run(x: Tensor) -> Tensor:
+        calls.append(1)
+        return x * len(calls)
+
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, run, "CompositeExplicitAutograd")
+    return library, getattr(getattr(torch.ops, namespace), name).default
+
+
+def test_an_operator_that_the_program_adds_to_torchs_is_kept() -> None:
+    calls: list[int] = []
+    library, counting = library_with("aten", "lowtide_tests_added", calls)
+    x = leaf(8)
+    lowtide.checkpoint(lambda x: (counting(x.detach().exp()) * x).sin(), x).sum().backward()
+    assert calls == [1]
+    library._destroy()
+    # The next operator may have its schema at the same address.
+    calls.clear()
+    library, counting = library_with("lowtide_tests_next", "other", calls)
+    lowtide.checkpoint(lambda x: (counting(x.detach().exp()) * x).sin(), x).sum().backward()
+    assert calls == [1]
+    library._destroy()
+
+
 def test_a_collective_runs_once(tmp_path: Any) -> None:
     import torch.distributed as dist
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import tape_records
 from lowtide.errors import BudgetError, UncountedWarning
+from lowtide.running.earlier import Earlier
+from lowtide.running.where import Where
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
@@ -594,3 +598,29 @@ def test_what_follows_a_backward_that_failed_is_inside_the_limit(
     assert budget.report().steps == 16
     assert replayed() > 0
     assert tape_records() == 0
+
+
+def test_storages_are_freed_on_another_thread_while_a_step_is_counted() -> None:
+    table: dict[int, Any] = {}
+    live = [30]
+
+    class Entry:
+        def __init__(self, key: int) -> None:
+            self.key, self.storage = key, object()
+
+        def __call__(self) -> object:
+            return self.storage
+
+        @property
+        def counted(self) -> int:
+            last = table.pop(3, None)
+            if last is not None:
+                last.storage = None
+                live[0] -= 10
+            return 10
+
+    table.update({key: Entry(key) for key in (1, 2, 3)})
+    earlier = Earlier(Where(torch.device("cpu"), lambda: None))
+    earlier.add(SimpleNamespace(live=live, table=table, close=table.clear))  # type: ignore[arg-type]
+    assert earlier.nbytes == 20
+    assert sorted(table) == [1, 2]

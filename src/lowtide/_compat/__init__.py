@@ -71,6 +71,7 @@ from lowtide._compat.devices import (
 )
 from lowtide._compat.dispatch import (
     Mode,
+    added_in_python,
     aten_operators,
     below_autograd,
     called,
@@ -162,6 +163,7 @@ __all__ = [
     "Mode",
     "Way",
     "accelerator_in_use",
+    "added_in_python",
     "allocated",
     "arrives_at",
     "ask_whether_current",

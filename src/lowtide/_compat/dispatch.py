@@ -63,6 +63,13 @@ def names_aten_operator(name: str, overload: str | None = None) -> bool:
     return overload is None or overload in packet.overloads()
 
 
+def added_in_python(schema: Any) -> bool:
+    """Whether it is the schema of an operator that Python code has added, to a namespace of its own
+    or another's, and may take away again. Unnecessary when `torch.library` tells this in public."""
+    overload = schema.overload_name
+    return (f"{schema.name}.{overload}" if overload else schema.name) in torch.library._defs
+
+
 def aten_operators() -> list[str]:
     """The names of torch's operators. Unnecessary with a public list of them."""
     names = torch._C._dispatch_get_all_op_names()

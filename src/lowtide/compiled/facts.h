@@ -54,7 +54,8 @@ inline const Fact* fact_of(const c10::OperatorHandle& op) {
   return at == found.end() ? nullptr : at->second;
 }
 
-// Operators of torch itself are never deregistered, so the address of a schema identifies them.
+// Operators of torch itself are never deregistered, so the address of a schema identifies them. Null for all
+// others, also for those that the program has added to torch's: another one may get that address later.
 inline const Fact* learn(const c10::OperatorHandle& op) {
   const std::string& name = op.schema().name();
   if (name.compare(0, 6, "aten::") != 0 && name.compare(0, 7, "prims::") != 0) return nullptr;
@@ -65,6 +66,7 @@ inline const Fact* learn(const c10::OperatorHandle& op) {
   py::object facts =
       py::reinterpret_steal<py::object>(checked(PyObject_CallOneArg(facts_of_function, func.ptr())));
   auto flag = [&](const char* field) { return facts.attr(field).cast<bool>(); };
+  if (flag("added")) return nullptr;
   Owned text(checked(PyObject_GetAttrString(facts.ptr(), "name")));
   PyObject* interned_name = text.release();
   PyUnicode_InternInPlace(&interned_name);

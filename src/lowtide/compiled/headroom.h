@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <cstring>
+#include <optional>
 #include <typeinfo>
 
 namespace lowtide {
@@ -192,24 +193,26 @@ inline bool may_be_function(const Headroom* room, const c10::IValue* values, siz
 
 // ---------------------------------------------------------------------- calls
 
-// What is known of a call that is about to run; null: nothing yet. `digest`: 0 if nothing is to be known.
-inline const CallCost* cost_of(const c10::OperatorHandle& op, const Stack& stack, uint64_t& digest) {
+// What is known of a call that is about to run; none: nothing yet. `digest`: 0 if nothing is to be known. A
+// copy: before it is used, Python may let another thread add calls.
+inline std::optional<CallCost> cost_of(const c10::OperatorHandle& op, const Stack& stack, uint64_t& digest) {
   Digest looked = digest_of(std::numeric_limits<uint64_t>::max(), op, stack);
   looked.add(static_cast<uint64_t>(at::get_num_threads()));  // each has a scratchpad
   digest = looked.known ? looked.number : 0;
   auto found = known_costs().find(digest);
-  return found == known_costs().end() ? nullptr : &found->second;
+  if (found == known_costs().end()) return {};
+  return found->second;
 }
 
 // `StepDecisions.before_alone`: an unknown call, or one without room, is about to run.
 inline void look_at_room(
     State* state, const Fact& fact, const c10::OperatorHandle& op, const c10::IValue* values,
-    const CallCost* known) {
+    const std::optional<CallCost>& known) {
   static PyObject* name = interned("before_alone");
   auto [args, kwargs] = python_arguments(op.schema(), values);
   Owned func(Py_NewRef(torch::detail::getTorchApiFunction(op).ptr()));
   py::tuple positional(args);
-  Owned need(known == nullptr ? Py_NewRef(Py_None) : checked(PyLong_FromLongLong(known->need)));
+  Owned need(known ? checked(PyLong_FromLongLong(known->need)) : Py_NewRef(Py_None));
   PyObject* arguments[] = {state->decisions, fact.facts, func.get(), positional.ptr(), kwargs.ptr(), need.get()};
   Owned done(checked(PyObject_VectorcallMethod(name, arguments, 6, nullptr)));
 }

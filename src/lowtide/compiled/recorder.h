@@ -94,8 +94,8 @@ inline bool run_recorded(
   }
   uint64_t cost = 0;
   if (const Headroom* room = headroom_of(state); room != nullptr && again) {
-    const CallCost* known = cost_of(op, *stack, cost);
-    bool fits = known != nullptr && as<Box>(state->live)->number + known->need <= room->limit;
+    std::optional<CallCost> known = cost_of(op, *stack, cost);
+    bool fits = known && as<Box>(state->live)->number + known->need <= room->limit;
     if (allocates && !fits) look_at_room(state, fact, op, values, known);
   }
   if (again) {

@@ -52,13 +52,16 @@ class Earlier:
         self.steps += 1
         for entry in list(table.values()):
             entry.value = entry.weak = entry.counter = None
-        left = [entry for entry in table.values() if entry.counted]
+        # Held until they are in the table again: other threads may free them at any time.
+        left = [
+            (entry, storage)
+            for entry in list(table.values())
+            if entry.counted and (storage := entry()) is not None
+        ]
         recorder.close()
-        for entry in left:
-            if entry() is None:  # freed meanwhile, on another thread
-                live[0] -= entry.counted
-            else:
-                table[entry.key] = entry
+        for entry, _ in left:
+            table[entry.key] = entry
+        live[0] = sum(entry.counted for entry, _ in left)
         self._recorded.append((live, table))
         self._drop(lambda live: not live[0])
 

@@ -169,6 +169,7 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: is run, and never replayed.
+        added: to torch's own operators, by the program, which may take it away again.
         tried_out: the same while cuDNN tries kernels out, see `_TRIED_OUT`.
         has_bodies: a higher-order operator, which calls functions of the program.
         writes: positions (int) or keywords (str) of arguments that it writes.
@@ -192,6 +193,7 @@ class Facts:
     """
 
     __slots__ = (
+        "added",
         "ambient",
         "blank",
         "chunks",
@@ -226,7 +228,7 @@ class Facts:
             self.view = self.random = self.blank = self.constant = False
             self.generator: int | str | None = None
             self.placing = self.ambient = self.simple = self.chunks = self.places = False
-            self.unversioned = self.tried_out = False
+            self.unversioned = self.tried_out = self.added = False
             self.makes = True
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
@@ -239,7 +241,10 @@ class Facts:
         self.lazy_bits = schema.name in ("aten::_conj", "aten::_neg_view")
         namespace, _, base = schema.name.partition("::")
         self.writes = _written_arguments(schema)
+        # Those of the other namespaces that Python code has added are torch's: all of `prims`.
+        self.added = namespace == "aten" and _compat.added_in_python(schema)
         self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
+        self.opaque = self.opaque or self.added
         self.tried_out = schema.name in _TRIED_OUT and torch.version.hip is None
         self.makes = any(r.alias_info is None for r in schema.returns)
         self.view = not self.writes and not self.opaque and _returns_only_aliases(schema)

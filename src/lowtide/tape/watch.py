@@ -10,6 +10,7 @@ it is first read, which always pays for a rare case.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 
@@ -35,15 +36,19 @@ class Watched:
         self._swept = 0  # storages left after the last sweep
 
     def add(self, key: int, value: Value) -> None:
+        weak = _weak(value)
         found = self._storages.get(key)
         if found is None:
-            self._storages[key] = [_weak(value)]
+            found = self._storages.setdefault(key, [])
+        found.append(weak)
+        while self._storages.get(key) is not found:  # another thread has taken that list away
+            found = self._storages.setdefault(key, [])
+            found.append(weak)
+        if len(found) == 1:
             if len(self._storages) > 2 * self._swept + 1000:
                 self.sweep()
-            return
-        found.append(_weak(value))
-        if len(found) > 8 and not len(found) & (len(found) - 1):  # at powers of two
-            found[:] = [weak for weak in found if weak() is not None]
+        elif len(found) > 8 and not len(found) & (len(found) - 1):  # at powers of two
+            _forget_gone(found)
 
     def pop(self, key: int) -> list[Value]:
         """Stop watching a storage; returns the values that hold it."""
@@ -51,10 +56,13 @@ class Watched:
         return [value for weak in found if (value := weak()) is not None]
 
     def sweep(self) -> None:
-        for key, found in tuple(self._storages.items()):
-            found[:] = [weak for weak in found if weak() is not None]
+        for key, found in list(self._storages.items()):
+            _forget_gone(found)
             if not found:
-                del self._storages[key]
+                # Another thread may have added to it just now.
+                for weak in self._storages.pop(key, ()):
+                    if (value := weak()) is not None:
+                        self.add(key, value)
         self._swept = len(self._storages)
 
     def counts(self) -> list[int]:
@@ -68,6 +76,13 @@ class Watched:
             for weak in found
             if (value := weak()) is not None
         ]
+
+
+def _forget_gone(found: list[weakref.ref[Value]]) -> None:
+    """Take dead references out of a list to which another thread may be adding."""
+    for weak in [weak for weak in found if weak() is None]:
+        with contextlib.suppress(ValueError):  # the other one has
+            found.remove(weak)
 
 
 _table = [Watched()]
