@@ -64,9 +64,11 @@ class Anchors:
     def release(self) -> None:
         """What is held only because the plan said so may be dropped after all, if it can be made
         again."""
-        for number, anchor in tuple(self._anchors.items()):
-            value = anchor()
-            if value is not None and number >= self.cut_off:
+        for number in list(self._anchors):
+            # What this loop lets go, and a garbage collection, may take others out meanwhile.
+            anchor = self._anchors.get(number)
+            value = None if anchor is None else anchor()
+            if anchor is not None and value is not None and number >= self.cut_off:
                 value.keep = False
                 if value.held is not None:
                     value.op = anchor.op
