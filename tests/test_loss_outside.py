@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -235,6 +236,31 @@ class _Later(nn.Module):
             return self.layer(x).tanh().square().mean()
 
         return {"loss": [later()]} if self.now else later
+
+
+@pytest.mark.parametrize("trained", ["by parts", "in eval mode", "as usual", "another", "off"])
+def test_a_fitted_model_that_is_trained_without_its_forward_is_told_once(trained: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    budget = lowtide.fit(model.train(trained != "in eval mode"), "1 MiB")
+    if trained == "off":
+        budget.remove()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8)
+            if trained == "by parts":
+                model[2](model[1](model[0](x))).sum().backward()
+            else:
+                (other if trained == "another" else model)(x).sum().backward()
+            optimizer.step()
+    expected = trained in ("by parts", "in eval mode")
+    assert [w.category for w in told] == [UncountedWarning] * expected
+    assert not expected or told[0].filename == __file__
+    del model
+    budget.remove()
 
 
 def test_a_fitted_forward_that_saves_nothing_is_told() -> None:

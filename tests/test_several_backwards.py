@@ -309,6 +309,44 @@ def test_a_refusal_names_what_retained_graphs_may_hold_under_it() -> None:
     assert all(map(torch.equal, expected, found))
 
 
+class Balanced:
+    """An autoencoder's two losses, weighed by gradients of the last layer (as in VQGAN): the third
+    backward goes into the graph of the first, after it has made a weight."""
+
+    def __init__(self) -> None:
+        self.maker, self.judge = deep(), deep(outside=1, depth=1)
+        self.x = torch.randn(BATCH, WIDTH)
+        self.parts = [self.maker, self.judge]
+
+    def step(self) -> Tensor:
+        made = self.maker(self.x)
+        near, fooled = (made - self.x).abs().mean(), -self.judge(made).mean()
+        last = list(self.maker.parameters())[-2]
+        (one,) = torch.autograd.grad(near, last, retain_graph=True)
+        (two,) = torch.autograd.grad(fooled, last, retain_graph=True)
+        weight = (one.norm() / (two.norm() + 1e-4)).detach()
+        loss: Tensor = near + weight * fooled
+        loss.backward()
+        return loss.detach()
+
+
+def test_what_a_retained_graph_holds_counts_once_for_a_later_backward_through_it() -> None:
+    """It was taken for part of the graph and for what earlier steps had left, and so refused with
+    the name of a limit below the one that was given."""
+    plain, expected = train(Balanced, contextlib.nullcontext, 2)
+    limits = [int(0.65 * max(plain))]
+    for _ in range(3):
+        budget = lowtide.budget(limits[-1])
+        try:
+            _, found = train(Balanced, lambda budget=budget: budget, 2)  # type: ignore[misc]
+        except BudgetError as refused:
+            limits.append(refused.minimum)
+        else:
+            break
+    assert limits == sorted(set(limits))
+    assert all(map(torch.equal, expected, found))
+
+
 class Retained:
     """From a certain step on, backward retains the graph for another backward."""
 

@@ -13,12 +13,15 @@ import lowtide
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 Hook = Callable[[nn.Parameter], None]
+WIDE = 2048
 
 
-def network(hook: Callable[[nn.Parameter], Hook]) -> nn.Module:
+def network(hook: Callable[[nn.Parameter], Hook], inside: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(6)]
     model = nn.Sequential(*(layer for block in blocks for layer in block))
+    if inside != 64:
+        model.insert(0, nn.Linear(inside, 64))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook(parameter))
     return model
@@ -34,11 +37,13 @@ def adam(parameter: nn.Parameter) -> Hook:
     return step
 
 
-def train(model: nn.Module, budget: lowtide.Budget, steps: int) -> tuple[list[int], list[Tensor]]:
+def train(
+    model: nn.Sequential, budget: lowtide.Budget, steps: int
+) -> tuple[list[int], list[Tensor]]:
     peaks, made = [], []
     torch.manual_seed(1)
     for _ in range(steps):
-        x = torch.randn(256, 64)
+        x = torch.randn(256, model[0].in_features)
 
         def step(x: Tensor = x) -> None:
             with budget:
@@ -62,6 +67,19 @@ def test_a_step_is_not_refused_for_state_that_it_has_allocated_once(
     assert all(map(torch.equal, expected, found))
     assert replayed()
     assert budget.report().planned_peak == peaks[-1]
+
+
+def test_gradients_that_hooks_have_used_up_are_not_taken_for_what_is_left(
+    replayed: Callable[[], int],
+) -> None:
+    """The largest parameter is read first, so its state is allocated last, beside all others."""
+    plain, expected = train(network(adam, WIDE), lowtide.budget(1 << 40), 3)
+    limit = int(0.75 * plain[-1])
+    budget = lowtide.budget(limit)
+    peaks, found = train(network(adam, WIDE), budget, 3)
+    assert max(peaks[1:]) <= limit < peaks[0]
+    assert all(map(torch.equal, expected, found))
+    assert replayed()
 
 
 def test_one_that_leaves_more_each_time_is_refused_when_it_comes_again() -> None:

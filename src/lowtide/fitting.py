@@ -4,8 +4,8 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-plans, ranks and override. Rejected: a wrapper module, which renames parameters; running the first
-batch on fake tensors unasked, which would run user code twice (rule 2).
+plans, ranks, override and uncalled. Rejected: a wrapper module, which renames parameters; running
+the first batch on fake tensors unasked, which would run user code twice (rule 2).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
 from lowtide.models.removable import Removable
+from lowtide.models.uncalled import Uncalled
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
 from lowtide.report import BudgetReport
@@ -83,11 +84,13 @@ class FittedBudget(Removable):
         self._asked = limit, device, group
         self._budget = _ForwardBudget(limit, device=device, group=group)
         self._restore: Restore | None = None
+        self._uncalled: Uncalled | None = None
 
     def attach(self, model: torch.nn.Module) -> None:
         reference = weakref.ref(model)
         self._budget.for_model(reference)
-        make = functools.partial(_inside, self._budget, reference)
+        self._uncalled = Uncalled(model)
+        make = functools.partial(_inside, self._budget, reference, self._uncalled)
         self._restore = override_forward(
             model, make, kind=_KIND, for_replica=functools.partial(_on_a_replica, reference)
         )
@@ -117,6 +120,8 @@ class FittedBudget(Removable):
     def remove(self) -> None:
         """Restore the model's plain forward. A second call does nothing."""
         restore, self._restore = self._restore, None
+        if self._uncalled is not None:
+            self._uncalled.over()
         if restore is not None:
             restore.remove()
 
@@ -130,7 +135,10 @@ class FittedBudget(Removable):
 
 
 def _inside(
-    budget: _ForwardBudget, reference: weakref.ref[torch.nn.Module], forward: Callable[..., Any]
+    budget: _ForwardBudget,
+    reference: weakref.ref[torch.nn.Module],
+    uncalled: Uncalled,
+    forward: Callable[..., Any],
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         model = reference()
@@ -139,6 +147,8 @@ def _inside(
         if torch.compiler.is_compiling():
             _budget_lost()
             return forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            uncalled.over()
         if not recordable():
             return forward(*args, **kwargs)
         if current_recorder() is not None:
@@ -208,6 +218,7 @@ def _on_a_replica(
 @_compat.constant_while_compiling
 def _budget_lost() -> None:
     """Called once each time torch.compile traces a fitted forward."""
+    Uncalled.compiled = True
     warnings.warn(
         "a model that has a budget from lowtide.fit is being compiled with torch.compile. Compiled "
         "code is not recorded, so the model runs as if it had no budget. Do not compile it; or "

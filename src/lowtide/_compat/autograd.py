@@ -137,6 +137,11 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.requires_grad and base.is_leaf else None
 
 
+def followed_by_hooks(leaf: torch.Tensor) -> bool:
+    """Whether hooks run once its gradient is accumulated, which have no public name."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd treats a tensor as a view, which then refers to its base.
 

@@ -60,13 +60,17 @@ class Settling(Planning):
             if prepared is None or prepared.of_plain is not None
             else prepared.plain_peak
         )
-        before = self.allowance.before
+        later_steps, before = observer.place != self.place, self.allowance.before
+        if later_steps:
+            # What this step holds is part of its graph. For those after it, it was left by others.
+            before = max(observer.before, before - decisions.live[0])
         if self.allowance.plain_peak is None:
             self.allowance.plain_peak = plain
         limit = self.allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
         of_bytes = isinstance(self.allowance.limit, int)
-        strict = measured or (of_bytes and not decisions.partial)
+        # A backward of a later step's that comes here is measured with that step.
+        strict = (measured or (of_bytes and not decisions.partial)) and not later_steps
         later = self._further_behind(prepared)
         if prepared is not None and not again:
             found = self._rests.of(graph, held, limit - later, margin, search=strict)

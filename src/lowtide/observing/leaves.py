@@ -152,6 +152,17 @@ class Leaves:
         storage = _compat.storage_of(leaf) if self.parts else None
         return 1 if storage is None else self.parts.get(_compat.storage_id(storage), 1)
 
+    def left(self) -> int:
+        """Bytes of these gradients that are there after backward: a hook of the backward, such as
+        an optimizer's step, may have used one up."""
+        left = 0
+        for key, (_, nbytes) in self.gradients.items():
+            _, weak = self.known.get(key, (0, None))
+            leaf = None if weak is None else weak()
+            used = leaf is not None and leaf.grad is None and _compat.followed_by_hooks(leaf)
+            left += 0 if used else nbytes
+        return left
+
     def look_again(self) -> None:
         """Update: since the forward, gradients may have been set to None, or allocated."""
         for key, (reader, weak) in self.known.items():

@@ -79,6 +79,7 @@ class Observer(CutOff):
         self._replay_from: int | None = None  # mark where a replay inside the forward began
         self._replays: list[tuple[int, int]] = []  # those since the last operation
         self._end = 0
+        self._gradients = 0  # bytes of those that the backward which ended there has left
         self._forward = 0  # operations before backward began
         self._calls: dict[Call, Call] = {}  # equal ones as one object, as layers repeat
 
@@ -373,6 +374,7 @@ class Observer(CutOff):
         """A backward is over; what follows the last such mark does not belong to the step."""
         if self.memory is not None:
             self._end = self.memory.mark()
+            self._gradients = self.leaves.left()
             self.memory.over()
 
     def finish(self, then: Callable[[Observer], None]) -> None:
@@ -398,8 +400,7 @@ class Observer(CutOff):
         forward made; 0 if what autograd has saved may be among them."""
         if self.timeline is None or self.retains or self.lasting():
             return 0
-        gradients = sum(nbytes for _, nbytes in self.leaves.gradients.values())
-        return max(0, self.timeline.final - gradients - self.elsewhere)
+        return max(0, self.timeline.final - self._gradients - self.elsewhere)
 
     def graph_from(self, first: int) -> Graph:
         """The step before a backward whose first request is for something that was saved after
