@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import lowtide
 from lowtide.errors import UncountedWarning
@@ -261,6 +262,20 @@ def test_a_fitted_model_that_is_trained_without_its_forward_is_told_once(trained
     assert not expected or told[0].filename == __file__
     del model
     budget.remove()
+
+
+def test_a_fitted_model_may_go_while_torch_goes_through_the_hooks_of_a_step() -> None:
+    doomed = [nn.Linear(8, 8)]
+    lowtide.fit(doomed[0], "1 MiB")
+    other = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    before = register_optimizer_step_pre_hook(lambda *_: doomed.clear())
+    try:
+        other(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    finally:
+        before.remove()
+    assert not doomed
 
 
 def test_a_fitted_forward_that_saves_nothing_is_told() -> None:

@@ -2,7 +2,7 @@
 
 Problem: a program may call parts of a model (``model.encoder(x)``), or another method of it, or
 train it in eval mode, and then the budget around its forward sees no step. Invariant: the model is
-not touched, and nothing is left registered once its forward was called, or it is gone. Imports
+not touched, and nothing stays registered once the forwards of all such models were called. Imports
 errors. Rejected: hooks on parameters, which copies and other libraries would meet.
 """
 
@@ -14,8 +14,12 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lowtide.errors import UncountedWarning, users_frame
+
+_waiting: dict[int, Uncalled] = {}
+_hook: list[RemovableHandle] = []
 
 
 class Uncalled:
@@ -29,22 +33,34 @@ class Uncalled:
     compiled = False
 
     def __init__(self, model: torch.nn.Module) -> None:
-        reference, self._said = weakref.ref(model), False
-
-        def steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            there = reference()
-            if there is None or self._said or Uncalled.compiled:
-                return
-            if _has_gradients_of(there, optimizer):
-                self._said = True  # not taken off here, while torch goes through its hooks
-                _say(there)
-
-        self._off = weakref.finalize(model, register_optimizer_step_pre_hook(steps).remove)
-        self._off.atexit = False
+        # One hook for all: a garbage collection may end a model while torch goes through its hooks.
+        self._model = weakref.ref(model, lambda _: self._wait_no_more())
+        self._key = id(self)
+        _waiting[self._key] = self
+        if not _hook:
+            _hook.append(register_optimizer_step_pre_hook(_steps))
 
     def over(self) -> None:
         """The forward was called, or the budget is off."""
-        self._off()
+        self._wait_no_more()
+        if _hook and not _waiting:
+            _hook.pop().remove()
+
+    def _wait_no_more(self) -> None:
+        _waiting.pop(self._key, None)
+
+    def looks_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if it steps on gradients of the model."""
+        model = self._model()
+        if model is not None and _has_gradients_of(model, optimizer):
+            self._wait_no_more()
+            _say(model)
+
+
+def _steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not Uncalled.compiled:
+        for one in list(_waiting.values()):
+            one.looks_at(optimizer)
 
 
 def _has_gradients_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
