@@ -19,6 +19,7 @@ from lowtide.kernels.workspace import kernel_workspace, room_for
 from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
+from lowtide.report import refusal
 from once import on_one_recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -648,3 +649,16 @@ def test_what_resampling_takes(dims: int, layout: str) -> None:
         name = str(function).replace(".", "::")
         modelled = made + kernel_workspace(name, tensors, args, made)
         assert modelled == pytest.approx(peak, rel=0.02, abs=32 << 10), name
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_what_is_named_is_a_little_more_than_the_peak_also_where_nothing_lowers_it(
+    measured: bool,
+) -> None:
+    """A fresh budget models its first step, maybe a little too high, and would refuse the peak."""
+    step, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.ones(4, 8)
+    graph = lowtide.plan(step, x).graph
+    held = keep_all(graph).retain
+    error = refusal(graph, 1, held, measured=measured)
+    peak = Simulator(graph).run(held).peak
+    assert peak < (error.minimum or 0) <= 1.02 * peak

@@ -180,8 +180,6 @@ def refusal(
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
-    if measured:  # a limit that the plain step keeps needs no recomputation
-        minimum = min(minimum, max(plain, result.peak))
     minimum = minimum + before + more if named is None else named
     known = ""
     if more:
