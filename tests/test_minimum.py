@@ -17,6 +17,7 @@ import lowtide
 from instructions import exact_workspaces
 from lowtide.kernels.workspace import kernel_workspace, room_for
 from lowtide.limits import format_bytes
+from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, Simulator, Solution, keep_all
 from lowtide.report import refusal
@@ -337,7 +338,7 @@ def learned(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     learn = module.Loop._learn
 
     def learning(self: Any, observer: Observer, decisions: Any) -> None:
-        graphs.append(observer.graph())
+        graphs.append(graph_of(observer))
         learn(self, observer, decisions)
 
     monkeypatch.setattr(module.Loop, "_learn", learning)

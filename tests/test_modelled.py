@@ -16,6 +16,7 @@ from instructions import exact_workspaces
 from lowtide.backward.operation import Cost, costs, describe
 from lowtide.kernels.workspace import kernel_workspace, made_by
 from lowtide.learning.learned import Learned
+from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD, Graph, Retention
 from lowtide.tape.operators import facts_of
@@ -43,11 +44,11 @@ def modelled_and_measured(
     settle, learn = module.Loop._settle, module.Loop._learn
 
     def settling(self: Any, decisions: Any, observer: Observer) -> None:
-        graphs.append(observer.graph())
+        graphs.append(graph_of(observer))
         settle(self, decisions, observer)
 
     def learning(self: Any, observer: Observer, decisions: Any) -> None:
-        graphs.append(observer.graph())
+        graphs.append(graph_of(observer))
         learn(self, observer, decisions)
 
     monkeypatch.setattr(module.Loop, "_settle", settling)

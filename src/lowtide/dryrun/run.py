@@ -34,6 +34,7 @@ from lowtide.errors import DryRunWarning, LowtideError, UsageError, users_frame
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.marks import start_marks
 from lowtide.models import foreign
+from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
@@ -273,7 +274,7 @@ def _nothing(observer: Observer) -> None:
 
 
 def _dry(observer: Watching, seconds: float, source: str, device: str) -> Dry:
-    graph = observer.graph()
+    graph = graph_of(observer)
     if not observer.requests:  # no backward asked for anything, so the graph's events are guesses
         graph = replace(graph, events=())
     return Dry(

@@ -4,8 +4,8 @@ Problem: what the backward of a custom Function takes is guessed before it has r
 does in it; so is what operations take that ran unwatched (`lowtide.running.alone`). A guess that is
 too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
 is refused before it was measured only if it does not fit even where these take the least they may;
-then the refusal says so. Imports planner, observer. Rejected: one guess in between, which makes too
-little room for a Function that runs all of its forward again.
+then the refusal says so. Imports planner, observer and graphs. Rejected: one guess in between,
+which makes too little room for a Function that runs all of its forward again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.observing.graphs import graph_before
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 from lowtide.planner.resume import forward_over, with_margin
@@ -41,8 +42,8 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     """
     if not (observer.runs_again() or observer.turnover or observer.estimated):
         return None
-    sparing = sparingly(observer, lambda: observer.graph_from(first))
-    return None if sparing.events == observer.graph_from(first).events else sparing
+    sparing = sparingly(observer, lambda: graph_before(observer, first))
+    return None if sparing.events == graph_before(observer, first).events else sparing
 
 
 def least_peak(graph: Graph, held: set[int], limit: int, margin: float) -> int:

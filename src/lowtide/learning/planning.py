@@ -27,6 +27,7 @@ from lowtide.learning.refusals import Refusals
 from lowtide.learning.resizing import Resizing
 from lowtide.learning.shortfalls import Shortfalls
 from lowtide.memory import margins
+from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.observing.rebuild import with_gradients
 from lowtide.observing.seen import Seen
@@ -192,7 +193,7 @@ class Planning(Resizing):
             self._varying.note(seen, observer.place)
         if self._ranks is None and not measured and self._grown(observer):
             return
-        graph = observer.graph()
+        graph = graph_of(observer)
         if not measured:  # the loss of an earlier step is the best guess
             graph = replace(graph, turn=int(self.allowance.outside * graph.saved))
         lessons = measured + (0 if followed is None else followed.lessons)
@@ -265,7 +266,7 @@ class Planning(Resizing):
         elif self._ranks is None and not before:
             # A plan with nothing to decide: steps like it need not be watched.
             lessons = 1 + (0 if followed is None else followed.lessons)
-            learned = Learned(observer.graph(), observer.seen(), None, True, lessons)
+            learned = Learned(graph_of(observer), observer.seen(), None, True, lessons)
             found = learned.prepared(*learned.solve(limit))
             self._plans.add(replace(found, tried=True))
 

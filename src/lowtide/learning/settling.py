@@ -18,6 +18,7 @@ from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
 from lowtide.learning.rests import Rests
 from lowtide.memory import margins
+from lowtide.observing.graphs import graph_before, graph_of, whole_graph
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
@@ -49,7 +50,7 @@ class Settling(Planning):
         had another one, which has decided for good what it held."""
         prepared, core = decisions.prepared, engine.core()
         observer.spans = None if core is None else core.reached()
-        graph = observer.graph_from(decisions.first) if prepared is None else prepared.graph
+        graph = graph_before(observer, decisions.first) if prepared is None else prepared.graph
         held = observer.held_from_forward()
         if not graph.events:
             return
@@ -126,7 +127,7 @@ class Settling(Planning):
         gradients = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if not observer.passed:
             return gradients
-        whole = forward_over(observer.whole_graph(), held)
+        whole = forward_over(whole_graph(observer), held)
         return max(gradients, plain_peak(whole) - plain_peak(graph))
 
     def _refuse_backward(
@@ -192,7 +193,7 @@ class Settling(Planning):
                 return
         later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
-            graph = sparingly(observer, observer.graph)
+            graph = sparingly(observer, lambda: graph_of(observer))
             found = from_held(forward_over(graph, ()), set(), 0).result.peak
             later = max(later, min(found, minimum(graph).peak))
         to_come = self.gradients_to_come(observer)

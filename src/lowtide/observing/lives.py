@@ -56,7 +56,7 @@ class Lives:
         self.missing = 0
         self._missing: dict[int, int] = {}  # the same, value by value
         self._saved: frozenset[int] | None = None  # when backward began
-        self._handles: dict[int, int] = {}
+        self.handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
@@ -79,7 +79,7 @@ class Lives:
         self.forgotten.pop(number, None)
         self.last_save.append((number, handle.sequence))
         self.nodes.append(self.making.saving())
-        self._handles[number] = self._handles.get(number, 0) + 1
+        self.handles[number] = self.handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
         weak, sequence = weak_to(value), handle.sequence
 
@@ -87,10 +87,10 @@ class Lives:
             number = meant[0]
             if number < 0:
                 return
-            self._handles[number] -= 1
+            self.handles[number] -= 1
             if self._saved is None:
                 self.dead[number, sequence] += 1
-            if not self._handles[number]:
+            if not self.handles[number]:
                 self._found(number)
                 self.released[number] = len(self.requests) - 1
                 if self._saved is None:
@@ -130,8 +130,8 @@ class Lives:
         if old == number:
             return
         if old >= 0:
-            self._handles[old] -= 1
-            if not self._handles[old]:
+            self.handles[old] -= 1
+            if not self.handles[old]:
                 self._found(old)
             place = len(self.last_save) - 1  # a handle that moves was mostly made just before
             while self.last_save[place] != (old, handle.sequence):
@@ -141,7 +141,7 @@ class Lives:
             if number < 0:
                 del self.last_save[place], self.nodes[place]
         if number >= 0:
-            self._handles[number] = self._handles.get(number, 0) + 1
+            self.handles[number] = self.handles.get(number, 0) + 1
 
     def dropped(self, value: Value) -> None:
         """`value` is dropped. While the program still has its memory, that counts as if the tape
@@ -169,7 +169,7 @@ class Lives:
         storages = self.names.storages()
         for value in self.alive():
             number = value.number
-            if value.held is not None or not self._handles.get(number):
+            if value.held is not None or not self.handles.get(number):
                 continue
             storage = storages.get(number)
             if storage is None:
@@ -182,7 +182,7 @@ class Lives:
             self._refs.append(weakref.ref(storage, gone))
 
     def _lost(self, number: int, nbytes: int) -> None:
-        if self._handles.get(number) and number not in self._missing:
+        if self.handles.get(number) and number not in self._missing:
             self._missing[number] = nbytes
             self.missing += nbytes
 
@@ -210,7 +210,7 @@ class Lives:
         """The values that autograd still has a handle on. If backward is over and did not ask for
         one, it is for a graph that this backward did not reach, such as that of a state which the
         program carries on: as long as that graph lives, the record can make the value again."""
-        return [number for number, count in self._handles.items() if count]
+        return [number for number, count in self.handles.items() if count]
 
     def alive(self) -> Iterator[Value]:
         """The recorded values that something still needs."""

@@ -4,14 +4,14 @@ Problem: a planner needs sizes, times, which operation reads what, in which orde
 values, and the memory that is not the tape's: gradients, temporaries, kernel workspace. Invariant:
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
-(`MemoryEvents`) wins over what was modelled from sizes. Imports tape, planner, cutoff, logs,
-rebuild and memory events. Rejected: asking users to run a profiling step.
+(`MemoryEvents`) wins over what was modelled from sizes. `graphs` makes a graph of what is here.
+Imports tape, the planner's graph, cutoff, logs and memory events. Rejected: asking users to run a
+profiling step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,7 @@ from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to
 from lowtide.observing.logs import Alone, OpLog, unwatched, what_ran
-from lowtide.observing.reached import Numbers, Reached
-from lowtide.observing.rebuild import rebuild, released_last
+from lowtide.observing.reached import Numbers
 from lowtide.observing.seen import Seen
 from lowtide.planner.graph import Graph
 from lowtide.tape.values import Handle, Operation, Ref, Value, tensors_in
@@ -62,8 +61,8 @@ class Observer(CutOff):
         self.common = 0  # how many those are
         self.ran: list[int] | None = None  # the plan that was followed in backward
         self.timeline: Timeline | None = None
-        self._later = False  # a backward has run, and this is another one of the same step
-        self.passed = False  # backward does not ask for all that is saved, see `graph_from`
+        self.later = False  # a backward has run, and this is another one of the same step
+        self.passed = False  # backward does not ask for all that is saved, see `graph_before`
         self.estimated = range(0)  # operations that nobody watched
         self.sparing = False  # what is guessed of custom Functions and of FSDP2 is the least
         self.spans: list[Numbers] | None = None  # of the nodes that the running backward reaches
@@ -323,7 +322,7 @@ class Observer(CutOff):
         self.over = self._begin
         self.leaves.look_again()
         self.retains = _compat.in_backward() and _compat.backward_retains_graph()
-        self._saved = frozenset([number for number, count in self._handles.items() if count])
+        self._saved = frozenset([number for number, count in self.handles.items() if count])
         ours = set()
         named, self._named = self._named, {}
         for number, weak in named.items():
@@ -348,7 +347,7 @@ class Observer(CutOff):
 
     def begins_again(self) -> None:
         """Another backward of the step begins."""
-        self._later = True
+        self.later = True
 
     def request(self, value: Value, operation: int) -> None:
         if value.number >= 0:
@@ -401,51 +400,3 @@ class Observer(CutOff):
         if self.timeline is None or self.retains or self.lasting():
             return 0
         return max(0, self.timeline.final - self._gradients - self.elsewhere)
-
-    def graph_from(self, first: int) -> Graph:
-        """The step before a backward whose first request is for something that was saved after
-        `first` operations. Autograd goes from the newest node to the oldest, so that what was saved
-        later is not asked for in this backward, nor is what was saved for nodes that it does not
-        reach. As long as autograd has it, the record can make it again, so a plan decides whether
-        to hold it; and `passed` is set: another backward may ask for it."""
-        reached = Reached(self.spans)
-        later = Counter(
-            save
-            for save, nodes in zip(self.last_save, self.nodes, strict=True)
-            if save[1] > first + 1 or not reached.asks(nodes)
-        )
-        gone = Counter(save for save in self.last_save if not self._handles.get(save[0]))
-        dead, self.dead = self.dead, self.dead | later | gone
-        alive = [save for save, count in later.items() if save not in gone and count > dead[save]]
-        asked = {number for number, _ in Counter(self.last_save) - self.dead}
-        self.passed = bool(alive)
-        requests, self.requests = self.requests, []  # those of an earlier backward of the step
-        try:
-            return released_last(self.graph(), {number for number, _ in alive} - asked)
-        finally:
-            self.dead, self.requests = dead, requests
-
-    def whole_graph(self) -> Graph:
-        """The step before a backward that asks for all that autograd has."""
-        requests, self.requests = self.requests, []
-        try:
-            return self.graph()
-        finally:
-            self.requests = requests
-
-    def graph(self) -> Graph:
-        """The step as a graph. Before backward, its events are predicted from the saves."""
-        if not self._later or self.requests:
-            return rebuild(self)
-        # The gradients that earlier backwards have left are there, and what they kept of the graph
-        # this one may release. The step as a whole is another matter.
-        leaves, elsewhere, retains = self.leaves.gradients, self.elsewhere, self.retains
-        self.leaves.gradients = dict(leaves)
-        try:
-            self.leaves.look_again()
-            there = leaves.keys() - self.leaves.gradients.keys()
-            self.elsewhere += sum(leaves[key][1] for key in there)
-            self.retains = _compat.backward_retains_graph()
-            return rebuild(self)
-        finally:
-            self.leaves.gradients, self.elsewhere, self.retains = leaves, elsewhere, retains
