@@ -33,7 +33,7 @@ from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
 from lowtide.models.removable import Removable
-from lowtide.models.uncalled import Uncalled
+from lowtide.models.uncalled import Uncalled, may_be_called_unseen
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
 from lowtide.report import BudgetReport
@@ -218,7 +218,7 @@ def _on_a_replica(
 @_compat.constant_while_compiling
 def _budget_lost() -> None:
     """Called once each time torch.compile traces a fitted forward."""
-    Uncalled.compiled = True
+    may_be_called_unseen()
     warnings.warn(
         "a model that has a budget from lowtide.fit is being compiled with torch.compile. Compiled "
         "code is not recorded, so the model runs as if it had no budget. Do not compile it; or "

@@ -23,14 +23,7 @@ _hook: list[RemovableHandle] = []
 
 
 class Uncalled:
-    """Waits for a call of the model's forward, or else for an optimizer's step on its gradients.
-
-    Attributes:
-        compiled: whether some fitted forward was compiled, of which a warning tells more: calls of
-            compiled code are not seen.
-    """
-
-    compiled = False
+    """Waits for a call of the model's forward, or else for an optimizer's step on its gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # One hook for all: a garbage collection may end a model while torch goes through its hooks.
@@ -58,9 +51,14 @@ class Uncalled:
 
 
 def _steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not Uncalled.compiled:
-        for one in list(_waiting.values()):
-            one.looks_at(optimizer)
+    for one in list(_waiting.values()):
+        one.looks_at(optimizer)
+
+
+def may_be_called_unseen() -> None:
+    """A fitted forward is being compiled, of which another warning tells: its calls are not seen.
+    Nothing tells whose it is, so that no model waits any longer."""
+    _waiting.clear()
 
 
 def _has_gradients_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
