@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -269,13 +270,20 @@ def test_a_fitted_model_may_go_while_torch_goes_through_the_hooks_of_a_step() ->
     lowtide.fit(doomed[0], "1 MiB")
     other = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    before = register_optimizer_step_pre_hook(lambda *_: doomed.clear())
+    gone = weakref.ref(doomed[0])
+    ran: list[int] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: doomed.clear()),
+        register_optimizer_step_pre_hook(lambda *_: ran.append(1)),
+    ]
     try:
         other(torch.randn(4, 8)).sum().backward()
         optimizer.step()
     finally:
-        before.remove()
-    assert not doomed
+        for hook in hooks:
+            hook.remove()
+    assert gone() is None
+    assert ran == [1]
 
 
 def test_a_fitted_forward_that_saves_nothing_is_told() -> None:

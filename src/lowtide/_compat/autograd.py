@@ -138,7 +138,8 @@ def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def followed_by_hooks(leaf: torch.Tensor) -> bool:
-    """Whether hooks run once its gradient is accumulated, which have no public name."""
+    """Whether hooks run once its gradient is accumulated. Unnecessary when torch tells this in
+    public."""
     return bool(leaf._post_accumulate_grad_hooks)
 
 
