@@ -16,11 +16,14 @@ from lowtide.compiled import build
 from once import on_one_recorder
 
 HERE = Path(__file__).parent
-# Runs on both recorders by itself; is about what a step decides, whoever records.
-ONCE = ("test_device_script.py", "test_limits.py", "test_shortage.py")
-FILES = [
-    pytest.param(path.name, marks=on_one_recorder if path.name in ONCE else ())
+PARTS = {
+    "script": ["test_device_script.py"],  # runs on both recorders by itself
+    "decisions": ["test_limits.py", "test_shortage.py"],  # of a step, whoever records it
+}
+PARTS["replays"] = [
+    path.name
     for path in sorted((HERE / "accelerator").glob("test_*.py"))
+    if not any(path.name in names for names in PARTS.values())
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -28,11 +31,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_on_an_emulated_accelerator(name: str) -> None:
+# A process costs seconds to start: files share one.
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(name, marks=() if name == "replays" else on_one_recorder) for name in PARTS],
+)
+def test_on_an_emulated_accelerator(part: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         HERE / "accelerator" / name],
+         *(HERE / "accelerator" / name for name in PARTS[part])],
         capture_output=True, text=True, timeout=570, cwd=HERE.parent,
         env={**os.environ, "LOWTIDE_EMULATED": "1"},
     )  # fmt: skip

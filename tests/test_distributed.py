@@ -27,6 +27,8 @@ from once import FIRST_OF_TWO, on_one_recorder
 WORLD = 2
 STEPS = 3
 
+Training = Callable[[], list[Tensor]]
+
 
 # ---------------------------------------------------------------------------------- the models
 
@@ -118,7 +120,12 @@ def counted() -> Iterator[list[str]]:
         replay.listeners.remove(listener)
 
 
-def against(plain: Callable[[], list[Tensor]], other: Callable[[], list[Tensor]]) -> Outcome:
+def shared(plain: Callable[..., list[Tensor]], *args: Any) -> Training:
+    """Plain steps that run when they are first asked for: several scenarios compare with them."""
+    return functools.cache(functools.partial(plain, *args))
+
+
+def against(plain: Training, other: Training) -> Outcome:
     """Run both; an error of lowtide's is an outcome, any other one a failure of the scenario."""
     expected = plain()
     with counted() as names:
@@ -127,6 +134,10 @@ def against(plain: Callable[[], list[Tensor]], other: Callable[[], list[Tensor]]
         except LowtideError as error:
             outcome = {"error": type(error).__name__, "text": str(error)}
     return {**outcome, "replayed": len(names), "names": sorted(set(names))}
+
+
+def scenario(plain: Training, other: Training) -> Scenario:
+    return functools.partial(against, plain, other)
 
 
 # ------------------------------------------------------------------------------------- DDP
@@ -145,10 +156,10 @@ def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
         "no_sync": ({}, {}, 2),
     }
 
-    def make(net: dict[str, Any], options: dict[str, Any], micro: int, how: str) -> Scenario:
-        def plain() -> list[Tensor]:
-            return train(ddp(Net(**net), **options), accumulate=micro)
+    def unchanged(net: dict[str, Any], options: dict[str, Any], micro: int) -> list[Tensor]:
+        return train(ddp(Net(**net), **options), accumulate=micro)
 
+    def changed(net: dict[str, Any], options: dict[str, Any], micro: int, how: str) -> Training:
         def other() -> list[Tensor]:
             if how == "checkpoint":
                 return train(ddp(Net(lowtide.checkpoint, **net), **options), accumulate=micro)
@@ -159,11 +170,12 @@ def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
             limit = lowtide.budget(0.8)
             return train(ddp(Net(**net), **options), lambda: limit, accumulate=micro)
 
-        return lambda: against(plain, other)
+        return other
 
-    for name, (net, options, micro) in settings.items():
+    for name, setting in settings.items():
+        plain = shared(unchanged, *setting)
         for how in ("checkpoint", "budget", "fit"):
-            yield f"ddp {name} {how}", make(net, options, micro, how)
+            yield f"ddp {name} {how}", scenario(plain, changed(*setting, how))
 
 
 # ------------------------------------------------------------------------------------ FSDP2
@@ -182,21 +194,22 @@ def fsdp(call: Any = None, *, reshard: bool) -> nn.Module:
 
 
 def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def make(reshard: bool, how: str) -> Scenario:
-        def plain() -> list[Tensor]:
-            return train(fsdp(reshard=reshard))
+    def unchanged(reshard: bool) -> list[Tensor]:
+        return train(fsdp(reshard=reshard))
 
+    def changed(reshard: bool, how: str) -> Training:
         def other() -> list[Tensor]:
             if how == "checkpoint":
                 return train(fsdp(lowtide.checkpoint, reshard=reshard))
             limit = lowtide.budget(0.6)
             return train(fsdp(reshard=reshard), lambda: limit)
 
-        return lambda: against(plain, other)
+        return other
 
     for reshard in (False, True):
+        plain = shared(unchanged, reshard)
         for how in ("checkpoint", "budget"):
-            yield f"fsdp2 reshard={reshard} {how}", make(reshard, how)
+            yield f"fsdp2 reshard={reshard} {how}", scenario(plain, changed(reshard, how))
     yield "fsdp2 region over groups", fsdp_region_over_groups
     yield "fsdp2 region over groups of one rank", lambda: fsdp_region_over_groups(of_one=True)
     for alone in (False, True):
@@ -401,7 +414,10 @@ PARALLEL = {"dtensor": parallel, "sequence": sequence_parallel}
 
 
 def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def make(build: Callable[..., nn.Module], how: str) -> Scenario:
+    def unchanged(build: Callable[..., nn.Module]) -> list[Tensor]:
+        return train(build())
+
+    def changed(build: Callable[..., nn.Module], how: str) -> Training:
         def other() -> list[Tensor]:
             if how == "checkpoint":
                 return train(build(lowtide.checkpoint))
@@ -411,11 +427,12 @@ def parallel_scenarios() -> Iterator[tuple[str, Scenario]]:
             lowtide.fit(model, 0.7)
             return train(model)
 
-        return lambda: against(lambda: train(build()), other)
+        return other
 
     for name, build in PARALLEL.items():
+        plain = shared(unchanged, build)
         for how in HOWS:
-            yield f"{name} {how}", make(build, how)
+            yield f"{name} {how}", scenario(plain, changed(build, how))
 
 
 # -------------------------------------------------------------------------------- collectives

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ from lowtide.learning.ranks import Known, merged, together
 from lowtide.observing.observer import Observer
 from lowtide.planner import Event, Graph, OpNode, ValueNode
 from once import on_one_recorder
-from test_distributed import Net, against, compare, ddp, train
+from test_distributed import Net, compare, ddp, scenario, shared, train
 
 WORLD = 4
 
@@ -110,38 +110,28 @@ def around(how: str) -> Callable[[], Any]:
 
 
 def fsdp_scenarios() -> Iterator[tuple[str, Scenario]]:
-    plain: dict[str, list[Tensor]] = {}
-
-    def make(name: str, settings: dict[str, Any], how: str, accumulate: int = 1) -> Scenario:
-        def once() -> list[Tensor]:
-            if name not in plain:
-                plain.clear()
-                plain[name] = train(sharded("", **settings), accumulate=accumulate)
-            return plain[name]
-
-        return lambda: against(
-            once, lambda: train(sharded(how, **settings), around(how), accumulate=accumulate)
-        )
+    def trained(how: str, settings: dict[str, Any], accumulate: int = 1) -> list[Tensor]:
+        return train(sharded(how, **settings), around(how), accumulate=accumulate)
 
     for name, settings in SETTINGS.items():
+        plain = shared(trained, "", settings)
         for how in HOWS:
-            yield f"{name} {how}", make(name, settings, how)
+            yield f"{name} {how}", scenario(plain, partial(trained, how, settings))
+    plain = shared(trained, "", {}, 2)
     for how in (*HOWS, ALIKE):
-        yield f"accumulated {how}", make("accumulated", {}, how, accumulate=2)
+        yield f"accumulated {how}", scenario(plain, partial(trained, how, {}, 2))
 
 
 def ddp_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def make(how: str) -> Scenario:
-        def other() -> list[Tensor]:
-            model = Net(lowtide.checkpoint if how == "checkpoint" else None, batch_norm=True)
-            if how == "fit":
-                lowtide.fit(model, 0.8, group=True)
-            return train(ddp(model), around(how), accumulate=2)
+    def trained(how: str) -> list[Tensor]:
+        model = Net(lowtide.checkpoint if how == "checkpoint" else None, batch_norm=True)
+        if how == "fit":
+            lowtide.fit(model, 0.8, group=True)
+        return train(ddp(model), around(how), accumulate=2)
 
-        return lambda: against(lambda: train(ddp(Net(batch_norm=True)), accumulate=2), other)
-
+    plain = shared(trained, "")
     for how in (*HOWS, ALIKE):
-        yield f"ddp {how}", make(how)
+        yield f"ddp {how}", scenario(plain, partial(trained, how))
 
 
 # ------------------------------------------------------------------------------ planning alike
@@ -358,7 +348,7 @@ def alike_scenarios() -> Iterator[tuple[str, Scenario]]:
     ):  # fmt: skip
         yield function.__name__, function
     for backwards in (1, 3):
-        yield f"settling {backwards}", functools.partial(settling, backwards)
+        yield f"settling {backwards}", partial(settling, backwards)
 
 
 # ------------------------------------------------------------------------- running the ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import lowtide
 from gloo import Outcome, Scenario, outcomes_of, run_as_rank
-from test_distributed import HOWS, STEPS, WORLD, Block, Net, against, check_same, train
+from test_distributed import HOWS, STEPS, WORLD, Block, Net, check_same, scenario, shared, train
 
 # ------------------------------------------------------------------------------------ FSDP1
 
@@ -42,18 +43,16 @@ def fsdp1(how: str, strategy: str, *, orig: bool) -> nn.Module:
 
 
 def fsdp1_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def make(strategy: str, how: str, *, orig: bool) -> Scenario:
-        def other() -> list[Tensor]:
-            limit: Any = lowtide.budget(0.7) if how == "budget" else contextlib.nullcontext()
-            return train(fsdp1(how, strategy, orig=orig), lambda: limit)
-
-        return lambda: against(lambda: train(fsdp1("", strategy, orig=orig)), other)
+    def trained(how: str, strategy: str, orig: bool) -> list[Tensor]:
+        limit: Any = lowtide.budget(0.7) if how == "budget" else contextlib.nullcontext()
+        return train(fsdp1(how, strategy, orig=orig), lambda: limit)
 
     for strategy in STRATEGIES:
         for orig in (True, False):
+            plain = shared(trained, "", strategy, orig)
             for how in HOWS:
                 name = f"{strategy} {'own' if orig else 'flat'} {how}"
-                yield name, make(strategy, how, orig=orig)
+                yield name, scenario(plain, partial(trained, how, strategy, orig))
 
 
 # -------------------------------------------------------------------------------- pipelines
@@ -114,12 +113,10 @@ SCHEDULES = {
 
 
 def pipeline_scenarios() -> Iterator[tuple[str, Scenario]]:
-    def make(schedule: str, how: str) -> Scenario:
-        return lambda: against(lambda: trained(schedule, ""), lambda: trained(schedule, how))
-
     for schedule, hows in SCHEDULES.items():
+        plain = shared(trained, schedule, "")
         for how in hows:
-            yield f"{schedule} {how}", make(schedule, how)
+            yield f"{schedule} {how}", scenario(plain, partial(trained, schedule, how))
 
 
 # ------------------------------------------------------------------------- running the ranks

@@ -133,10 +133,12 @@ def changing(
     net, draw = Changing(place).to(place.device), random.Random(1)
     unit = 4 if place.quick else 32
     left: list[Tensor] = []
-    for number in range(2 * steps_of(place)):
+    for number in range(24 if place.quick else 2 * steps_of(place)):
         torch.manual_seed(number)
         x = torch.randn(4, unit * draw.randint(2, 8), net.width, device=place.device)
-        depth = 4 if kinds == 1 else draw.randint(2, 8)
+        depth = (
+            (2 if place.quick else 4) if kinds == 1 else draw.randint(2, 3 if place.quick else 8)
+        )
         chosen = [draw.choice(ACTIVATIONS[:kinds]) for _ in range(depth)]
         clear(net)
         losses: list[Tensor] = []
