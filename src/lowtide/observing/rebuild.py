@@ -22,7 +22,7 @@ from lowtide.observing.logs import FOREVER, OpLog
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
-    from lowtide.memory.events import Timeline
+    from lowtide.memory.timeline import Timeline
     from lowtide.observing.observer import Observer
 
 _SCALARS = 256  # bytes, by which a loss made of numbers and its backward may rise
