@@ -18,7 +18,8 @@ import lowtide
 from lowtide import _compat
 from lowtide.errors import LowtideError, UsageError
 from lowtide.measure import Measurement, measure
-from lowtide.memory.events import MemoryEvents, Timeline, read_timeline
+from lowtide.memory.events import MemoryEvents
+from lowtide.memory.timeline import Timeline, read_timeline
 from once import on_one_recorder
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.learning.learned import Learned
 from lowtide.learning.shortfalls import Shortfalls
-from lowtide.memory.events import Timeline
+from lowtide.memory.timeline import Timeline
 
 MORE = 300_000
 

@@ -89,13 +89,13 @@ def curve(fn: Callable[..., Any], /, *args: Any, on: str | None = None, **kwargs
     return curve_of(dry_run(fn, args, kwargs, on))
 
 
-def curve_of(step: Dry, shares: Sequence[float] = _SHARES) -> Curve:
+def curve_of(step: Dry) -> Curve:
     """The curve of a step that a dry run saw already."""
     graph = step.graph
     plain = plan_step(step, None)
     least, polish = minimum(graph), engine.annealing()
     points = [plain]
-    for share in shares:
+    for share in _SHARES:
         limit = int(share * plain.peak)
         if limit <= least.peak:
             break

@@ -326,8 +326,8 @@ def plan(
     return plan_step(step, wanted)
 
 
-def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = None) -> Plan:
-    """Plan a step that a dry run saw already; `margin` is a share of the limit."""
+def plan_step(step: Dry, limit: int | float | None) -> Plan:
+    """Plan a step that a dry run saw already."""
     graph = step.graph
     plain = Plan(step, keep_all(graph), None, 0.0, "plain", 0.0)
     if limit is None:
@@ -336,11 +336,10 @@ def plan_step(step: Dry, limit: int | float | None, *, margin: float | None = No
         limit = int(limit * plain.plain_peak)
     if plain.plain_peak <= limit:
         return replace(plain, limit=limit)
-    share = margins.PREDICTED[step.source] if margin is None else margin
     search = partial(
         solve, graph, limit, prove=True, polish_with=engine.annealing(), cut_with=engine.cutting()
     )
-    solution = search(margin=int(share * limit))
+    solution = search(margin=int(margins.PREDICTED[step.source] * limit))
     for less in (int(margins.PREDICTED_HAIR * limit), 0):
         if solution.status == "infeasible":
             # No plan leaves the margin free: take the cheapest that leaves less, not the smallest.

@@ -181,47 +181,16 @@ def refusal(
     plain = plain_peak(graph) if plain is None else plain
     minimum = int(result.peak * (1 + (_DRIFT if measured else _MISJUDGED)))
     minimum = minimum + before + more if named is None else named
-    known = ""
-    if more:
-        known = (
-            f" That has room for another {format_bytes(more)} that the retained graphs of earlier "
-            "steps in the same context may then hold."
-        )
-    if graph.events and result.peak >= plain:
-        known += " No recomputation lowers this peak."
-    if graph.events and not measured:
-        known += " The memory of its backward is not measured yet, but computed from sizes."
-    if least is not None:
-        may = int(least * (1 + _MISJUDGED)) + before
-        then = "run and measured"
-        guess = (
-            "a custom autograd Function in it reads parameters and is taken to run its forward "
-            "again, or FSDP2 gathers parameters and is taken to hold some several times"
-        )
-        if unwatched:
-            guess, then = "its first operations ran unwatched, far below the limit", "run"
-        known += (
-            f" Part of that is a guess: {guess}. If these take the least they may, {may} bytes "
-            f"({format_bytes(may)}) may do: under such a limit the step is {then}."
-        )
-    if not graph.events:
-        known = (
-            " No backward asks for anything from this step, so there is nothing to recompute: does "
-            "what it returns require grad?"
-        )
-    if predicted is not None:
-        known += (
-            f" The plan that was followed was predicted, from sizes, to take "
-            f"{format_bytes(predicted)}; now the step has been measured."
-        )
-    way_out = "Use a smaller batch or a larger limit."
-    if again:
-        way_out = (
-            "A first step decides what to drop before it has seen the rest. This budget has "
-            "planned the step now, from its first operation on: run it again with the same budget "
-            "object, and it fits, if its backward takes what was computed. Or use a smaller batch "
-            "or a larger limit."
-        )
+    may = None if least is None else int(least * (1 + _MISJUDGED)) + before
+    known = _remarks(
+        graph,
+        more=more,
+        lowest=result.peak >= plain,
+        measured=measured,
+        guess=None if may is None else _guess(may, unwatched=unwatched),
+        predicted=predicted,
+    )
+    way_out = _AGAIN if again else "Use a smaller batch or a larger limit."
     return BudgetError(
         f"{_does_not_fit(limit, before)} Its plain peak is {format_bytes(plain)}. "
         f"The smallest limit known to suffice is {minimum} bytes "
@@ -231,6 +200,64 @@ def refusal(
         f"kernel workspace{_names(graph, result.peak_at)}.{known} {way_out}",
         limit=limit,
         minimum=minimum,
+    )
+
+
+_AGAIN = (
+    "A first step decides what to drop before it has seen the rest. This budget has planned the "
+    "step now, from its first operation on: run it again with the same budget object, and it fits, "
+    "if its backward takes what was computed. Or use a smaller batch or a larger limit."
+)
+
+
+def _remarks(
+    graph: Graph,
+    *,
+    more: int,
+    lowest: bool,
+    measured: bool,
+    guess: str | None,
+    predicted: int | None,
+) -> str:
+    """What a refusal says about its figures; a step without a backward has no others to explain."""
+    said = []
+    if not graph.events:
+        said.append(
+            "No backward asks for anything from this step, so there is nothing to recompute: does "
+            "what it returns require grad?"
+        )
+    else:
+        if more:
+            said.append(
+                f"That has room for another {format_bytes(more)} that the retained graphs of "
+                "earlier steps in the same context may then hold."
+            )
+        if lowest:
+            said.append("No recomputation lowers this peak.")
+        if not measured:
+            said.append("The memory of its backward is not measured yet, but computed from sizes.")
+        if guess is not None:
+            said.append(guess)
+    if predicted is not None:
+        said.append(
+            "The plan that was followed was predicted, from sizes, to take "
+            f"{format_bytes(predicted)}; now the step has been measured."
+        )
+    return "".join(f" {sentence}" for sentence in said)
+
+
+def _guess(may: int, *, unwatched: bool) -> str:
+    """That part of the smallest limit is a guess, and that `may` bytes may do."""
+    then = "run and measured"
+    guess = (
+        "a custom autograd Function in it reads parameters and is taken to run its forward "
+        "again, or FSDP2 gathers parameters and is taken to hold some several times"
+    )
+    if unwatched:
+        guess, then = "its first operations ran unwatched, far below the limit", "run"
+    return (
+        f"Part of that is a guess: {guess}. If these take the least they may, {may} bytes "
+        f"({format_bytes(may)}) may do: under such a limit the step is {then}."
     )
 
 

@@ -21,8 +21,8 @@ from by_hand import counted_replays
 from device.networks import ResNet
 from lowtide.cli import main, report
 from lowtide.errors import BudgetError, DeviceWarning, UsageError
-from lowtide.memory.events import Timeline
 from lowtide.memory.marks import start_marks
+from lowtide.memory.timeline import Timeline
 from once import search_less
 
 pytestmark = pytest.mark.usefixtures("short_search")

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from brute_force import choices
 from graphs import NETWORKS, chain, random_graph, with_later
 
 from lowtide.errors import UsageError
@@ -21,7 +22,6 @@ from lowtide.planner import (
     keep_all,
     solve,
 )
-from lowtide.planner.reference import choices
 from lowtide.planner.repair import Problem
 
 OP = OpNode("f", 1.0, (0,), (1,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from brute_force import brute_force
 from graphs import random_graph, unet
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from lowtide.planner.branch import Branch, Tree
 from lowtide.planner.cut import CutModel, hull, lower_bound, moment_weights, room_at
 from lowtide.planner.heights import BLOCK, Heights
 from lowtide.planner.moments import Moments, raise_bound, worst_moments
-from lowtide.planner.reference import brute_force
 from lowtide.planner.repair import Problem
 from once import on_one_recorder
 

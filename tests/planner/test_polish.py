@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from brute_force import choices
 from graphs import NETWORKS, random_graph, resnet, with_cut, with_later
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,6 @@ from lowtide.planner import (
     solve,
 )
 from lowtide.planner.polish import Polish, choices_of
-from lowtide.planner.reference import choices
 from lowtide.planner.repair import Problem
 from lowtide.planner.simulate import Lists
 from lowtide.plans import plan_step

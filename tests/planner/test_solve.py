@@ -9,15 +9,14 @@ from functools import cache
 from math import prod
 
 import pytest
+from brute_force import brute_force, choices
 from graphs import MIB, NETWORKS, chain, densenet, random_graph, transformer, with_cut, with_later
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowtide.errors import UsageError
 from lowtide.planner import HOLD, Graph, Simulator, Solution, keep_all, minimum, simulate, solve
 from lowtide.planner.cut import CutModel
 from lowtide.planner.greedy import greedy
-from lowtide.planner.reference import brute_force, choices
 from lowtide.planner.repair import Problem
 from lowtide.planner.simulate import REPLAY_OVERHEAD
 from once import on_one_recorder
@@ -125,11 +124,6 @@ def test_all_pairs_are_tried_where_there_is_work_left(
     assert minimum(graph).peak == least
     monkeypatch.setattr("lowtide.planner.descent._second", lambda _, first, *__: first)
     assert minimum(graph).peak > least
-
-
-def test_brute_force_refuses_large_graphs() -> None:
-    with pytest.raises(UsageError, match="combinations are too many"):
-        brute_force(chain(30), 0)
 
 
 # At most this share of a forward is replayed, and the plan is at most this share of a forward above
@@ -307,7 +301,7 @@ def test_importing_the_planner_needs_only_the_standard_library() -> None:
         # A bare package in place of lowtide's own, which imports torch.
         "bare = types.ModuleType('lowtide');"
         "bare.__path__ = list(spec.submodule_search_locations); sys.modules['lowtide'] = bare;"
-        "import lowtide.planner, lowtide.planner.reference;"
+        "import lowtide.planner;"
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'scipy')])"
     )
     done = subprocess.run(

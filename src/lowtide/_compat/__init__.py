@@ -1,11 +1,11 @@
 """Every use of a torch-private name, in one place.
 
 What the engine needs is exported here: layers of the dispatcher (`dispatch`), what tensors consist
-of (`tensors`), autograd's graph (`autograd`), what becomes of leaves' gradients (`leafgrads`),
-torch.compile (`dynamo`), autocast inside kernels (`casting`), the accelerator (`devices`), modules
-(`modules`). What few files need is imported from its own file: tensors without memory (`fakes`),
-global state that operators read (`switches`), allocations (`profiling`), compiled code
-(`partitioner`).
+of (`tensors`), autograd's graph (`autograd`) and the views in it (`views`), what becomes of leaves'
+gradients (`leafgrads`), torch.compile (`dynamo`), autocast inside kernels (`casting`), the
+accelerator (`devices`), modules (`modules`). What few files need is imported from its own file:
+tensors without memory (`fakes`), global state that operators read (`switches`), allocations
+(`profiling`), compiled code (`partitioner`).
 
 Problem: an engine below autograd needs names that torch does not promise to keep. Invariant: no
 other file in the package uses one; each is here with its reason, and with what would make it
@@ -19,23 +19,14 @@ from __future__ import annotations
 import torch
 
 from lowtide._compat.autograd import (
-    Way,
-    arrives_at,
-    ask_whether_current,
     backward_number,
     backward_retains_graph,
-    base_is_contiguous,
-    first_view,
     followed_by_hooks,
     frozen_parameter,
-    gradient_of_part,
-    gradient_through_views,
     in_backward,
     in_functorch,
-    is_view,
     leaf_of,
     leaves_behind,
-    made_anew,
     newest_node,
     node_in_backward,
     other_hooks_than,
@@ -47,10 +38,9 @@ from lowtide._compat.autograd import (
     set_grad_mode,
     take_off_saved_tensor_hooks,
     wanted_bytes,
-    way_to_leaf,
     written_through,
 )
-from lowtide._compat.casting import Casting, cast_as, casting_now
+from lowtide._compat.casting import cast_as, casting_now
 from lowtide._compat.devices import (
     Given,
     accelerator_in_use,
@@ -154,11 +144,22 @@ from lowtide._compat.tensors import (
     version_of,
     with_counter_of,
 )
+from lowtide._compat.views import (
+    Way,
+    arrives_at,
+    ask_whether_current,
+    base_is_contiguous,
+    first_view,
+    gradient_of_part,
+    gradient_through_views,
+    is_view,
+    made_anew,
+    way_to_leaf,
+)
 
 __all__ = [
     "CHECKPOINT_WRAPPER_HOME",
     "COMPOSABLE_CHECKPOINT_HOME",
-    "Casting",
     "Counter",
     "Given",
     "Mode",

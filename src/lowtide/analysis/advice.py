@@ -122,14 +122,14 @@ def reasons(subject: Study, plan: Plan) -> tuple[Kept, ...]:
             found.append(Kept(saved.nbytes, by, site.module, site.line, saved.shape, why))
         elif saved.kind == "activation" and plan.retention.retain[saved.number] == HOLD:
             site = saved.site
-            why = _why_kept(graph, plan, trace.replays, saved.number, price)
+            why = _why_kept(graph, trace.replays, saved.number, price)
             found.append(
                 Kept(saved.nbytes, site.operator, site.module, site.line, saved.shape, why)
             )
     return tuple(sorted(found, key=lambda kept: -kept.nbytes))
 
 
-def _why_kept(graph: Any, plan: Plan, replays: list[int], value: int, price: float | None) -> str:
+def _why_kept(graph: Any, replays: list[int], value: int, price: float | None) -> str:
     node = graph.values[value]
     op = graph.ops[node.producer]
     if node.pinned:

@@ -14,6 +14,7 @@ share an axis.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -136,9 +137,8 @@ class Reader:
             return False
         return any(v < 0 or values[v].pinned for v in block.values)
 
-    def _alive(self, wanted: object) -> list[int]:
+    def _alive(self, wanted: Callable[[Block], bool]) -> list[int]:
         """Live bytes of the blocks for which `wanted` is true, at each step of the ledger."""
-        assert callable(wanted)
         count = len(self.ledger.steps)
         change = [0] * (count + 1)
         for block in self.ledger.blocks:

@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lowtide.observing.logs import OpLog
     from lowtide.observing.observer import Observer
 
-Save = tuple[int, int]
-"""(value, operations recorded when it was saved)"""
-
 
 def alive(seen: Observer) -> list[bool]:
     """For each save, whether autograd still has it. Of equal saves the last one dies first, as the

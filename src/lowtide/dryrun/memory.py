@@ -19,9 +19,9 @@ from lowtide.dryrun.shapes import Shapes
 from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
 from lowtide.memory.counting import Counting
-from lowtide.memory.events import Timeline
 from lowtide.memory.filled import Filled
 from lowtide.memory.marks import Arrived
+from lowtide.memory.timeline import Timeline
 
 
 class FakeMemory(Counting):

@@ -3,8 +3,8 @@
 Problem: a dry run calls the user's own function, which reaches its parameters through modules,
 closures and globals. Invariant: while it runs, parameters, buffers and the tensors among the
 arguments are fake; afterwards every module found is as it was, attributes included, and so are the
-gradients and the random states of Python and NumPy. Imports `_compat`. Rejected: a deep copy of the
-model on the meta device, which would take other code paths than `cpu` or `cuda`.
+gradients and the random states of Python and NumPy. Imports `_compat` and reached. Rejected: a deep
+copy of the model on the meta device, which would take other code paths than `cpu` or `cuda`.
 
 What is found: modules and tensors among the arguments (in lists, tuples, dictionaries), in the
 function's closure, in the globals that it names, and behind `functools.partial`, bound methods and
@@ -28,6 +28,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.models.reached import named_globals
 
 _DEPTH = 5
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype,
@@ -123,12 +124,7 @@ def _reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     home = str(function.__module__).partition(".")[0]
     if home in ("torch", "lowtide") or home in sys.stdlib_module_names - {"__main__"}:
         return
-    codes = [function.__code__]
-    for code in codes:
-        codes.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield name, function.__globals__[name]
+    yield from named_globals(function)
 
 
 class StandIns:

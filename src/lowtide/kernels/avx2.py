@@ -3,7 +3,7 @@
 Problem: blocks have eight channels there, and many convolutions run in other kernels, especially
 for gradients. Invariant: `avx2_kernels` says which kernel runs and in which layouts. This module
 adds what torch does around it: it copies tensors of other layouts, and copies the kernel's result
-into a tensor with the layout of the input. Imports `avx2_kernels`, `_compat`.
+into a tensor with the layout of the input. Imports `avx2_kernels`, blocks, `_compat`.
 Rejected: one flow for both instruction sets, whose formulas agree for few kernels.
 """
 
@@ -23,7 +23,8 @@ from lowtide.kernels.avx2_kernels import (
     unfolding_forward,
     unfolding_parameter,
 )
-from lowtide.kernels.avx2_scratch import WIDTH, Geometry, up
+from lowtide.kernels.avx2_scratch import WIDTH, Geometry
+from lowtide.kernels.blocks import nbytes, padded
 from lowtide.kernels.unfolding import Options
 
 
@@ -49,16 +50,16 @@ def narrow_workspace(
     if given is None:
         g = _geometry(source, weight, options, out // source.element_size())
         kernel = _maker(g, options.transposed, last, unfolds, True)
-        read = _bytes(source)
+        read = nbytes(source)
         sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
         made = _channels_made(weight, options)
         if options.transposed and biased and not _adds_bias(kernel, g):  # added to a copy
             kernel = kernel._replace(scratch=kernel.scratch + _laid(kernel.read, out, made))
         return turned + _call(kernel, sides, (read, source.shape[1]), (out, made), last) - out
     g = _geometry(source, weight, options, given.numel())
-    into, parameter = _bytes(source), _bytes(weight)
+    into, parameter = nbytes(source), nbytes(weight)
     returned = parameter + (into if passes else 0)
-    one, other = (into, source.shape[1]), (_bytes(given), given.shape[1])
+    one, other = (into, source.shape[1]), (nbytes(given), given.shape[1])
     first = 0
     if passes:
         kernel = _maker(g, not options.transposed, last, unfolds)
@@ -114,13 +115,13 @@ def _copy(layout: str, nbytes: int, channels: int, last: bool) -> int:
 
 
 def _laid(layout: str, nbytes: int, channels: int) -> int:
-    return nbytes * up(channels, WIDTH) // max(1, channels) if layout == "blocked" else nbytes
+    return padded(nbytes, channels, WIDTH) if layout == "blocked" else nbytes
 
 
 def _turned(weight: torch.Tensor) -> int:
     """The copy of a parameter in the input's channels-last format, made before anything else."""
     form = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
-    return 0 if weight.is_contiguous(memory_format=form) else _bytes(weight)
+    return 0 if weight.is_contiguous(memory_format=form) else nbytes(weight)
 
 
 def _channels_made(weight: torch.Tensor, options: Options) -> int:
@@ -171,7 +172,3 @@ def _fitted(size: list[int], points: int, stride: tuple[int, ...]) -> list[int]:
         if math.prod(larger) >= points:
             return larger
     return size
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

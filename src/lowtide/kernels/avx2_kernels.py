@@ -5,7 +5,7 @@ and its parameter, and its scratchpad. Invariant: the choice is oneDNN's
 (`cpu_convolution_list.cpp` and each kernel's `init_conf`); it was checked against the output of
 `ONEDNN_VERBOSE` of version 3.12 for some thousand random convolutions in one to three dimensions.
 Where a kernel searches for the best blocks, the largest possible ones are assumed. Imports
-`avx2_scratch`.
+`avx2_scratch` and blocks.
 Rejected: the formulas for AVX-512 with other constants: it has other kernels, not just wider ones.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.kernels.avx2_scratch import (
-    FLOAT,
     WIDTH,
     Geometry,
     gathered,
@@ -26,8 +25,8 @@ from lowtide.kernels.avx2_scratch import (
     unfolded_backward,
     unfolded_forward,
     unfolded_parameter,
-    up,
 )
+from lowtide.kernels.blocks import FLOAT, up
 
 _REGISTERS = 15
 _UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger

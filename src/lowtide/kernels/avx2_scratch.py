@@ -3,7 +3,7 @@
 Problem: besides copies of its tensors, a kernel allocates parts of images, partial sums per thread
 and lists of products. Invariant: bytes as oneDNN (3.12) reserves them, which agree with measured
 allocations; where a size depends on a search for the best blocks, the largest possible one. Imports
-nothing of lowtide's. Rejected: a share of the tensors, which is many times too large or too small
+blocks. Rejected: a share of the tensors, which is many times too large or too small
 where images are unfolded.
 """
 
@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from lowtide.kernels.blocks import FLOAT, up
+
 WIDTH = 8  # channels in a block
 _PAGE = 4096
-FLOAT = 4
 _BATCHED = 40  # bytes for each entry of a batch of small products
 _MANY_ROWS, _FEW_POINTS = 512, 256  # with fewer points per image and thread, threads divide a batch
 _LARGE_PRODUCT = 64 << 10  # or with fewer multiplications per thread than this
@@ -94,10 +95,6 @@ class Geometry(NamedTuple):
     def gathers(self) -> bool:
         """Whether the points that a pointwise kernel reads are gathered first."""
         return max(self.stride) > 1
-
-
-def up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 # ---------------------------------------------------------------------------- scratchpads

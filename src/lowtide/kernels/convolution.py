@@ -3,8 +3,9 @@
 Problem: a convolution copies its tensors into layouts of its own, and these copies are most of the
 peak of many steps. Invariant: formulas as measured, kernel by kernel, on one and on two threads,
 for channels that are and are not multiples of oneDNN's block, in both memory formats, forward and
-backward; `benchmarks/workspace.py` measures them again. Imports torch. Rejected: running each
-convolution once to find out, which needs the memory that has to be kept free.
+backward; `benchmarks/workspace.py` measures them again. Imports `_compat`, blocks, avx2, half,
+tiles and unfolding. Rejected: running each convolution once to find out, which needs the memory
+that has to be kept free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.kernels.avx2 import narrow_workspace
+from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, nbytes, padded
 from lowtide.kernels.half import (
     NARROW,
     float16_least,
@@ -28,19 +30,13 @@ from lowtide.kernels.half import (
 from lowtide.kernels.tiles import tiles_workspace
 from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
 
-_CHANNEL_BLOCK = 16  # oneDNN pads channels to a multiple of this when it reorders a tensor
-_HALF_BLOCK = 8  # or of this, for the gradient of a parameter with fewer input channels than that
+_HALF_BLOCK = 8  # channels, for the gradient of a parameter with fewer input channels than a block
 _UNBLOCKED = 4  # fewer channels than this are read as they are
 _WIDE = 14  # for wider kernels oneDNN has no kernel that makes the parameter's gradient
 _REDUCED = 4  # copies of that gradient per thread in the matrix product that it uses instead
 _SUMMED = 8  # copies of that gradient per thread in which a depthwise 3D kernel accumulates
-_SUM = 4  # bytes of a float32
 _PARTLY = 128  # channels besides twice its own in a depthwise gradient that threads sum in part
 _SHARED = 20  # above so many pointwise parameters, threads may divide images, not channels
-
-
-def padded(nbytes: int, channels: int, block: int = _CHANNEL_BLOCK) -> int:
-    return nbytes * -(-channels // block) * block // max(1, channels)
 
 
 def convolution_workspace(
@@ -102,7 +98,7 @@ def _wide_workspace(
     if itself:
         taken = unfolded_workspace(source, weight, out, options, back, passes, biased)
         if last and source.dim() == 4 and not _pointwise(weight, stride):
-            taken += _bytes(weight)
+            taken += nbytes(weight)
         last = last and source.dim() < 5
     elif options.transposed:
         if given is not None:
@@ -121,7 +117,7 @@ def _wide_workspace(
     elif last:  # the input is read as it is; parameters are reordered
         taken = _reordered(weight, source.shape[1] // max(1, weight.shape[1]), back)
         if _has_last(weight) and not _pointwise(weight, 1):
-            taken = max(0, taken - _bytes(weight))  # else torch brings it into this format first
+            taken = max(0, taken - nbytes(weight))  # else torch brings it into this format first
     elif half and back and options.groups == 1:
         taken = half_backward(source, weight, out, stride, passes)
     elif half and not back and math.prod(weight.shape[2:]) == 1 and (stride == 1 or flat):
@@ -145,13 +141,13 @@ def _wide_workspace(
 def _copied(tensor: torch.Tensor, last: bool) -> int:
     """The copy of a tensor whose layout the kernel does not read; it stays until the end."""
     as_read = _channels_last(tensor) if last else tensor.is_contiguous()
-    return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else _bytes(tensor)
+    return 0 if as_read or (tensor.is_contiguous() and tensor.shape[1] == 1) else nbytes(tensor)
 
 
 def _ordered(weight: torch.Tensor, last: bool) -> int:
     """The copy of a parameter that is stored in another order, such as that of other frameworks
     (height, width, input, output); what is `last` is copied by the kernels' own formulas."""
-    return 0 if last or weight.is_contiguous() else _bytes(weight)
+    return 0 if last or weight.is_contiguous() else nbytes(weight)
 
 
 def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
@@ -162,13 +158,13 @@ def _columns(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
 
 def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
     blocked_out = padded(out, weight.shape[0])
-    blocked = padded(_bytes(weight), weight.shape[0])
+    blocked = padded(nbytes(weight), weight.shape[0])
     if source.element_size() == 2 and source.shape[1] % 2:  # channels are stored in pairs
         blocked += blocked // source.shape[1]
     gathers, depthwise = _gathers(source, weight, stride), _depthwise(source, weight)
-    if source.shape[1] >= _CHANNEL_BLOCK or gathers or depthwise or _pointwise(weight, stride):
+    if source.shape[1] >= CHANNEL_BLOCK or gathers or depthwise or _pointwise(weight, stride):
         # narrower inputs are read as they are
-        blocked = padded(blocked, source.shape[1]) + padded(_bytes(source), source.shape[1])
+        blocked = padded(blocked, source.shape[1]) + padded(nbytes(source), source.shape[1])
     if gathers:
         blocked += _gathered(source, out // max(1, weight.shape[0]))
     return blocked_out + max(blocked, out) - out
@@ -176,12 +172,12 @@ def _forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) 
 
 def _reordered(weight: torch.Tensor, groups: int, back: bool) -> int:
     """Copies of a parameter; with groups, each group's part is padded to whole blocks."""
-    parameter = _bytes(weight)
+    parameter = nbytes(weight)
     out, into = weight.shape[0] // max(1, groups), weight.shape[1]
-    blocks = -(-out // _CHANNEL_BLOCK) * -(-into // _CHANNEL_BLOCK)
-    block = _CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
+    blocks = -(-out // CHANNEL_BLOCK) * -(-into // CHANNEL_BLOCK)
+    block = CHANNEL_BLOCK**2 * math.prod(weight.shape[2:]) * weight.element_size()
     whole = groups * blocks * block
-    narrow = (groups % _CHANNEL_BLOCK and not back) or max(weight.shape[2:]) <= NARROW
+    narrow = (groups % CHANNEL_BLOCK and not back) or max(weight.shape[2:]) <= NARROW
     if groups == 1 or (out == into == 1 and narrow):
         return (3 if back else 2) * parameter
     if back:
@@ -199,13 +195,13 @@ def _backward(
     """First the gradient of the input, if it is wanted, then that of the parameter."""
     if options.groups > 1:
         return _grouped_backward(source, weight, given, options, passes)
-    into, parameter, stride = _bytes(source), _bytes(weight), max(options.stride)
+    into, parameter, stride = nbytes(source), nbytes(weight), max(options.stride)
     second = _summed(source, given, weight, options)
     if not passes:
         return second
     if stride == 1:
-        first = padded(into, source.shape[1]) + padded(_bytes(given), weight.shape[0])
-        first += _blocked(weight, _CHANNEL_BLOCK, _CHANNEL_BLOCK)
+        first = padded(into, source.shape[1]) + padded(nbytes(given), weight.shape[0])
+        first += _blocked(weight, CHANNEL_BLOCK, CHANNEL_BLOCK)
     else:
         first = max(3 * into, into + _spread(weight, given, stride))
     return max(first - into - parameter, second)
@@ -221,33 +217,33 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
         options: stride, dilation and so on.
     """
     channels, others, stride = read.shape[1], given.shape[1], max(options.stride)
-    parameter, volume = _bytes(weight), read.dim() == 5
+    parameter, volume = nbytes(weight), read.dim() == 5
     gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
-    whole = channels >= _CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
+    whole = channels >= CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
     halves = not whole and channels >= _UNBLOCKED
     # The kernel for half blocks supports neither dilation nor volumes padded in depth.
     lacking = halves and (dilated or (volume and options.padding[0] > 0))
     if lacking or (dilated and volume) or _as_product(read, weight, options):
-        columns = _bytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
+        columns = nbytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
         if volume:  # one slice at a time
             columns //= max(1, given.shape[2])
         return _threads(read) * (_REDUCED * parameter + columns)
     if not whole and not halves:
-        blocked = _blocked(weight, _CHANNEL_BLOCK, 1)
-        return max(padded(_bytes(given), others) + blocked - parameter, blocked)
-    block = _CHANNEL_BLOCK if whole else _HALF_BLOCK
-    taken = padded(_bytes(given), others, block) + padded(_bytes(read), channels, block)
+        blocked = _blocked(weight, CHANNEL_BLOCK, 1)
+        return max(padded(nbytes(given), others) + blocked - parameter, blocked)
+    block = CHANNEL_BLOCK if whole else _HALF_BLOCK
+    taken = padded(nbytes(given), others, block) + padded(nbytes(read), channels, block)
     blocked = _blocked(weight, block, block)
     if _pointwise(weight, stride) and torch.get_num_threads() > 1 and taken > _SHARED * parameter:
         blocked += blocked * 9 // 8  # partial gradients of the threads
     if gathers:
-        taken += _gathered(read, _bytes(given) // max(1, others))
+        taken += _gathered(read, nbytes(given) // max(1, others))
     return max(taken + blocked - parameter, blocked)
 
 
 def _blocked(weight: torch.Tensor, first: int, second: int) -> int:
     """A copy of a parameter with both of its channel dimensions in blocks."""
-    return padded(padded(_bytes(weight), weight.shape[0], first), weight.shape[1], second)
+    return padded(padded(nbytes(weight), weight.shape[0], first), weight.shape[1], second)
 
 
 def _gathers(source: torch.Tensor, weight: torch.Tensor, stride: int) -> bool:
@@ -271,7 +267,7 @@ def _spread(weight: torch.Tensor, given: torch.Tensor, stride: int) -> int:
     image = given.element_size() * given.shape[1]
     for size, width in zip(given.shape[2:], weight.shape[2:], strict=True):
         image *= size + 2 * ((width - 1) // stride)
-    return _bytes(given) + _threads(given) * image + padded(_bytes(weight), weight.shape[0])
+    return nbytes(given) + _threads(given) * image + padded(nbytes(weight), weight.shape[0])
 
 
 def _grouped_backward(
@@ -281,8 +277,8 @@ def _grouped_backward(
     options: Options,
     passes: bool,
 ) -> int:
-    into, parameter, channels = _bytes(source), _bytes(weight), source.shape[1]
-    out, stride = _bytes(given), max(options.stride)
+    into, parameter, channels = nbytes(source), nbytes(weight), source.shape[1]
+    out, stride = nbytes(given), max(options.stride)
     depthwise = weight.shape[1] == 1 < channels
     made = parameter + (into if passes else 0)
     blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
@@ -297,14 +293,14 @@ def _grouped_backward(
         return max(first, _threads(source) * (_REDUCED * parameter + columns))
     copies = torch.get_num_threads() * (padded(parameter, channels) - parameter)
     pointwise = _pointwise(weight, stride)
-    few = channels < _CHANNEL_BLOCK and not pointwise and not _depthwise(source, weight)
+    few = channels < CHANNEL_BLOCK and not pointwise and not _depthwise(source, weight)
     if few and channels < _HALF_BLOCK:
         return max(first, (min(blocked_in, into + out) if passes else 0) + max(blocked_out, copies))
     if few:
         return max(first, (blocked_in - into if passes else 0) + max(blocked_out, copies))
     if depthwise and max(weight.shape[2:]) > NARROW:
         copied = max(blocked_out + blocked_in + parameter, blocked_in + into) - made
-        partial = (2 * channels + _PARTLY) * math.prod(weight.shape[2:]) * _SUM
+        partial = (2 * channels + _PARTLY) * math.prod(weight.shape[2:]) * FLOAT
         threads = torch.get_num_threads()
         parts = threads + 1 if source.element_size() == 2 else 2 * threads
         return max(first, copied, parts * partial)
@@ -323,7 +319,7 @@ def _volume_by_channel(
     source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, back: bool, passes: bool
 ) -> int:
     """A depthwise convolution in 3D: tensors are copied, but not padded."""
-    into, parameter = _bytes(source), _bytes(weight)
+    into, parameter = nbytes(source), nbytes(weight)
     if not back:
         return into + (out if stride == 1 else padded(parameter, source.shape[1]))
     made = parameter + (into if passes else 0)
@@ -376,7 +372,7 @@ def _threads(source: torch.Tensor) -> int:
 def _transposed(
     source: torch.Tensor, weight: torch.Tensor, out: int, stride: int, biased: bool
 ) -> int:
-    into, parameter = _bytes(source), _bytes(weight)
+    into, parameter = nbytes(source), nbytes(weight)
     if stride == 1:
         blocked = padded(out, weight.shape[1])
         copies = padded(into, source.shape[1]) + padded(parameter, weight.shape[1])
@@ -392,12 +388,12 @@ def _transposed_backward(
     source: torch.Tensor, weight: torch.Tensor, given: torch.Tensor, options: Options
 ) -> int:
     """As `_backward`, for a transposed convolution."""
-    made = _bytes(source) + _bytes(weight)
-    blocked = padded(_bytes(source), source.shape[1])
-    copies = _blocked(weight, _CHANNEL_BLOCK, 1)
-    if given.shape[1] >= _CHANNEL_BLOCK:
-        copies += padded(_bytes(given), given.shape[1])
-    first = blocked + max(_bytes(source), copies)
+    made = nbytes(source) + nbytes(weight)
+    blocked = padded(nbytes(source), source.shape[1])
+    copies = _blocked(weight, CHANNEL_BLOCK, 1)
+    if given.shape[1] >= CHANNEL_BLOCK:
+        copies += padded(nbytes(given), given.shape[1])
+    first = blocked + max(nbytes(source), copies)
     return max(first - made, _summed(given, source, weight, options))
 
 
@@ -416,7 +412,3 @@ def _has_last(weight: torch.Tensor) -> bool:
 
 def _channels_last(source: torch.Tensor) -> bool:
     return source.stride(1) == 1 and source.stride(-1) == source.shape[1] > 1
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

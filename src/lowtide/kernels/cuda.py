@@ -5,8 +5,8 @@ what the CPU's kernels take: dropout and losses take nothing, but cuDNN copies w
 into another layout, sums over rows go through a buffer of up to 132 MiB, and attention adds up the
 gradient of the queries in float32. Invariant: a function of shapes, types and layouts, fitted to
 what an H100 took (torch 2.11, cuDNN 9.19): 996 random convolutions, 313 programs of other operators
-and 150 of attention; the number of multiprocessors is the H100's on any card. Imports results,
-unfolding. Rejected: asking cuDNN, which needs the card and the memory.
+and 150 of attention; the number of multiprocessors is the H100's on any card. Imports blocks,
+results, unfolding. Rejected: asking cuDNN, which needs the card and the memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from lowtide.kernels.blocks import FLOAT
 from lowtide.kernels.results import bytes_of
 from lowtide.kernels.unfolding import Options
 
 _PROCESSORS = 132
-_FLOAT = 4  # bytes; what is accumulated, even for half-precision tensors
 _SPLIT = 33 << 19  # bytes of partial gradients of a convolution's parameter, at most
 
 # ---------------------------------------------------------------------------- reductions
@@ -77,9 +77,9 @@ def _reduced(name: str, kind: str, tensors: list[torch.Tensor], args: Any, made:
         return copied
     shape = [dims] if isinstance(dims, int) else dims
     results = source.numel() // max(1, math.prod(source.shape[int(at)] for at in shape))
-    state = max(_FLOAT, source.element_size()) * _STATE.get(kind, 1)
+    state = max(FLOAT, source.element_size()) * _STATE.get(kind, 1)
     if not source.is_floating_point():
-        state = 2 * _FLOAT
+        state = 2 * FLOAT
     elif kind in ("amax", "amin"):
         state = source.element_size()
     return copied + _shared(source, results, state)
@@ -113,7 +113,7 @@ def convolution(
         return 0 if pointwise and fits else copied
     if pointwise and fits and not last and source.dim() < 5:
         copied = 0  # a product of matrices
-    floats = parameter // size * _FLOAT
+    floats = parameter // size * FLOAT
     return copied + min(_SPLIT, _PROCESSORS * floats) + 2 * floats
 
 
@@ -190,7 +190,7 @@ def _embedding(given: torch.Tensor, count: int, args: Any) -> int:
     if count <= _FEW_INDICES:
         return 0
     rows = count // 10 + min(count, int(args[2]) if len(args) > 2 else count)
-    return rows * (given.numel() // count) * _FLOAT + _SORTED * count
+    return rows * (given.numel() // count) * FLOAT + _SORTED * count
 
 
 def _indexed(name: str, tensors: list[torch.Tensor]) -> int:
@@ -212,11 +212,11 @@ def _attention(name: str, tensors: list[torch.Tensor]) -> int:
     if "backward" not in name:
         query = tensors[0]
         wide = "efficient" in name and query.shape[-1] > _WIDE_HEAD and query.element_size() == 2
-        return _FLOAT * query.numel() if wide else 0
+        return FLOAT * query.numel() if wide else 0
     given, query = tensors[:2]
     copied = 0 if _dense(given) else bytes_of(given)
     rows = query.numel() // max(1, query.shape[-1])
-    return copied + _FLOAT * (query.numel() + rows)
+    return copied + FLOAT * (query.numel() + rows)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

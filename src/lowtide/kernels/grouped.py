@@ -16,6 +16,7 @@ import torch
 from lowtide import _compat
 
 NAME = "aten::_grouped_mm"
+"""Products of groups of rows, of which no shape tells the sizes."""
 _OUT_DTYPE = 4  # among the positional arguments
 
 

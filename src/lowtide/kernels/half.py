@@ -5,7 +5,7 @@ what they multiply. Invariant: as measured on AVX-512 with bfloat16, in two and 
 with a batch of one and of two, and one to sixty-four channels. For the copies that a parameter's
 gradient takes no formula was found, so a little more than the largest measured value is used;
 depthwise convolutions take no more than is said here in some 80, on a CPU with AMX.
-Imports `_compat`. Rejected: the formulas for float32, which give a half or a third of it.
+Imports `_compat`, blocks. Rejected: the formulas for float32, which give a half or a third of it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import math
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.blocks import CHANNEL_BLOCK, FLOAT, nbytes, padded, up
 
-_CHANNEL_BLOCK = 16
-_SUM = 4  # bytes of an accumulator: float32
 NARROW = 3
 """The widest kernel that has a depthwise form for tensors with their channels last."""
 _SCRATCH = 9 << 10  # bytes of each thread, and the least for a parameter's gradient
@@ -26,15 +25,15 @@ _PARTIAL = 32  # bytes for each element of a depthwise parameter in float16
 
 def half_forward(source: torch.Tensor, weight: torch.Tensor, out: int, stride: int) -> int:
     """A pointwise kernel, besides its result: copies, and each thread's sums over an image."""
-    blocked = _blocked(_bytes(source), source.shape[1]) + _blocked(out, weight.shape[0])
+    blocked = padded(nbytes(source), source.shape[1]) + padded(out, weight.shape[0])
     more = _gathered(source, weight, out) if stride > 1 else 0
-    return max(0, blocked + more + _sums(source, out, weight.shape[0]) + 2 * _bytes(weight) - out)
+    return max(0, blocked + more + _sums(source, out, weight.shape[0]) + 2 * nbytes(weight) - out)
 
 
 def half_channels_last(source: torch.Tensor, weight: torch.Tensor, given: int) -> int:
     """A backward whose tensors have their channels last and are read as they are."""
-    into = _blocked(_bytes(source), source.shape[1]) if source.shape[1] >= _CHANNEL_BLOCK else 0
-    return _transposes(source, weight, into, _blocked(given, weight.shape[0]))
+    into = padded(nbytes(source), source.shape[1]) if source.shape[1] >= CHANNEL_BLOCK else 0
+    return _transposes(source, weight, into, padded(given, weight.shape[0]))
 
 
 def half_by_channel(
@@ -45,7 +44,7 @@ def half_by_channel(
     float16 is copied and summed as if it were two tensors of its size. With bfloat16, where tensors
     have their channels last and kernels are wide, each channel becomes a whole block of them.
     """
-    copies, scratch = 0 if last else _bytes(source) + out, torch.get_num_threads() * _SCRATCH
+    copies, scratch = 0 if last else nbytes(source) + out, torch.get_num_threads() * _SCRATCH
     if source.dtype == torch.float16:
         if back:
             return copies + _PARTIAL * weight.numel() + scratch
@@ -54,29 +53,29 @@ def half_by_channel(
         return 0
     if not back:  # without instructions for bfloat16, volumes take the kernel that others take
         others = weight.dim() == 5 and not _compat.onednn_multiplies(source.dtype)
-        return _CHANNEL_BLOCK**2 * _bytes(weight) if others else 0
+        return CHANNEL_BLOCK**2 * nbytes(weight) if others else 0
     if max(weight.shape[2:]) <= NARROW and weight.dim() < 5:
-        return 2 * _bytes(weight) + scratch
+        return 2 * nbytes(weight) + scratch
     wide, points = source.shape[-1], math.prod(source.shape[2:-1])
-    transposed = source.shape[1] * _CHANNEL_BLOCK * points * (2 * (wide + wide % 2) + 4)
-    blocks = weight.numel() * _CHANNEL_BLOCK**2
-    return (_SUM + source.element_size()) * blocks + source.element_size() * transposed + scratch
+    transposed = source.shape[1] * CHANNEL_BLOCK * points * (2 * (wide + wide % 2) + 4)
+    blocks = weight.numel() * CHANNEL_BLOCK**2
+    return (FLOAT + source.element_size()) * blocks + source.element_size() * transposed + scratch
 
 
 def float16_least(source: torch.Tensor, out: int, back: bool) -> int:
     """The least for a convolution in float16 on a CPU that multiplies it by AVX-512: what it makes
     is there twice more, once in the order of the kernel and once in that of the result."""
-    return 2 * (_bytes(source) if back else out) + 4 * torch.get_num_threads() * _SCRATCH
+    return 2 * (nbytes(source) if back else out) + 4 * torch.get_num_threads() * _SCRATCH
 
 
 def half_backward(
     source: torch.Tensor, weight: torch.Tensor, given: int, stride: int, passes: bool
 ) -> int:
     """A backward, besides the gradients that it returns; `given`: bytes of the incoming one."""
-    into, parameter = _bytes(source), _bytes(weight)
+    into, parameter = nbytes(source), nbytes(weight)
     channels, results = source.shape[1], weight.shape[0]
     made = parameter + (into if passes else 0)
-    blocked_in, blocked_out = _blocked(into, channels), _blocked(given, results)
+    blocked_in, blocked_out = padded(into, channels), padded(given, results)
     pointwise = math.prod(weight.shape[2:]) == 1
     first = 0
     if passes:  # the gradient of the input, in whole blocks of channels
@@ -87,7 +86,7 @@ def half_backward(
             first += _sums(source, into, channels)
     if pointwise and (stride == 1 or source.dim() < 5):
         more = _gathered(source, weight, given) if stride > 1 else 0
-        second = blocked_in + blocked_out + more + 2 * _SUM * weight.numel()
+        second = blocked_in + blocked_out + more + 2 * FLOAT * weight.numel()
     else:
         second = _of_parameter(source, weight, given)
     return max(first - made, second)
@@ -95,25 +94,25 @@ def half_backward(
 
 def half_transposed(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
     """The backward of a transposed convolution, besides the gradients that it returns."""
-    into, parameter = _bytes(source), _bytes(weight)
-    blocked_in, blocked_out = _blocked(into, source.shape[1]), _blocked(out, weight.shape[1])
-    few = weight.shape[1] < _CHANNEL_BLOCK
+    into, parameter = nbytes(source), nbytes(weight)
+    blocked_in, blocked_out = padded(into, source.shape[1]), padded(out, weight.shape[1])
+    few = weight.shape[1] < CHANNEL_BLOCK
     scratch = _transposes(source, weight, blocked_in, 0 if few else blocked_out)
     return max(blocked_in + (0 if few else blocked_out) + scratch, parameter)
 
 
 def _of_parameter(source: torch.Tensor, weight: torch.Tensor, given: int) -> int:
     channels, results = source.shape[1], weight.shape[0]
-    blocked_in, blocked_out = _blocked(_bytes(source), channels), _blocked(given, results)
-    if channels >= _CHANNEL_BLOCK:
+    blocked_in, blocked_out = padded(nbytes(source), channels), padded(given, results)
+    if channels >= CHANNEL_BLOCK:
         return blocked_in + blocked_out + _transposes(source, weight, blocked_in, blocked_out)
-    if results >= _CHANNEL_BLOCK:  # a narrow input is read as it is
+    if results >= CHANNEL_BLOCK:  # a narrow input is read as it is
         return blocked_out + _transposes(source, weight, 0, blocked_out)
     points = given // max(1, results * source.shape[0])
     columns = channels * math.prod(weight.shape[2:]) * points
     if source.dim() == 5:  # of one slice at a time
         columns //= max(1, min(source.shape[2], source.shape[2] // 2 + 1))
-    return columns + 4 * _SUM * weight.numel() * torch.get_num_threads()
+    return columns + 4 * FLOAT * weight.numel() * torch.get_num_threads()
 
 
 def _transposes(source: torch.Tensor, weight: torch.Tensor, into: int, out: int) -> int:
@@ -121,33 +120,24 @@ def _transposes(source: torch.Tensor, weight: torch.Tensor, into: int, out: int)
     threads = torch.get_num_threads()
     rows = (into + out) * 13 // (10 * max(1, source.shape[0]))
     parts = _in_blocks(weight) if into else weight.numel()
-    return threads * rows + (threads + 1) * _SUM * 3 // 4 * parts
+    return threads * rows + (threads + 1) * FLOAT * 3 // 4 * parts
 
 
 def _gathered(source: torch.Tensor, weight: torch.Tensor, out: int) -> int:
     """The points that a strided pointwise kernel reads, of one image per thread."""
     points = out // max(1, weight.shape[0] * source.shape[0])
-    return torch.get_num_threads() * _blocked(points * source.shape[1], source.shape[1])
+    return torch.get_num_threads() * padded(points * source.shape[1], source.shape[1])
 
 
 def _sums(source: torch.Tensor, nbytes: int, channels: int) -> int:
-    wider = _SUM // source.element_size()
-    return torch.get_num_threads() * wider * _blocked(nbytes, channels) // max(1, source.shape[0])
+    wider = FLOAT // source.element_size()
+    return torch.get_num_threads() * wider * padded(nbytes, channels) // max(1, source.shape[0])
 
 
 def _in_blocks(weight: torch.Tensor) -> int:
-    out, into = (-(-n // _CHANNEL_BLOCK) * _CHANNEL_BLOCK for n in weight.shape[:2])
+    out, into = (up(n, CHANNEL_BLOCK) for n in weight.shape[:2])
     return out * into * math.prod(weight.shape[2:])
 
 
 def _bytes_in_blocks(weight: torch.Tensor) -> int:
     return _in_blocks(weight) * weight.element_size()
-
-
-def _blocked(nbytes: int, channels: int) -> int:
-    blocks = -(-channels // _CHANNEL_BLOCK)
-    return nbytes * blocks * _CHANNEL_BLOCK // max(1, channels)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -1,8 +1,8 @@
 """What pointwise operators on the CPU allocate besides their results, and what of it stays.
 
 Problem: a few pointwise kernels copy what they read, or leave a scalar result in the memory of what
-it was reduced from; tensors without memory do neither. Invariant: as measured. Imports `_compat`
-and promotion. Rejected: treating them as all the others, which take nothing but their result.
+it was reduced from; tensors without memory do neither. Invariant: as measured. Imports `_compat`,
+blocks and promotion. Rejected: treating them as the others, which take nothing but their result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.blocks import nbytes
 from lowtide.kernels.promotion import promoted
 
 # Losses whose kernels write all elements into their result and then reduce it to one, which keeps
@@ -44,7 +45,7 @@ def pointwise_workspace(name: str, tensors: list[torch.Tensor]) -> int:
     if name == "aten::gelu_backward" and len(tensors) > 1:
         return _gelu_backward(*tensors[:2])
     if name == "aten::abs" and tensors and tensors[0].is_complex():
-        return _bytes(tensors[0])  # the result as complex numbers
+        return nbytes(tensors[0])  # the result as complex numbers
     return 0
 
 
@@ -60,8 +61,4 @@ def _gelu_backward(given: torch.Tensor, source: torch.Tensor) -> int:
         return 0
     strides = [s for n, s in zip(given.shape, given.stride(), strict=True) if n > 1 and s]
     turned = any(one < other for one, other in itertools.pairwise(strides))
-    return _bytes(given) * (2 if turned else 1)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return nbytes(given) * (2 if turned else 1)

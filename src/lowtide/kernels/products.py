@@ -3,7 +3,7 @@
 Problem: a product copies matrices that it cannot read in place, and for half-precision types oneDNN
 also packs what it multiplies, or sums in float32. Invariant: as measured; for what oneDNN packs,
 where no formula was found, more than was measured for some 300 sizes of either kind (AMX's tiles,
-AVX-512's own float16), on one and two threads. Imports `_compat` and avx2_scratch. Rejected:
+AVX-512's own float16), on one and two threads. Imports `_compat`, blocks and grouped. Rejected:
 leaving the packed matrices out, which are of the size of a parameter.
 """
 
@@ -14,11 +14,11 @@ import math
 import torch
 
 from lowtide import _compat
-from lowtide.kernels.avx2_scratch import up
+from lowtide.kernels.blocks import nbytes, up
+from lowtide.kernels.grouped import NAME as GROUPED
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
-_GROUPED = "aten::_grouped_mm"  # products of groups of rows, of which no shape tells the sizes
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
 _LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
 _SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
@@ -38,7 +38,7 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     contiguous, as in the gradient of a sum, which is one number expanded. Batches are multiplied,
     and copied, one pair after another; oneDNN takes, and copies, all of them at once.
     """
-    if name == _GROUPED:
+    if name == GROUPED:
         return _of_groups(tensors[:2], device)
     if name not in _PRODUCTS and name not in _BATCHED:
         return None
@@ -51,12 +51,12 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     pairs, dimensions = (max(1, left.shape[0]), 3) if batched else (1, 2)
     if device == "cuda":  # one kernel multiplies all of them
         pairs = 1
-    return sum(_bytes(t) // pairs for t in (left, right) if not _readable(t, dimensions))
+    return sum(nbytes(t) // pairs for t in (left, right) if not _readable(t, dimensions))
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     """The same for what oneDNN multiplies."""
-    copied = sum(_bytes(t) for t in (left, right) if not _dense(t))
+    copied = sum(nbytes(t) for t in (left, right) if not _dense(t))
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
     rows, columns, steps = left.shape[-2], up(right.shape[-1], _BLOCK), up(left.shape[-1], _BLOCK)
@@ -108,7 +108,3 @@ def _readable(tensor: torch.Tensor, dimensions: int) -> bool:
         return True
     (rows, columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

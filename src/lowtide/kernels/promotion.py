@@ -3,7 +3,7 @@
 Problem: an operator on tensors of two dtypes converts one of them as a whole before its loop, so a
 product with a boolean mask allocates four times the mask; the tape does not show this. Invariant:
 as measured, kernel by kernel; only for the CPU, since other devices convert while reading. Imports
-`_compat`. Rejected: a share of the operator's result, as the result of a reduction is tiny.
+`_compat` and blocks. Rejected: a share of the operator's result, as that of a reduction is tiny.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.blocks import FLOAT, nbytes
 
 _ELEMENTWISE = frozenset(
     f"aten::{name}{end}"
@@ -31,7 +32,6 @@ _DIVIDING = ("aten::div", "aten::div_")  # integers are divided as floating-poin
 # Sums of booleans and small integers are computed in int64.
 _SUMMING = frozenset(f"aten::{n}" for n in ("sum", "prod", "cumsum", "cumprod", "count_nonzero"))
 _LONG = 8  # bytes
-_FLOAT = 4
 _EXPONENTIAL = 10  # matrices that `linalg_matrix_exp` allocates for each input: powers and sums
 
 
@@ -49,7 +49,7 @@ def converted(name: str, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -
         small = not (tensors[0].is_floating_point() or tensors[0].is_complex())
         return _LONG * tensors[0].numel() if small and tensors[0].dtype != torch.int64 else 0
     if name == "aten::mean" and tensors and tensors[0].dtype in (torch.bfloat16, torch.float16):
-        return _FLOAT * tensors[0].numel()
+        return FLOAT * tensors[0].numel()
     several = _SEVERAL.get(name)
     return 0 if several is None or not tensors else several(tensors, args)
 
@@ -81,7 +81,7 @@ def _mean_by_index(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
     """The ones that are summed to counts, the counts, and the mask of where they are zero."""
     if "mean" not in args or len(tensors) < 3:
         return 0
-    return _bytes(tensors[2]) + _bytes(tensors[0]) + tensors[0].numel()
+    return nbytes(tensors[2]) + nbytes(tensors[0]) + tensors[0].numel()
 
 
 def _trilinear(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
@@ -107,14 +107,10 @@ def _trilinear(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> int:
 
 
 _SEVERAL: dict[str, Callable[[Sequence[torch.Tensor], Sequence[Any]], int]] = {
-    "aten::linalg_matrix_exp": lambda tensors, _: _EXPONENTIAL * _bytes(tensors[0]),
-    "aten::kthvalue": lambda tensors, _: _bytes(tensors[0]) + _LONG * tensors[0].numel(),
-    "aten::median": lambda tensors, args: 0 if len(args) > 1 else _bytes(tensors[0]),
+    "aten::linalg_matrix_exp": lambda tensors, _: _EXPONENTIAL * nbytes(tensors[0]),
+    "aten::kthvalue": lambda tensors, _: nbytes(tensors[0]) + _LONG * tensors[0].numel(),
+    "aten::median": lambda tensors, args: 0 if len(args) > 1 else nbytes(tensors[0]),
     "aten::scatter_reduce": _mean_by_index,
     "aten::index_reduce": _mean_by_index,
     "aten::_trilinear": _trilinear,
 }
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -7,7 +7,7 @@ Invariant: the gradient of a parameter is within 2 % and 32 KiB of what was meas
 convolutions in one to three dimensions on one thread (oneDNN 3.12), and too low for 2. How much of
 an image is unrolled is decided by searches that are not repeated here; all of it is assumed, so
 that the rest errs to the high side. Depthwise convolutions have kernels of AVX-512, see `half`.
-Imports unfolding and avx2_scratch.
+Imports unfolding and blocks.
 Rejected: the formulas for AVX-512 (`half`), which give a half or a third of it.
 """
 
@@ -17,13 +17,12 @@ import math
 
 import torch
 
-from lowtide.kernels.avx2_scratch import up
+from lowtide.kernels.blocks import FLOAT, nbytes, up
 from lowtide.kernels.unfolding import Options
 
 _BLOCK = 16  # channels in a block
 _TILE = 32  # points in a tile, and channels in a parameter's block
 _PAGE = 4096
-_SUM = 4  # bytes of a float32, in which gradients are summed
 _BATCH = 32  # bytes for each pair of matrices that a call multiplies
 _FIXED = 72 << 10  # bytes on each thread, whatever the size
 _EACH = 1536  # and for each input channel
@@ -53,8 +52,8 @@ def tiles_workspace(
     second = _of_parameter(read, points, weight, options, last)
     if not passes:
         return second
-    first = _slid(given, _bytes(source), weight, options, options.transposed, last)
-    return max(first - _bytes(weight), second)
+    first = _slid(given, nbytes(source), weight, options, options.transposed, last)
+    return max(first - nbytes(weight), second)
 
 
 def _slid(
@@ -112,7 +111,7 @@ def _of_parameter(
     transposed = threads * (of_read * length * math.prod(deep)) + up(padding + 1, _TILE)
     transposed += threads * (of_points * short * math.prod(high)) + length * _BLOCK
     volume = math.prod(kernel)
-    sums = threads * _SUM * of_read * (of_points // groups) * volume
+    sums = threads * FLOAT * of_read * (of_points // groups) * volume
     fixed = threads * (up(math.prod(high) * _BATCH, _PAGE) + 2 * _PAGE)
     padded = last and len(kernel) > 2 and max(options.dilation) > 1 and max(options.padding) > 0
     copies = 0 if last and not padded else _copy(read) + _copy(points)
@@ -128,8 +127,4 @@ def _in_blocks(weight: torch.Tensor, groups: int) -> int:
 
 def _copy(tensor: torch.Tensor) -> int:
     """A copy with channels last, which one channel is in any case."""
-    return 0 if tensor.shape[1] == 1 else _bytes(tensor)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return 0 if tensor.shape[1] == 1 else nbytes(tensor)

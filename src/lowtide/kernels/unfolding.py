@@ -4,8 +4,8 @@ Problem: torch's own kernels unfold the input into one column for each point of 
 times its size, while oneDNN's reorder tensors. Invariant: the choice is torch's (`use_mkldnn` in
 its `Convolution.cpp`), by dtype, batch, kernel and groups; the workspace is as measured in one to
 three dimensions, dilated, transposed and grouped, forward and backward, on one and two threads.
-Imports `_compat`. Rejected: asking torch, which answers for the device of the tensor, and a tensor
-without memory has none.
+Imports `_compat` and blocks. Rejected: asking torch, which answers for the device of the tensor,
+and a tensor without memory has none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtide import _compat
+from lowtide.kernels.blocks import nbytes
 
 if TYPE_CHECKING:
     from lowtide.backward.operation import Like
@@ -94,7 +95,7 @@ def unfolded_workspace(
     """
     batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
     dilated, groups = max(options.dilation) > 1, options.groups
-    parameter, into = _bytes(weight), _bytes(source)
+    parameter, into = nbytes(weight), nbytes(source)
     images = batch
     if options.transposed:
         points = math.prod(source.shape[2:]) * source.element_size()
@@ -120,7 +121,3 @@ def unfolded_workspace(
         columns += (into + (out if back else 0)) // groups
     made = parameter + (into if passes else 0) if back else out
     return max(columns, made)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

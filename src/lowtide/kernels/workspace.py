@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from lowtide.kernels import cuda
-from lowtide.kernels.convolution import convolution_workspace, padded
+from lowtide.kernels.blocks import padded
+from lowtide.kernels.convolution import convolution_workspace
 from lowtide.kernels.cuda import cuda_workspace
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace

@@ -128,7 +128,7 @@ class Learned:
         return plan, peak + self.missing
 
     def _solve(self, limit: int, polish: Polish | None) -> tuple[Retention, int]:
-        share = margins.MEASURED if self.measured else margins.MODELLED
+        share = margins.of_step(self.measured)
         margin = 0 if self.measured and self.plain_peak <= limit else int(share * limit)
         solution = solve(self.graph, limit, margin=margin, polish_with=polish)
         if solution.status == "fits":

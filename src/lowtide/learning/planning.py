@@ -138,7 +138,7 @@ class Planning(Resizing):
         return found if fits else None
 
     def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
-        margin = int(limit * (margins.MEASURED if old.measured else margins.MODELLED))
+        margin = int(limit * margins.of_step(old.measured))
         # Ranks plan alike here without communicating, so they use only what all of them have.
         polish = engine.annealing() if old.measured and self._ranks is None else None
         solution = solve(graph, limit, margin=margin, polish_with=polish)

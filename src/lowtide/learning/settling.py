@@ -9,6 +9,8 @@ rests, planner, report. Rejected: going on, which is how other tools run out of 
 
 from __future__ import annotations
 
+from functools import partial
+
 from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning import idling
@@ -55,7 +57,7 @@ class Settling(Planning):
         if not graph.events:
             return
         measured = prepared is not None and prepared.measured
-        margin = margins.MEASURED if measured else margins.MODELLED
+        margin = margins.of_step(measured)
         plain = (
             plain_peak(graph)
             if prepared is None or prepared.of_plain is not None
@@ -74,18 +76,17 @@ class Settling(Planning):
         strict = (measured or (of_bytes and not decisions.partial)) and not later_steps
         later = self._further_behind(prepared)
         if prepared is not None and not again:
-            found = self._rests.of(graph, held, limit - later, margin, search=strict)
-            if later and found.result.peak > limit:
-                found = self._rests.of(graph, held, limit, margin, search=strict)
+            find = partial(self._rests.of, graph)
         else:
             rest = forward_over(graph, held)
             if again:
                 rest = settled_in(rest, observer.settled())
             if prepared is None:
                 later = max(later, self._for_later(observer, rest, held))
-            found = with_margin(rest, held, limit - later, margin, search=strict)
-            if later and found.result.peak > limit:
-                found = with_margin(rest, held, limit, margin, search=strict)
+            find = partial(with_margin, rest)
+        found = find(held, limit - later, margin, search=strict)
+        if later and found.result.peak > limit:
+            found = find(held, limit, margin, search=strict)
         if found.result.peak > limit and (decisions.covered or _releases(prepared)):
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
             self._settle(decisions, observer, again=again)
@@ -102,7 +103,7 @@ class Settling(Planning):
         it hold less where that is possible, or else follow its plan."""
         graph, held = prepared.graph, observer.held_from_forward()
         limit = self.allowance.planned(prepared.plain_peak, self.allowance.before)
-        margin = margins.MEASURED if prepared.measured else margins.MODELLED
+        margin = margins.of_step(prepared.measured)
         less = limit - self._further_behind(prepared)
         found = self._rests.of(graph, held, less, margin, search=True)
         if found.result.peak <= limit:

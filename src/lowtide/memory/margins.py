@@ -23,6 +23,11 @@ PREDICTED_HAIR = 2 * HAIR
 the budget that runs the plan needs `HAIR` free at the same limit."""
 
 
+def of_step(measured: bool) -> float:
+    """The share of a limit that the plan of a step leaves free."""
+    return MEASURED if measured else MODELLED
+
+
 def limit_for(peak: int) -> int:
     """The smallest limit under which a predicted peak leaves `PREDICTED_HAIR` free."""
     return math.ceil(peak / (1 - PREDICTED_HAIR))

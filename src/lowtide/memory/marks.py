@@ -4,7 +4,7 @@ Problem: a budget wants the bytes allocated at each operation and the peak betwe
 from memory events and on an accelerator from its allocator's counters, even while `lowtide.measure`
 runs around the step. Invariant: levels are relative to the moment of `start_marks`; the result of a
 disturbed measurement is None, and so is that of one which ended before its step did. Imports memory
-events. Rejected: two code paths in the budget.
+events and timeline. Rejected: two code paths in the budget.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import ClassVar, Protocol
 import torch
 
 from lowtide import _compat
-from lowtide.memory.events import MemoryEvents, Timeline, recording_on_this_thread
+from lowtide.memory.events import MemoryEvents, recording_on_this_thread
+from lowtide.memory.timeline import Timeline
 
 Arrived = Callable[[Timeline | None], None]
 

@@ -41,7 +41,14 @@ def _parts(item: Any) -> Iterator[Any]:
         yield from gc.get_referents(item)
         return
     yield from (item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__)
-    codes = [item.__code__]
+    yield from (value for _, value in named_globals(item))
+
+
+def named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The global variables that a function's code names, with that of the functions inside it."""
+    codes = [function.__code__]
     for code in codes:
         codes.extend(c for c in code.co_consts if isinstance(c, types.CodeType))
-        yield from (item.__globals__.get(name) for name in code.co_names)
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]

@@ -5,8 +5,8 @@ values, and the memory that is not the tape's: gradients, temporaries, kernel wo
 an observer stores numbers and weak references, never a tensor; the graph it makes holds for the
 plan that ran and, as what that plan held is subtracted, for every other. What was measured
 (`MemoryEvents`) wins over what was modelled from sizes. `graphs` makes a graph of what is here.
-Imports tape, the planner's graph, cutoff, logs and memory events. Rejected: asking users to run a
-profiling step.
+Imports tape, the planner's graph, cutoff, logs and memory's timeline. Rejected: asking users to run
+a profiling step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
-from lowtide.memory.events import Timeline
 from lowtide.memory.marks import Marks
+from lowtide.memory.timeline import Timeline
 from lowtide.observing.cutoff import CutOff
 from lowtide.observing.externals import Externals
 from lowtide.observing.lives import weak_to

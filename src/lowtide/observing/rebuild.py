@@ -22,7 +22,7 @@ from lowtide.observing.logs import FOREVER, OpLog
 from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 if TYPE_CHECKING:
-    from lowtide.memory.events import Timeline
+    from lowtide.memory.timeline import Timeline
     from lowtide.observing.observer import Observer
 
 _SCALARS = 256  # bytes, by which a loss made of numbers and its backward may rise
@@ -119,28 +119,11 @@ def _typical(ops: Sequence[OpLog], earlier: Iterable[OpLog]) -> list[float]:
 
 
 def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNode, ...]:
-    held = [0] * (len(seen.ops) + 1)
-    for number in seen.held:
-        if seen.held[number][0] == -1 and number not in seen.pinned:
-            start = min(stays[number] + 1, len(seen.ops))
-            end = min(seen.evicted.get(number, len(seen.ops)), len(seen.ops))
-            if end > start:
-                held[start] += sizes[number]
-                held[end] -= sizes[number]
-    for number, end in seen.evicted.items():
-        counted = seen.held.get(number, (0, 0))[0] == -1 or number in seen.pinned
-        if not counted and end > stays[number] + 1:
-            held[stays[number] + 1] += sizes[number]
-            held[min(end, len(seen.ops))] -= sizes[number]
-    for number, end in seen.outlived.items():
-        if number not in seen.held and number not in seen.evicted and end > stays[number] + 1:
-            held[stays[number] + 1] += sizes[number]
-            held[min(end, len(seen.ops))] -= sizes[number]
     nodes = _in_common(seen, sizes, stays)
     before = 0
-    seconds = _typical(seen.ops, seen.earlier)
+    seconds, held = _typical(seen.ops, seen.earlier), _held(seen, sizes, stays)
     for log, took, bytes_held in itertools.islice(
-        zip(seen.ops, seconds, itertools.accumulate(held), strict=False), len(nodes), None
+        zip(seen.ops, seconds, held, strict=False), len(nodes), None
     ):
         if seen.timeline is not None:
             level = seen.timeline.levels[log.mark]
@@ -170,6 +153,29 @@ def _op_nodes(seen: Observer, sizes: list[int], stays: list[int]) -> tuple[OpNod
             )
         )
     return tuple(nodes)
+
+
+def _held(seen: Observer, sizes: list[int], stays: list[int]) -> list[int]:
+    """For each operation, bytes of values that were in memory longer than the forward uses them."""
+    count = len(seen.ops)
+    change = [0] * (count + 1)
+
+    def add(number: int, end: int) -> None:
+        start, end = min(stays[number] + 1, count), min(end, count)
+        if end > start:
+            change[start] += sizes[number]
+            change[end] -= sizes[number]
+
+    counted = {n for n in seen.held if seen.held[n][0] == -1 and n not in seen.pinned}
+    for number in counted:
+        add(number, seen.evicted.get(number, count))
+    for number, end in seen.evicted.items():
+        if number not in counted and number not in seen.pinned:
+            add(number, end)
+    for number, end in seen.outlived.items():
+        if number not in seen.held and number not in seen.evicted:
+            add(number, end)
+    return list(itertools.accumulate(change))
 
 
 def _without(fell: tuple[int, int] | None, figures: list[int]) -> list[int]:

@@ -149,11 +149,8 @@ def _earlier(problem: Problem, trace: Trace, event: int) -> list[tuple[int, int]
     For a value that cannot be held from the forward on (`Problem.gone`), this is the only way to
     serve as an anchor.
     """
-    missed: dict[int, list[int]] = {}
-    for value, at in trace.missed:
-        missed.setdefault(value, []).append(at)
     found = []
-    for value, events in missed.items():
+    for value, events in trace.missed_at().items():
         before = [at for at in events if at < event]
         if before and event in events:
             found += [(value, at) for at in dict.fromkeys((before[-1], before[0]))]

@@ -103,10 +103,7 @@ def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]
         seconds, _ = saving(sim, trace, value, trace.replays)
         if seconds > 0:
             ranked.append((-seconds, value, HOLD))
-    missed: dict[int, list[int]] = {}
-    for value, event in trace.missed:
-        missed.setdefault(value, []).append(event)
-    for value, events in missed.items():
+    for value, events in trace.missed_at().items():
         ranked.append((-len(events) * cost[producer[value]], value, events[0]))
         if len(events) > 1:
             ranked.append((-cost[producer[value]], value, events[-1]))

@@ -290,9 +290,7 @@ def _advances(problem: Problem, candidate: Candidate, limit: int) -> list[tuple[
     """Values to retain from an earlier replay than now, so that later replays are not needed."""
     sim, trace = problem.sim, trace_of(candidate.result)
     profile = Heights(trace.backward)
-    missed: dict[int, list[int]] = {}
-    for value, event in trace.missed:
-        missed.setdefault(value, []).append(event)
+    missed = trace.missed_at()
     ranked = sorted(
         (-len(events) * sim.cost[sim.producer[value]], value) for value, events in missed.items()
     )

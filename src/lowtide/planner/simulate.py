@@ -70,6 +70,13 @@ class Trace:
     missed: list[tuple[int, int]]
     """(value, event): a value with a pending handle was recomputed and, by the plan, dropped."""
 
+    def missed_at(self) -> dict[int, list[int]]:
+        """For each value in `missed`, its events in their order."""
+        found: dict[int, list[int]] = {}
+        for value, event in self.missed:
+            found.setdefault(value, []).append(event)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Simulation:

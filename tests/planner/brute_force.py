@@ -1,12 +1,8 @@
-"""Every plan of a tiny graph: the reference for the fast solvers.
+"""Every plan of a tiny graph: the reference for the solvers.
 
-Problem: heuristics must be compared with results that are certainly optimal.
-Invariant: tries every combination in which a value is retained no later than at its own first
-event, which is all that the solvers propose: from that event on, autograd may hold the value along
-with the others that the same backward operation unpacks, so a plan must not count on its absence.
-Refuses graphs with too many combinations.
-Imports: `lowtide.planner.repair`, `lowtide.planner.simulate`. Rejected: branch and bound, which
-would need a proof that it is exact.
+Tries every combination in which a value is retained no later than at its own first event, which is
+all that the solvers propose: from that event on, autograd may hold the value along with the others
+that the same backward operation unpacks, so a plan must not count on its absence.
 """
 
 from __future__ import annotations
@@ -14,14 +10,12 @@ from __future__ import annotations
 from itertools import product
 from math import prod
 
-from lowtide.errors import UsageError
 from lowtide.planner.graph import Graph
 from lowtide.planner.repair import Candidate, Problem
 from lowtide.planner.retention import HOLD, NEVER
 from lowtide.planner.simulate import Simulator
 
 MOST = 100_000
-"""Graphs with more combinations than this are refused."""
 
 
 def choices(problem: Problem, value: int) -> tuple[int, ...]:
@@ -45,11 +39,7 @@ def brute_force(graph: Graph, limit: int) -> tuple[Candidate | None, int]:
     problem = Problem(Simulator(graph))
     options = [choices(problem, value) for value in range(len(graph.values))]
     combinations = prod(map(len, options))
-    if combinations > MOST:
-        raise UsageError(
-            f"{combinations} combinations are too many to try one by one (at most {MOST}); "
-            "use lowtide.planner.solve"
-        )
+    assert combinations <= MOST, f"{combinations} combinations are too many to try one by one"
     best: Candidate | None = None
     lowest = 1 << 100
     for choice in product(*options):
