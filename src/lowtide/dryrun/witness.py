@@ -54,6 +54,7 @@ class Witness:
         self._grad_mode: list[tuple[bool, bool]] = []
         self._backward = False
         self._own_backward = False
+        self._in_regions = False
 
     # ------------------------------------------------------------------ called by the dry run
 
@@ -110,6 +111,7 @@ class Witness:
     def operation(self, name: str, made: list[Value]) -> None:
         """An operation was recorded; `made` are the values it made."""
         memory = self._memory
+        self._in_regions |= any(value.region.parent is not None for value in made)
         self._sites.append(
             Site(name, self._module(), memory.line if memory is not None else line_of_caller())
         )
@@ -252,6 +254,7 @@ class Witness:
             ),
             tuple(marks),
             self._own_backward,
+            self._in_regions,
         )
         if memory is not None:
             memory.closed()
