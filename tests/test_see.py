@@ -624,6 +624,11 @@ def test_why_an_output_does_or_does_not_require_grad() -> None:
     held = nn.Linear(4, 4).requires_grad_(False)
     told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
     assert "(2 of 2 parameters are frozen)" in told.outputs[0].reason
+    held.bias.requires_grad_()
+    told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
+    assert "with grad enabled, from one leaf that requires grad, bias" in told.outputs[0].reason
+    held.bias.requires_grad_(False)
+    told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
     assert "Nothing that the step returns requires grad" in str(told)
 
 

@@ -187,9 +187,11 @@ class Witness:
                 return "it is a leaf with requires_grad"
             leaves = {id(leaf) for leaf in _compat.leaves_behind([tensor])}
             names = [name for name, leaf in self._leaves if id(leaf) in leaves]
-            what = f"{len(leaves)} leaves that require grad, {names[0]} among them" if names else (
-                f"{len(leaves)} leaves that require grad"
-            )  # fmt: skip
+            what = f"{len(leaves)} leaves that require grad"
+            if len(leaves) == 1:
+                what = "one leaf that requires grad"
+            if names:
+                what += f", {names[0]} among them" if len(leaves) > 1 else f", {names[0]}"
             return f"it was computed, with grad enabled, from {what}"
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return f"its dtype is {_dtype(tensor.dtype)}, and only floating point carries gradients"
