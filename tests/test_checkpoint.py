@@ -5,10 +5,12 @@ The engine's promises are tested in test_rules_*.py; this file is about the call
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
 import lowtide
 from against_plain import Way, check, counted, gradients, leaf, recorded
-from lowtide import UsageError
+from lowtide import KeptWarning, UsageError
 from lowtide.policies import KeepNamed
 
 # Every keyword of torch's checkpoint, with values that change what torch's does.
@@ -178,8 +180,22 @@ def test_a_generator_of_tensors_as_a_function_is_not_run_early() -> None:
         one, two = way(lazy, x)
         return gradients((one * two).sum(), x)
 
-    check_only = check(scenario)
+    with pytest.warns(KeptWarning, match="returned a generator, .*lazy: what it computes runs aft"):
+        check_only = check(scenario)
     assert check_only.operations == 0
+
+
+def test_a_coroutine_is_right_and_told_of() -> None:
+    @lowtide.checkpoint()
+    async def later(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    x = leaf(4)
+    with pytest.warns(KeptWarning, match="returned a coroutine"):
+        out = asyncio.run(later(x))
+    assert out.requires_grad
+    with torch.no_grad():  # nothing would be recomputed anyway
+        asyncio.run(later(x))
 
 
 # checkpoint_sequential
@@ -231,6 +247,13 @@ def test_sequential_checkpoints_the_pieces_that_torch_does(segments: int) -> Non
         del out
     assert outside[0] == outside[1]
     assert outside[1] == list(range(7 // segments * (segments - 1), 7))
+
+
+def test_sequential_takes_a_number_of_segments_from_numpy() -> None:
+    """As in `int(sqrt(n))` without the int: torch's takes it."""
+    x = torch.ones(5, 4)
+    out = lowtide.checkpoint_sequential(layers(), np.int64(2), x)  # type: ignore[arg-type]
+    assert out.shape == x.shape
 
 
 def test_sequential_replays_nothing_of_its_last_piece() -> None:

@@ -253,3 +253,14 @@ def test_what_is_in_a_large_buffer_that_was_written_is_not_guessed() -> None:
     model = Averages(lambda ids: bool(model.mean[0] > 0))
     with pytest.warns(lowtide.DryRunWarning):
         assert lowtide.plan(model, IDS).source == "recorded"
+
+
+def test_a_step_that_cannot_be_traced_says_what_to_do_first() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(lowtide.UsageError, match="2 of the step's parameters and buffers have no"):
+        lowtide.plan(lazy, torch.ones(2, 3))
+    with torch.no_grad():
+        lazy(torch.ones(2, 3))
+    assert lowtide.plan(lazy, torch.ones(2, 3)).peak > 0
+    with pytest.raises(lowtide.UsageError, match=r"not the class Linear: make one of it, Linear\("):
+        lowtide.explain(nn.Linear, torch.ones(2, 3))

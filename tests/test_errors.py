@@ -199,8 +199,10 @@ def test_left_without_being_entered() -> None:
 
 
 def test_fit_of_what_is_no_module() -> None:
-    with pytest.raises(lowtide.UsageError, match=r"lowtide\.fit"):
+    with pytest.raises(lowtide.UsageError, match=r"lowtide\.fit .*with lowtide\.budget\(limit\):"):
         lowtide.fit(lambda x: x, 0.5)  # type: ignore[arg-type]
+    with pytest.raises(lowtide.UsageError, match="a ModuleList has no forward to put a budget"):
+        lowtide.fit(nn.ModuleList([nn.Linear(2, 2)]), 0.5)
 
 
 def test_fit_twice() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,11 @@ def test_levels_are_values() -> None:
 def test_a_level_out_of_range(level: int) -> None:
     with pytest.raises(UsageError, match=f"level is {level}, outside 0 to 5"):
         checkpoint_levels(Transformer(), level)
+
+
+def test_a_level_from_numpy() -> None:
+    handle = checkpoint_levels(Transformer(), np.int64(2))  # type: ignore[arg-type]
+    assert handle.names == checkpoint_levels(Transformer(), 2).names
 
 
 @pytest.mark.parametrize("level", [True, 2.0, "3", None])

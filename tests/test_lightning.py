@@ -125,6 +125,7 @@ def test_a_fit(options: dict[str, Any], tmp_path: Path, replayed: Callable[[], i
     expected = fit(tmp_path, **options)
     assert replayed() == 0
     callback = MemoryBudget(0.7)
+    assert repr(callback) == "<lowtide.lightning.MemoryBudget of 0.7>"
     assert same(fit(tmp_path, callback, **options), expected)
     assert replayed() > 0
     assert callback.budget is not None

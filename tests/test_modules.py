@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ def test_patterns(name: str, pattern: str, fits: bool) -> None:
         (every(3, Block, start=1), ("layers.1",)),
         ([every(2, Block), "layers.0"], ("layers.0", "layers.2")),
         (every(2, ["layers.3", "layers.0"]), ("layers.0",)),
+        (every(np.int64(2), "layers.*", np.int64(1)), ("layers.1", "layers.3")),  # type: ignore
         ({Block}, ("layers.0", "layers.1", "layers.2", "layers.3")),
         ({"head": None}.keys(), ("head",)),
         (nn.Conv1d | nn.Dropout, tuple(f"layers.{n}.drop" for n in range(4))),
@@ -186,6 +188,13 @@ def test_a_module_of_another_model_is_none_of_this() -> None:
     text = fails(nn.Linear(1, 1))
     assert "the given Linear is not a module of this" in text
     assert "but of another model or of a copy" in text
+
+
+def test_a_slice_of_a_model_says_what_it_is() -> None:
+    model = net()
+    text = fails(model.layers[1:], model)
+    assert "all that it holds are (slicing makes a new one): give these as a list" in text
+    assert checkpoint_modules(model, [*model.layers[2:]]).names == ("layers.2", "layers.3")
 
 
 def test_an_empty_selection() -> None:

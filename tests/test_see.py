@@ -624,6 +624,11 @@ def test_why_an_output_does_or_does_not_require_grad() -> None:
     held = nn.Linear(4, 4).requires_grad_(False)
     told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
     assert "(2 of 2 parameters are frozen)" in told.outputs[0].reason
+    held.bias.requires_grad_()
+    told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
+    assert "with grad enabled, from one leaf that requires grad, bias" in told.outputs[0].reason
+    held.bias.requires_grad_(False)
+    told = lowtide.explain(lambda x: held(x).sum(), torch.randn(2, 4))
     assert "Nothing that the step returns requires grad" in str(told)
 
 
@@ -807,3 +812,24 @@ def test_a_layout_that_the_backend_chooses_is_that_of_the_real_step() -> None:
         loss = step(batch)
     loss.backward()
     assert limit.report().planned
+
+
+# ---------------------------------------------------------------------------- regions of the step
+
+
+def test_regions_of_the_step_are_left_out_and_told_of() -> None:
+    """Who looks whether a region lowers the peak finds no change: it has to say why."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU()) for _ in range(2))
+
+    def step(x: Tensor) -> Tensor:
+        return sum(layer(x).sum() for layer in layers)  # type: ignore[return-value]
+
+    x = torch.randn(64, 8)
+    plain = lowtide.saved_tensors(step, x)
+    assert not plain.in_regions
+    assert "left out" not in str(plain) + str(lowtide.explain(step, x))
+    with lowtide.checkpoint_modules(layers, "1"):
+        held, told = lowtide.saved_tensors(step, x), lowtide.explain(step, x)
+    assert held.total == plain.total
+    assert "regions that the step checkpoints with lowtide are left out here: they" in str(held)
+    assert "are left out here, as under a budget. lowtide.measure tells" in told.sentences[1]

@@ -221,6 +221,19 @@ def test_what_is_refused() -> None:
     assert not model.is_activation_checkpointing
 
 
+def test_what_is_on_shows_itself() -> None:
+    """In a log, where an address says nothing."""
+    model = llama()
+    enabled = enable(model)
+    assert repr(enabled).endswith("Enabled: 3 modules checkpointed>")
+    enabled.remove()
+    assert repr(enabled) == "<lowtide.transformers.Enabled: removed>"
+    with enable(model, limit="6 GiB") as enabled:
+        assert "6442450944 bytes, after 0 steps" in repr(enabled)
+    shown = repr(lowtide.transformers.MemoryBudget("6 GiB"))
+    assert shown == "<lowtide.transformers.MemoryBudget of '6 GiB'>"
+
+
 @pytest.mark.parametrize("way", list(WAYS))
 def test_the_librarys_own_checkpointing_is_refused(way: str) -> None:
     model = llama()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,8 @@ def test_what_the_wrapper_refuses() -> None:
         ActivationCheckpointWrapper(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="use_checkpoint is True"):
         ActivationCheckpointWrapper(Flagged(use_checkpoint=True))
+    with pytest.raises(UsageError, match=r"Wrapper.remove takes a torch.nn.Module, not None"):
+        ActivationCheckpointWrapper.remove(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot be subclassed"):
         type("Mine", (ActivationCheckpointWrapper,), {})
 
@@ -191,12 +194,19 @@ def test_levels_out_of_range(level: int) -> None:
         call.fn_checkpoint_level = level
 
 
-@pytest.mark.parametrize("level", [True, 1.0, "2", None, torch.tensor(2)])
+@pytest.mark.parametrize("level", [True, 1.0, "2", None, torch.tensor(2.0)])
 def test_levels_of_the_wrong_type(level: Any) -> None:
     with pytest.raises(UsageError, match="is a whole number from 0 to 5, not"):
         ActivationCheckpointing(1, level)
     with pytest.raises(UsageError, match="fn_checkpoint_level is a whole number"):
         ActivationCheckpointing(level, 1)
+
+
+def test_levels_are_integers_of_any_library() -> None:
+    """As they come out of `numpy.arange`, and as vision_architectures takes them."""
+    call = ActivationCheckpointing(np.int64(2), np.int32(3))  # type: ignore[arg-type]
+    assert call.perform_checkpointing
+    assert type(call.fn_checkpoint_level) is int
 
 
 @on_one_recorder

@@ -2,8 +2,8 @@
 
 Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
 state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
-replayed operation by operation. Imports step, traced and policies. Rejected: torch's two modes
-(`use_reentrant`); there is one behaviour, which needs no such choice.
+replayed operation by operation. Imports step, traced, limits and policies. Rejected: torch's two
+modes (`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,17 @@ import torch
 
 from lowtide import _compat
 from lowtide.errors import UsageError
+from lowtide.limits import whole_number
 from lowtide.policies import OperationInfo, Policy, check_policy, keeps, means_keep
-from lowtide.step import Nested, Recording, called_inside, current_recorder, recordable
+from lowtide.step import (
+    RUNS_LATER,
+    Nested,
+    Recording,
+    called_inside,
+    current_recorder,
+    recordable,
+    tell_of_what_runs_later,
+)
 from lowtide.traced import traced_region
 
 if TYPE_CHECKING:
@@ -259,7 +268,10 @@ def _call(
     if not recordable():
         return function(*args, **kwargs)
     inside = region(_policy_of(given.get("context_fn"), policy))
-    return called_inside(inside, functools.partial(function, *args, **kwargs))
+    result = called_inside(inside, functools.partial(function, *args, **kwargs))
+    if isinstance(result, RUNS_LATER):
+        tell_of_what_runs_later(result)
+    return result
 
 
 def _refuse_hooks_around(given: dict[str, Any]) -> None:
@@ -352,18 +364,19 @@ def checkpoint_sequential(
                 "checkpoint_sequential takes an nn.Sequential or a sequence of callables; number "
                 f"{position} of them is of type {type(function).__name__}."
             )
-    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+    pieces = whole_number(segments)
+    if pieces is None or pieces < 1:
         raise UsageError(f"segments must be a positive int; got {segments!r}.")
     if not modules:
         raise UsageError("functions is empty: there is nothing to checkpoint.")
-    if segments > len(modules):
+    if pieces > len(modules):
         raise UsageError(
-            f"segments={segments} is more than the {len(modules)} functions given; "
+            f"segments={pieces} is more than the {len(modules)} functions given; "
             f"use at most {len(modules)}."
         )
     _check_keywords(kwargs, policy)
-    size = len(modules) // segments
-    starts = [size * piece for piece in range(segments)] + [len(modules)]
+    size = len(modules) // pieces
+    starts = [size * piece for piece in range(pieces)] + [len(modules)]
     value = input
     for start, end in itertools.pairwise(starts):
         piece = functools.partial(_apply, modules[start:end])

@@ -75,7 +75,8 @@ class CompiledWarning(UserWarning):
 
 
 class KeptWarning(UserWarning):
-    """A setting of torch makes lowtide keep what it could otherwise recompute (rule 5)."""
+    """What could be recomputed is kept: a setting of torch is in the way (rule 5), or a region
+    returned a generator or coroutine, whose code runs after the region."""
 
 
 class DeviceWarning(UserWarning):

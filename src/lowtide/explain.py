@@ -21,7 +21,7 @@ from lowtide.dryrun.standins import OUTSIDE
 from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.plans import Plan
-from lowtide.saved import standing_text
+from lowtide.saved import LEFT_OUT, standing_text
 from lowtide.texttable import count_of
 
 _MOST = 5
@@ -165,6 +165,10 @@ def _say(told: Explanation) -> list[str]:
         said.append(
             "It could not run on fake tensors, so one real step was recorded: temporaries are "
             "known as a sum, not storage by storage."
+        )
+    if told.study.ledger.in_regions:
+        said.append(
+            f"{LEFT_OUT}, as under a budget. lowtide.measure tells what the step takes with them."
         )
     said.append(_parts(plain))
     standing = standing_text(told.study.ledger.standing)

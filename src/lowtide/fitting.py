@@ -4,8 +4,9 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-plans, ranks, override and uncalled. Rejected: a wrapper module, which renames parameters; running
-the first batch on fake tensors unasked, which would run user code twice (rule 2).
+plans, ranks, override, selection and uncalled. Rejected: a wrapper module, which renames
+parameters; running the first batch on fake tensors unasked, which would run user code twice (rule
+2).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from lowtide.models.uncalled import Uncalled, may_be_called_unseen
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
 from lowtide.report import BudgetReport
+from lowtide.selection import is_container
 from lowtide.step import called_inside, current_recorder, recordable
 
 _KIND = "lowtide.fit"
@@ -264,16 +266,21 @@ def fit(
         off again. In a ``with`` statement it takes itself off at the end of the block.
 
     Raises:
-        UsageError: the limit cannot be read; ``model`` is not a module, has a budget already, was
-            compiled with ``model.compile()``, or checkpoints parts of itself by its own flag (now,
-            or when its first step runs); or an example is given for a model in eval mode or
-            together with a plan.
+        UsageError: the limit cannot be read; ``model`` is not a module, has no forward, has a
+            budget already, was compiled with ``model.compile()``, or checkpoints parts of itself by
+            its own flag (now, or when its first step runs); or an example is given for a model in
+            eval mode, with parameters that have no size yet, or together with a plan.
         BudgetError: the limit cannot be met: raised here if there is an `example`, else in a step,
             as for `lowtide.budget`.
         UnsupportedError: in a step, inside a transform of ``torch.func``, while a CUDA graph is
             captured, or in a copy that ``nn.DataParallel`` has made for another device.
     """
-    check_model(model, "lowtide.fit")
+    check_model(model, "lowtide.fit", "`with lowtide.budget(limit):` around its call")
+    if is_container(model):
+        raise UsageError(
+            f"lowtide.fit: a {type(model).__name__} has no forward to put a budget around. Fit the "
+            "model that calls its modules, or put `with lowtide.budget(limit):` around the step."
+        )
     present = budget_on(model)
     if present is not None:
         raise UsageError(_has_one(model, present))

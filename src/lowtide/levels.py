@@ -131,7 +131,7 @@ def checkpoint_levels(
             found, or a module cannot be checkpointed (see `checkpoint_modules`).
     """
     check_model(model, "checkpoint_levels")
-    check_level(level, "level")
+    level = check_level(level, "level")
     check_policy(policy, "checkpoint_levels")
     if level == 0:
         return CheckpointedModules(

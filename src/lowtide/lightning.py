@@ -149,6 +149,9 @@ class MemoryBudget(Callback):
         self.budget: Budget | None = None
         self._entries: list[_Entry] = []
 
+    def __repr__(self) -> str:
+        return f"<lowtide.lightning.MemoryBudget of {self.limit!r}>"
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         budgets = [one for one in trainer.callbacks if isinstance(one, MemoryBudget)]
         if stage == "fit" and len(budgets) > 1:

@@ -44,7 +44,7 @@ def parse_limit(limit: object) -> int | float:
     """
     if isinstance(limit, str):
         return _parse_text(limit)
-    nbytes = None if isinstance(limit, bool) else _index(limit)
+    nbytes = whole_number(limit)
     if nbytes is not None:
         return _in_range(nbytes)
     if isinstance(limit, bool) or not isinstance(limit, numbers.Real):
@@ -69,10 +69,12 @@ def parse_limit(limit: object) -> int | float:
     return fraction
 
 
-def _index(limit: object) -> int | None:
-    """The value of an integer of any library's type; None for anything else."""
+def whole_number(value: object) -> int | None:
+    """The value of an integer of any library's type; None for anything else, and for a bool."""
+    if isinstance(value, bool):
+        return None
     try:
-        return operator.index(limit)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 

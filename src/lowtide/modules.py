@@ -3,8 +3,8 @@
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
 module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
-override, selection, foreign and errors. Rejected: wrapper modules, which put their own name into
-every key below them.
+override, selection, foreign, limits and errors. Rejected: wrapper modules, which put their own name
+into every key below them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
+from lowtide.limits import whole_number
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import (
     Call,
@@ -111,7 +112,8 @@ def checkpoint_modules(
         policy: what to keep inside the regions, as for `lowtide.checkpoint`.
 
     Returns:
-        A handle, whose `remove()` switches checkpointing off again.
+        A handle, whose `remove()` switches checkpointing off again. Copies and pickles of the
+        model are plain (rule 11): checkpoint them anew.
 
     Raises:
         UsageError: ``model`` is not a module; an entry of `which` matches no module that is called
@@ -145,7 +147,9 @@ def switch_on(
     return CheckpointedModules([name for name, _ in chosen], restores, description)
 
 
-def check_model(model: object, caller: str) -> None:
+def check_model(
+    model: object, caller: str, instead: str = "lowtide.checkpoint(function, *args)"
+) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UsageError(
             f"{caller} takes a module, not the class {model.__name__}: make one of it, "
@@ -154,7 +158,7 @@ def check_model(model: object, caller: str) -> None:
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{caller} takes a torch.nn.Module, not {type(model).__name__}; for a function use "
-            "lowtide.checkpoint(function, *args)"
+            f"{instead}"
         )
 
 
@@ -242,10 +246,11 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     """Checkpoint one module: `block = ActivationCheckpointWrapper(block)`.
 
     The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
-    around it: type, parameter names, `state_dict` and copies stay as they were, nothing is
-    recomputed in eval, and plain weights load. Weights saved through a wrapper (keys that begin
-    with "module.") load too. A module that is already checkpointed is returned as it is, if no
-    policy is given.
+    around it: type, parameter names and `state_dict` stay as they were, nothing is recomputed in
+    eval, and plain weights load. Weights saved through a wrapper (keys that begin with "module.")
+    load too. Copies and pickles are plain modules (rule 11): wrap what copies were made of, not
+    what copies are still to be made of. A module that is already checkpointed is returned as it is,
+    if no policy is given.
 
     `module` is any module with a forward; `policy` says what to keep inside the region, as for
     `lowtide.checkpoint`.
@@ -264,7 +269,8 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
 
     @staticmethod
     def remove(module: nn.Module) -> None:
-        """Switch off the checkpointing of this one module."""
+        """Switch off the checkpointing of this one module. On a plain one it does nothing."""
+        check_model(module, "ActivationCheckpointWrapper.remove")
         override = find_override(module)
         for layer in list(override.layers) if override is not None else []:
             if layer.kind == _KIND:
@@ -372,13 +378,14 @@ class ActivationCheckpointing(nn.Module):
 
 def check_level(level: int, name: str) -> int:
     """Return `level` if it is an int from 0 to 5, else raise `UsageError`."""
-    if isinstance(level, bool) or not isinstance(level, int):
+    number = whole_number(level)
+    if number is None:
         raise UsageError(
             f"{name} is a whole number from 0 to 5, not {level!r} ({type(level).__name__})"
         )
-    if level not in LEVELS:
+    if number not in LEVELS:
         raise UsageError(
-            f"{name} is {level}, outside 0 to 5: 1 single layers, 2 small blocks, "
+            f"{name} is {number}, outside 0 to 5: 1 single layers, 2 small blocks, "
             "3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders"
         )
-    return level
+    return number

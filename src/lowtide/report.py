@@ -266,7 +266,9 @@ def unrecorded(limit: int, peak: int, before: int) -> BudgetError:
     recorded. Both figures include what earlier steps have left, `before`."""
     why = (
         "and nothing that it saves for its backward is recorded, so nothing can be recomputed: a "
-        "backward that needs only parameters and inputs leaves nothing to drop. "
+        "backward that needs only parameters and inputs leaves nothing to drop. Nor is anything "
+        "recorded that torch.utils.checkpoint runs again in backward: leave it out, or use "
+        "lowtide.checkpoint in its place. "
         "Tensors of a subclass that does not say what they consist of "
         "(`__tensor_flatten__`, `__tensor_unflatten__`) are kept whole. So is everything if a "
         "dispatch mode of your own is around a step that the Python recorder records "

@@ -30,6 +30,7 @@ _WHY = {
     "a write that bypassed the dispatcher): it can only be kept",
 }
 _ROWS = 24
+LEFT_OUT = "The regions that the step checkpoints with lowtide are left out here"
 KEYS = ("module", "operator", "line", "kind", "dtype", "name")
 """What saved tensors can be summed by, see `SavedTensors.by`."""
 _USUAL_KEYS = ("module", "operator", "line")
@@ -100,11 +101,14 @@ class SavedTensors:
         standing: bytes that were in memory before the step, by kind ("parameter", "buffer",
             "gradient", "input"), whether autograd saved them or not.
         source: "fake": nothing was run; "recorded": from one real step.
+        in_regions: whether the step checkpoints parts of itself with lowtide. They are shown as if
+            it did not.
     """
 
     rows: tuple[SavedRow, ...]
     standing: dict[str, int]
     source: str
+    in_regions: bool = False
 
     def __post_init__(self) -> None:
         assert sum(group.nbytes for group in self.by("module")) == self.total
@@ -237,7 +241,7 @@ def from_ledger(ledger: Ledger, source: str) -> SavedTensors:
             )
         )
     rows.sort(key=lambda row: -row.nbytes)
-    return SavedTensors(tuple(rows), dict(ledger.standing), source)
+    return SavedTensors(tuple(rows), dict(ledger.standing), source, ledger.in_regions)
 
 
 # ---------------------------------------------------------------------------- text
@@ -313,7 +317,7 @@ def _others(saved: SavedTensors) -> list[str]:
         for kind, plural in _PLURALS
         if kind in groups
     ]
-    text = []
+    text = [f"{LEFT_OUT}: they hold less."] if saved.in_regions else []
     if parts:
         text.append(
             f"Autograd also refers to {', '.join(parts)}: they are in memory anyway and cost "

@@ -3,8 +3,8 @@
 Problem: the same wish is written as a type, a name, the module itself, a rule or "every other one",
 and if a selection that matches nothing were accepted, it would silently save no memory. Invariant:
 every entry of a selection matches at least one module that is called, or a `UsageError` names what
-came close. Imports torch, `_compat` and `errors`. Rejected: `fnmatch` on the whole name, where
-`layers.*` also matches every module inside every layer.
+came close. Imports torch, `_compat`, `errors` and `limits`. Rejected: `fnmatch` on the whole name,
+where `layers.*` also matches every module inside every layer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import UsageError
+from lowtide.limits import whole_number
 
 Which: TypeAlias = (
     "type[Any] | UnionType | str | nn.Module | Callable[[str, nn.Module], bool] | Every"
@@ -43,11 +44,13 @@ class Every:
 
     def __post_init__(self) -> None:
         for field, value, least in (("n", self.n, 1), ("start", self.start, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            number = whole_number(value)
+            if number is None or number < least:
                 raise UsageError(
                     f"every(n={self.n!r}, start={self.start!r}): `{field}` must be an int, "
                     f"{least} or more; every(2, 'layers.*') takes layers 0, 2, 4 and so on"
                 )
+            object.__setattr__(self, field, number)
 
 
 def every(n: int, which: Which, start: int = 0) -> Every:
@@ -188,6 +191,14 @@ def _nothing_matched(which: Any, everything: Named) -> str:
         head = f"no module is a {shown}: none of the {count} of this {owner} is one."
         return head + _near_types(members[0], everything)
     if isinstance(which, nn.Module):
+        ours = {id(module) for _, module in everything}
+        parts = list(which.children())
+        if parts and all(id(part) in ours for part in parts):
+            return (
+                f"the given {type(which).__name__} is not itself a module of this {owner}, though "
+                "all that it holds are (slicing makes a new one): give these as a list, "
+                "[*model.layers[2:]]"
+            )
         return (
             f"the given {type(which).__name__} is not a module of this {owner}, but of another "
             f"model or of a copy: give one of its {count}"

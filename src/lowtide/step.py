@@ -15,19 +15,22 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lowtide import _compat, engine
-from lowtide.errors import CompiledWarning, UnsupportedError
+from lowtide.errors import CompiledWarning, KeptWarning, UnsupportedError, users_frame
 from lowtide.replay import unpack
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.regions import Region
 from lowtide.tape.tape import Decisions, Tape
 
 R = TypeVar("R")
+
+# What a generator or coroutine function returns: its code has not run yet.
+RUNS_LATER = (GeneratorType, CoroutineType, AsyncGeneratorType)
 
 
 class _Open(threading.local):
@@ -273,6 +276,20 @@ def called_inside(context: _Context, function: Callable[[], R]) -> R:
     except BaseException:
         context.make_sure()
         raise
+
+
+def tell_of_what_runs_later(result: object) -> None:
+    """A region returned a generator or coroutine: it is right, but saves no memory there."""
+    kind = "generator" if isinstance(result, GeneratorType) else "coroutine"
+    if isinstance(result, AsyncGeneratorType):
+        kind = "asynchronous generator"
+    warnings.warn(
+        f"a checkpointed region returned a {kind}, {getattr(result, '__qualname__', '')}: what it "
+        "computes runs after the region, where nothing is recomputed and activations are kept as "
+        "without lowtide. Return a list or tensors; or checkpoint the functions that it calls.",
+        KeptWarning,
+        stacklevel=users_frame(),
+    )
 
 
 def recordable() -> bool:

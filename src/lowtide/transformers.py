@@ -27,6 +27,7 @@ from lowtide.plans import Plan, limit_of
 from lowtide.policies import Policy, check_policy
 from lowtide.report import logged
 from lowtide.selection import every
+from lowtide.texttable import count_of
 
 try:
     from transformers import PreTrainedModel, TrainerCallback
@@ -64,6 +65,12 @@ class Enabled(Removable):
         what, self._what = self._what, None
         if what is not None:
             what.remove()
+
+    def __repr__(self) -> str:
+        what = f"{count_of(len(self.names), 'module')} checkpointed"
+        if self.budget is not None:
+            what = repr(self.budget)
+        return f"<lowtide.transformers.Enabled: {'removed' if self._what is None else what}>"
 
 
 def enable(
@@ -253,6 +260,9 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.device = device
         self.group = group
         self.budget: FittedBudget | None = None
+
+    def __repr__(self) -> str:
+        return f"<lowtide.transformers.MemoryBudget of {self.limit!r}>"
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any

@@ -118,3 +118,5 @@ class Ledger:
     """For each operation, the marks before and after it."""
     own_backward: bool = False
     """Whether the step ran backward itself, before it returned."""
+    in_regions: bool = False
+    """Whether a part of it is checkpointed by lowtide, which a dry run leaves out."""

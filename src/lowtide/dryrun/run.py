@@ -40,6 +40,11 @@ from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
 from lowtide.step import Recording, current_recorder, recordable
 
+_WITHOUT_SIZE = (
+    torch.nn.parameter.UninitializedParameter,
+    torch.nn.parameter.UninitializedBuffer,
+)
+
 
 @dataclass(frozen=True)
 class Dry:
@@ -88,6 +93,11 @@ def dry_run(
             "the step must be a callable (a module, or a function of its arguments); got "
             f"{type(function).__name__}."
         )
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise UsageError(
+            f"the step is a module or a function, not the class {function.__name__}: make one of "
+            f"it, {function.__name__}(...), and pass that."
+        )
     if current_recorder() is not None or not recordable():
         raise UsageError(
             "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
@@ -97,6 +107,12 @@ def dry_run(
     device = _device(found)
     costs = CostModel(device, on)
     tensors = [*found.state(), *found.tensors]
+    lazy = sum(isinstance(tensor, _WITHOUT_SIZE) for tensor in tensors)
+    if lazy:
+        raise UsageError(
+            f"{lazy} of the step's parameters and buffers have no size yet (LazyLinear and other "
+            "lazy modules). Call the model once on a batch, under torch.no_grad(): that makes them."
+        )
     ours = not any(map(fakes.is_fake, tensors))
     mode = fakes.fake_mode(tensors)
     with nothing_kept(mode) if ours else nullcontext():

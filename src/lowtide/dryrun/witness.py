@@ -54,6 +54,7 @@ class Witness:
         self._grad_mode: list[tuple[bool, bool]] = []
         self._backward = False
         self._own_backward = False
+        self._in_regions = False
 
     # ------------------------------------------------------------------ called by the dry run
 
@@ -110,6 +111,7 @@ class Witness:
     def operation(self, name: str, made: list[Value]) -> None:
         """An operation was recorded; `made` are the values it made."""
         memory = self._memory
+        self._in_regions |= any(value.region.parent is not None for value in made)
         self._sites.append(
             Site(name, self._module(), memory.line if memory is not None else line_of_caller())
         )
@@ -185,9 +187,11 @@ class Witness:
                 return "it is a leaf with requires_grad"
             leaves = {id(leaf) for leaf in _compat.leaves_behind([tensor])}
             names = [name for name, leaf in self._leaves if id(leaf) in leaves]
-            what = f"{len(leaves)} leaves that require grad, {names[0]} among them" if names else (
-                f"{len(leaves)} leaves that require grad"
-            )  # fmt: skip
+            what = f"{len(leaves)} leaves that require grad"
+            if len(leaves) == 1:
+                what = "one leaf that requires grad"
+            if names:
+                what += f", {names[0]} among them" if len(leaves) > 1 else f", {names[0]}"
             return f"it was computed, with grad enabled, from {what}"
         if not (tensor.is_floating_point() or tensor.is_complex()):
             return f"its dtype is {_dtype(tensor.dtype)}, and only floating point carries gradients"
@@ -252,6 +256,7 @@ class Witness:
             ),
             tuple(marks),
             self._own_backward,
+            self._in_regions,
         )
         if memory is not None:
             memory.closed()

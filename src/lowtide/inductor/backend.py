@@ -93,6 +93,9 @@ class CompileBudget:
         made.compile(examples)
         return made
 
+    def __repr__(self) -> str:
+        return f"<lowtide.CompileBudget of {self.limit!r}>"
+
     def report(self) -> CompileReport:
         """What has been planned so far; prints as text."""
         calls = list(self._ledger.step or self._ledger.last_step or self._graphs)
