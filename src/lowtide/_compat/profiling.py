@@ -88,12 +88,13 @@ def start_memory_profiler() -> None:
     token, flagged = _Untouched(), cast(Any, _profiler)
     enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
     # First: an interrupt may come right after the profiler is on, and who has the token stops it.
+    before = flagged._is_profiler_enabled
     profiler_token.token = flagged._is_profiler_enabled = token
     try:
         _bindings._prepare_profiler(config, _ACTIVITIES)
         enable(config, _ACTIVITIES, _SILENT_SCOPE)
     except RuntimeError:
-        profiler_token.token, flagged._is_profiler_enabled = None, False
+        profiler_token.token, flagged._is_profiler_enabled = None, before
         raise
 
 
