@@ -9,9 +9,10 @@ Rules of docs/semantics.md are cited by number.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +24,10 @@ from torch import Tensor, nn
 import lowtide
 from against_plain import Way, bits, budgeted, check, gradients, leaf
 from lowtide import engine
+from lowtide._compat import profiling
 from lowtide.loop import Loop
+from lowtide.memory import events, profiler
+from lowtide.memory.events import MemoryEvents
 from lowtide.step import current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.recorder import Recorder
@@ -75,20 +79,18 @@ def budgets() -> Run:
 
 
 class Interrupts:
-    """A trace function that raises at the event of this number, in the files above."""
+    """A trace function that raises at the event of this number, in the files above or in these."""
 
-    def __init__(self, at: int) -> None:
-        self.left = at
+    def __init__(self, at: int, files: Container[str] = FILES) -> None:
+        self.left, self.files = at, files
         self.where = ""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in self.files:
             return None
         code = frame.f_code
-        if (
-            event == "line"
-            and linecache.getline(code.co_filename, frame.f_lineno).strip() == "try:"
-        ):
+        line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line in ("try:", "with _lock:"):
             return self  # no interrupt is noticed there, unlike a trace function's error
         if event == "call" and code.co_qualname == "Budget.__exit__":
             # Not yet inside its `try`. If the program itself has written the `with`, nothing around
@@ -136,6 +138,37 @@ def test_an_interrupt_anywhere_leaves_nothing_open(make: Callable[[], Run]) -> N
         loss.backward()
         assert settled(), interrupt.where
         at += 1
+    assert at > 50
+
+
+def test_an_interrupt_of_a_measurement_leaves_no_profiler_behind() -> None:
+    """Starting and stopping torch's profiler takes long, so an interrupt often comes right after. A
+    profiler that nobody knows of stays on: nothing is measured any more, and torch crashes when the
+    process ends."""
+
+    def measured() -> int:
+        recording = MemoryEvents()
+        assert recording.start(), recording.obstacle
+        torch.ones(256)
+        timeline = recording.stop()
+        assert timeline is not None, recording.obstacle
+        return timeline.peak
+
+    assert measured() == 1024
+    files = [events.__file__, profiler.__file__, profiling.__file__]
+    for at in itertools.count():
+        interrupt = Interrupts(at, files)
+        sys.settrace(interrupt)
+        try:
+            measured()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break  # fewer events than that
+        finally:
+            sys.settrace(None)
+        assert measured() == 1024, interrupt.where
+        assert not profiling.profiler_on_this_thread(), interrupt.where
     assert at > 50
 
 

@@ -1,8 +1,9 @@
-"""Regions and budgets where torch traces or computes on shapes alone: `make_fx`, fakes, export.
+"""Regions and budgets where torch traces or computes on shapes alone: `make_fx`, `torch.jit.trace`,
+fakes, export.
 
 What a replay makes is no part of a traced graph: a trace that took it for a constant would go on
-with the values of the one call that was traced. So nothing is recorded around which `make_fx`
-traces, and what a function that is traced inside saves is given back as it is.
+with the values of the one call that was traced. So nothing is recorded around which torch traces,
+and what a function that is traced inside saves is given back as it is.
 """
 
 from __future__ import annotations
@@ -64,6 +65,38 @@ def test_a_trace_inside_computes_with_what_the_graph_is_given(way: Way, mode: st
 
     replayed = check(scenario, way)
     assert max(replayed.names().values()) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda model: lowtide.fit(model, 2**30),
+        lambda model: lowtide.checkpoint_modules(model, "0"),
+        lambda model: lowtide.checkpoint_levels(model, 3),
+    ],
+)
+def test_a_model_that_torch_jit_traces_in_training(
+    apply: Callable[[nn.Module], object], planned: bool
+) -> None:
+    """As TensorBoard's `add_graph` does. A size is a tensor meanwhile, of which a recorder would
+    make operations in the graph."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
+    model, first, second = nn.Sequential(nn.Sequential(*layers)), *torch.randn(2, 4, 8)
+
+    def kinds(traced: Any) -> list[str]:
+        return [node.kind() for node in traced.inlined_graph.nodes()]
+
+    plain = torch.jit.trace(model, first, check_trace=False)
+    apply(model)
+    for _ in range(3 if planned else 0):
+        model(first).sum().backward()
+    traced = torch.jit.trace(model, first, check_trace=False)
+    assert kinds(traced) == kinds(plain)
+    assert bits(traced(second)) == bits(plain(second))
 
 
 @pytest.mark.parametrize("limit", [None, 0.7, 2**30])

@@ -295,15 +295,16 @@ def tell_of_what_runs_later(result: object) -> None:
 def recordable() -> bool:
     """Whether a backward could ask for anything that runs now (rule 12).
 
-    False while torch.compile or make_fx traces: what a replay makes is no part of the traced
-    graph, which would have the values of this one call in its place. Raises while a CUDA graph is
-    captured.
+    False while torch.compile, make_fx or torch.jit.trace traces: what a replay makes is no part of
+    the traced graph, which would have the values of this one call in its place. And torch.jit.trace
+    makes tensors of all sizes that are asked for, also of those that a recorder compares. Raises
+    while a CUDA graph is captured.
     """
     if torch.compiler.is_compiling() or _open.off:
         return False
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    if _compat.is_traced_by_fx():
+    if _compat.is_traced_by_fx() or _compat.is_traced_by_jit():
         return False
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(

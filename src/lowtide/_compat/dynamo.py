@@ -184,6 +184,12 @@ def is_traced_by_fx() -> bool:
     return torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
 
 
+def is_traced_by_jit() -> bool:
+    """Whether `torch.jit.trace` traces on this thread. Unnecessary once `torch.jit` exports
+    `is_tracing`."""
+    return torch._C._is_tracing()
+
+
 def is_compiled_in_place(module: object) -> bool:
     """Whether ``module.compile()`` was called. Unnecessary when torch tells."""
     return module.__dict__.get("_compiled_call_impl") is not None

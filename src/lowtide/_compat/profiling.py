@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import _autograd as _bindings
@@ -85,12 +85,17 @@ def start_memory_profiler() -> None:
         False,  # modules
         _kinds._ExperimentalConfig(),
     )
-    _bindings._prepare_profiler(config, _ACTIVITIES)
+    token, flagged = _Untouched(), cast(Any, _profiler)
     enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
-    enable(config, _ACTIVITIES, _SILENT_SCOPE)
-    profiler_token.token = _Untouched()
-    flagged: Any = _profiler
-    flagged._is_profiler_enabled = profiler_token.token
+    # First: an interrupt may come right after the profiler is on, and who has the token stops it.
+    before = flagged._is_profiler_enabled
+    profiler_token.token = flagged._is_profiler_enabled = token
+    try:
+        _bindings._prepare_profiler(config, _ACTIVITIES)
+        enable(config, _ACTIVITIES, _SILENT_SCOPE)
+    except RuntimeError:
+        profiler_token.token, flagged._is_profiler_enabled = None, before
+        raise
 
 
 def profiler_untouched(token: object) -> bool:
@@ -103,10 +108,11 @@ def profiler_untouched(token: object) -> bool:
 def stop_memory_profiler() -> list[Any]:
     """Stop, and return the allocations: objects with `alloc_size` (signed), `ptr` and `device`.
 
-    The token is left to the caller, because a thread that ends no longer has one.
+    The token is left to the caller, because a thread that ends no longer has one. It is taken back
+    after this, as an interrupt may come before the profiler is off.
     """
-    _profiler._is_profiler_enabled = False
     events = _bindings._disable_profiler().experimental_event_tree()
+    _profiler._is_profiler_enabled = False
     fields = [event.extra_fields for event in events]
     return [field for field in fields if type(field) is _ALLOCATION]
 

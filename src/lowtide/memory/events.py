@@ -188,9 +188,9 @@ class MemoryEvents:
                 if not ending:
                     drop_memory_profiler()
                 return None
+            fields = profiling.stop_memory_profiler()
             if not ending:
                 profiling.profiler_token.token = None
-            fields = profiling.stop_memory_profiler()
         timeline = read_timeline(fields, self.device, self._addresses, self._noted)
         if timeline is None:
             self.obstacle = "part of the recording is missing"

@@ -90,22 +90,29 @@ def drop_memory_profiler() -> None:
     """
     if profiling.profiler_of_another():
         return
-    token, profiling.profiler_token.token = profiling.profiler_token.token, None
-    if not profiling.profiler_on_this_thread():
-        return
-    if profiling.profiler_untouched(token):
-        profiling.stop_memory_profiler()
-    else:
-        started, finished = threading.Event(), threading.Event()
+    token = profiling.profiler_token.token
+    if profiling.profiler_on_this_thread():
+        if profiling.profiler_untouched(token):
+            profiling.stop_memory_profiler()
+        else:
+            _stop_beside_another()
+    profiling.profiler_token.token = None  # last: after an interrupt, this is done again
 
-        def hold_recorder() -> None:
+
+def _stop_beside_another() -> None:
+    started, finished = threading.Event(), threading.Event()
+
+    def hold_recorder() -> None:
+        with contextlib.suppress(RuntimeError):  # torch 2.10, if the recorder is there after all
             start_memory_profiler()
-            started.set()
-            finished.wait()
+        started.set()
+        finished.wait()
 
-        holder = threading.Thread(target=hold_recorder)
-        holder.start()
+    holder = threading.Thread(target=hold_recorder)
+    holder.start()
+    try:
         started.wait()
         profiling.stop_memory_profiler()
-        finished.set()
-        holder.join()
+    finally:
+        finished.set()  # else the process could not end
+    holder.join()
