@@ -3,8 +3,8 @@
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
 module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
-override, selection, foreign, limits and errors. Rejected: wrapper modules, which put their own name
-into every key below them.
+override, copied, selection, foreign, limits and errors. Rejected: wrapper modules, which put their
+own name into every key below them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
 from lowtide.limits import whole_number
+from lowtide.models.copied import GoesAlong
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import (
     Call,
@@ -235,7 +236,7 @@ class _WrapperType(type):
             return module
         caller = "ActivationCheckpointWrapper"
         switch_on(module, [("", module)], policy=policy, caller=caller)
-        add_entry(_LoadEitherForm(module))
+        _as_wrapper(module, policy)
         return module
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -248,9 +249,9 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
     The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
     around it: type, parameter names and `state_dict` stay as they were, nothing is recomputed in
     eval, and plain weights load. Weights saved through a wrapper (keys that begin with "module.")
-    load too. Copies and pickles are plain modules (rule 11): wrap what copies were made of, not
-    what copies are still to be made of. A module that is already checkpointed is returned as it is,
-    if no policy is given.
+    load too. Deep copies are checkpointed as well, as those that `nn.TransformerEncoder(block, 6)`
+    makes; pickles and shallow copies are plain modules (rule 11). A module that is already
+    checkpointed is returned as it is, if no policy is given.
 
     `module` is any module with a forward; `policy` says what to keep inside the region, as for
     `lowtide.checkpoint`.
@@ -275,6 +276,17 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
         for layer in list(override.layers) if override is not None else []:
             if layer.kind == _KIND:
                 layer.remove()
+
+
+def _as_wrapper(module: nn.Module, policy: Any) -> None:
+    """What a wrapped module has besides the layer around its forward."""
+
+    def wrapped(copied: nn.Module) -> None:
+        _checkpoint_one(copied, policy)
+        _as_wrapper(copied, policy)
+
+    add_entry(_LoadEitherForm(module))
+    add_entry(GoesAlong(module, _KIND, wrapped))
 
 
 class _LoadEitherForm(InstanceEntry):

@@ -88,6 +88,9 @@ class InstanceEntry:
             # ends the recursion if the copy of that module comes here again.
             memo[id(self)] = self.plain()
             copied = copy.deepcopy(module, memo)
+            found = getattr(copied, self.attribute)
+            if isinstance(found, _ForwardOverride):  # it went along (`copied.GoesAlong`)
+                return types.MethodType(found.__func__, copied)  # which keeps the copy
         return getattr(copied, self.attribute)
 
 
