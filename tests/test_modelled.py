@@ -193,6 +193,51 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up(
     compare_memory(modelled, measured, 0.1, 64 << 10)
 
 
+class Recommender(nn.Module):
+    """Small tables, of which many rows are looked up: their gradients are larger than they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(500, 32, sparse=True) for _ in range(2))
+        self.table = nn.Embedding(500, 32, sparse=True)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = sum(bag(x) for bag in self.bags) + self.table(x).mean(1)
+        return self.head(found).square().sum()
+
+
+def test_sparse_gradients_may_be_larger_than_their_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Recommender(), torch.randint(0, 499, (512, 8))
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    compare_memory(modelled, measured, 0.1, 64 << 10)
+    model.zero_grad()
+    plain = lowtide.measure(lambda: model(x).backward(), device="cpu").peak_bytes
+    assert plain > 5 * sum(p.nbytes for p in model.parameters())
+
+
+def twice(model: Recommender, x: Tensor) -> Tensor:
+    """The first table is read twice, and its gradient is a sum."""
+    return model(x) + model.bags[0](x + 1).tanh().sum()
+
+
+@pytest.mark.parametrize("loss", [Recommender.__call__, twice])
+def test_a_dry_run_counts_the_rows_of_sparse_gradients(loss: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = Recommender(), torch.randint(0, 499, (512, 8))
+    loss(model, x).backward()
+    model.zero_grad()
+    plain = lowtide.measure(lambda: loss(model, x).backward(), device="cpu").peak_bytes
+    assert lowtide.plan(loss, model, x).plain_peak == pytest.approx(plain, rel=0.02)
+
+
 class Reads(nn.Module):
     """Leaves that are read several times: directly, through one view, or part by part."""
 

@@ -92,7 +92,7 @@ def _gifts(
     ways: dict[int, list[Read]] = {}
     for read in reads:
         if read.way is None:
-            made = nbytes if read.nbytes < nbytes else 0
+            made = 0 if read.whole or read.nbytes >= nbytes else nbytes
             astray = 0 if made else ops[read.op].astray.get(read.argument, 0)
             gifts[read.op] = _Gift(read.op, _OF_ITS_OWN, made, 0, ops[read.op].lent, astray=astray)
         else:

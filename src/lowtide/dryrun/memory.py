@@ -2,7 +2,7 @@
 
 Problem: a dry run allocates nothing, but its peak has to be known to the byte. Invariant: every
 storage is counted as by `Counting`, in forward and backward alike; levels and peaks are reported as
-by a real measurement (`Marks`). Imports costs, counting, filled, marks. Rejected: predicting
+by a real measurement (`Marks`). Imports costs, counting, filled, marks, rows. Rejected: predicting
 backward's memory from the forward, which misses the order in which gradients are freed.
 """
 
@@ -15,6 +15,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.dryrun.rows import hold_rows
 from lowtide.dryrun.shapes import Shapes
 from lowtide.dryrun.traces import Undone
 from lowtide.kernels.costs import CostModel
@@ -56,6 +57,7 @@ class FakeMemory(Counting):
         func = self._filled.as_real(func, args)
         result = self._called(func, args, kwargs)
         self._filled.ran(func, result)
+        hold_rows(self, func.__name__.partition(".")[0], args, result)
         return result
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,8 @@ class Read(NamedTuple):
     """If it reads a view, how the leaf gets its gradient; None for the leaf itself, or unknown."""
     argument: int = -1
     """Which it is of the operation's arguments that require grad."""
+    whole: bool = False
+    """Whether it reads the leaf itself."""
 
 
 class Leaves:
@@ -60,6 +62,7 @@ class Leaves:
         self.parts: dict[int, int] = {}
         self._alone: list[weakref.ref[torch.Tensor]] = []  # read by what nobody watched
         self._sizes: dict[int, int] = {}  # of gradients: those of tables may be sparse
+        self._dense: set[int] = set()  # leaves with a gradient that is as large as they are
 
     def resume(self, seen: Seen, count: int) -> None:
         """Start with the leaves that the first `count` operations of another step have read."""
@@ -113,7 +116,8 @@ class Leaves:
         way = None if leaf is tensor else _compat.way_to_leaf(tensor)
         between = 0 if way is None else way.between * leaf.element_size()
         self.known[id(leaf)] = (op, _weak(leaf))
-        self.reads.setdefault(id(leaf), []).append(Read(op, size, between, way, argument))
+        read = Read(op, size, between, way, argument, leaf is tensor)
+        self.reads.setdefault(id(leaf), []).append(read)
         if leaf.grad is None:
             self.gradients[id(leaf)] = (op, self._size(leaf))
 
@@ -139,10 +143,13 @@ class Leaves:
 
     def _sized(self, leaf: torch.Tensor, sparse: int | None) -> None:
         """Another read gives the leaf a gradient: one as large as the leaf, or a sparse one, whose
-        rows are added to those that there are."""
-        whole = self._bytes(leaf)
-        there = self._sizes.get(id(leaf), 0)
-        self._sizes[id(leaf)] = whole if sparse is None else min(whole, there + sparse)
+        rows go beside those that there are: together they may be larger than the leaf. A sparse
+        gradient and a dense one add up to a dense one."""
+        key = id(leaf)
+        if sparse is None:
+            self._dense.add(key)
+        there = self._sizes.get(key, 0)
+        self._sizes[key] = self._bytes(leaf) if key in self._dense else there + (sparse or 0)
 
     def _size(self, leaf: torch.Tensor) -> int:
         """Bytes of the leaf's gradient on this rank."""
