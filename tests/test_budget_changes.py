@@ -23,6 +23,7 @@ import lowtide
 from against_plain import budgeted
 from lowtide.learning.effort import Effort
 from lowtide.running.prepared import ANCHOR
+from once import on_one_recorder
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -327,6 +328,7 @@ def test_parameters_can_be_swapped_once_their_budget_is_gone(way: str) -> None:
     assert not model.weight.any()
 
 
+@on_one_recorder
 @pytest.mark.parametrize(("name", "way"), FOLLOWED)
 def test_following_the_advice_ends_soon(name: str, way: str) -> None:
     case = CASES[name]

@@ -26,8 +26,10 @@ from lowtide.learning.effort import LESSONS
 from lowtide.learning.known_plans import _KEPT, KnownPlans
 from lowtide.learning.learned import Learned
 from lowtide.running.prepared import Prepared, covers, outgrown_by, signatures_of
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+# What steps of many kinds are planned as, whoever records them.
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
 
 
 class Attention(nn.Module):

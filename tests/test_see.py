@@ -31,7 +31,8 @@ from lowtide.tracing import memory_snapshot, trace_events
 from once import on_one_recorder
 from test_dryrun import STEPS
 
-pytestmark = pytest.mark.usefixtures("short_search")
+# Dry runs have a recorder of their own.
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("short_search")]
 
 
 def saved_for_real(function: Callable[..., Any], *args: Any) -> int:
@@ -211,7 +212,6 @@ def test_sums_by_a_key_that_is_not_there_are_refused() -> None:
 # ---------------------------------------------------------------------------- timelines
 
 
-@on_one_recorder
 @pytest.mark.parametrize("share", [None, 0.7])
 @pytest.mark.parametrize("name", STEPS)
 def test_kinds_add_up_to_the_simulated_peak_to_the_byte(name: str, share: float | None) -> None:

@@ -22,9 +22,11 @@ from lowtide.learning.resizing import Resizing
 from lowtide.learning.varying import LARGER, Varying, sizes_of, total
 from lowtide.planner import plain_peak
 from lowtide.running.prepared import Prepared, Signature, covers
+from once import on_one_recorder
 from test_changing_sizes import Pair, peak_of, rows, train
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+# What steps of many kinds are planned as, whoever records them.
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
 
 
 class Mixture(nn.Module):
