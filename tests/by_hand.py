@@ -5,6 +5,7 @@ Shared by the tests of regions by module. Imports torch and lowtide; knows no te
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,23 @@ class Net(nn.Module):
             x = layer(x, scale=0.5)
         out: Tensor = self.head(x)
         return out
+
+
+class OwnCopy(nn.Linear):
+    """Copies and pickles its dictionary by hand."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for key, value in vars(self).items():
+            new.__dict__[key] = copy.deepcopy(value, memo)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inside": dict(vars(self))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state["inside"])
 
 
 def net(depth: int = 4) -> Net:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lowtide
-from by_hand import Block, same, step
+from by_hand import Block, OwnCopy, same, step
 from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed
 
 Replayed = Callable[[], int]
@@ -41,7 +41,7 @@ def test_layers_that_are_copied_from_a_wrapped_one_are_checkpointed(replayed: Re
     assert replayed() == 5 * per_layer
 
 
-def test_copies_of_copies_and_what_each_of_them_loads(replayed: Replayed) -> None:
+def test_copies_of_copies_and_what_each_of_them_loads() -> None:
     block = ActivationCheckpointWrapper(Block())
     state = {f"module.{key}": value for key, value in block.state_dict().items()}
     second = copy.deepcopy(copy.deepcopy(nn.Sequential(block)))[0]
@@ -89,23 +89,6 @@ def test_a_block_that_is_no_longer_wrapped_is_copied_plain() -> None:
     assert set(vars(block)) == set(vars(Block()))
 
 
-class ByHand(nn.Linear):
-    """Copies its dictionary by hand."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ByHand:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        for key, value in vars(self).items():
-            new.__dict__[key] = copy.deepcopy(value, memo)
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"inside": dict(vars(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["inside"])
-
-
 class Shared(nn.Linear):
     """There is one of it."""
 
@@ -118,9 +101,9 @@ class Uncopied(nn.Linear):
         raise RuntimeError("no copies of this")
 
 
-def test_classes_that_copy_in_a_way_of_their_own(replayed: Replayed) -> None:
+def test_classes_that_copy_in_a_way_of_their_own() -> None:
     x = torch.ones(1, 3)
-    block = ActivationCheckpointWrapper(ByHand(3, 3))
+    block = ActivationCheckpointWrapper(OwnCopy(3, 3))
     copied = copy.deepcopy(block)
     assert is_checkpointed(copied)
     with torch.no_grad():

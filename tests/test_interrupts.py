@@ -106,6 +106,19 @@ class Interrupts:
         return self
 
 
+def interrupted(run: Callable[[], object], at: int, files: Container[str] = FILES) -> str | None:
+    """Where a run was interrupted at this event; None if it has fewer."""
+    interrupt = Interrupts(at, files)
+    sys.settrace(interrupt)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return interrupt.where
+    finally:
+        sys.settrace(None)
+    return None
+
+
 def settled() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
@@ -120,24 +133,15 @@ def test_an_interrupt_anywhere_leaves_nothing_open(make: Callable[[], Run]) -> N
     run = make()
     expected = bits(run())
     run().backward()
-    at = 0
-    while True:
-        interrupt = Interrupts(at)
-        sys.settrace(interrupt)
-        try:
-            run()
-        except KeyboardInterrupt:
-            pass
-        else:
-            break  # fewer events than that
-        finally:
-            sys.settrace(None)
-        assert settled(), interrupt.where
+    for at in itertools.count():
+        where = interrupted(run, at)
+        if where is None:
+            break
+        assert settled(), where
         loss = run()
-        assert bits(loss) == expected, interrupt.where
+        assert bits(loss) == expected, where
         loss.backward()
-        assert settled(), interrupt.where
-        at += 1
+        assert settled(), where
     assert at > 50
 
 
@@ -157,18 +161,11 @@ def test_an_interrupt_of_a_measurement_leaves_no_profiler_behind() -> None:
     assert measured() == 1024
     files = [events.__file__, profiler.__file__, profiling.__file__]
     for at in itertools.count():
-        interrupt = Interrupts(at, files)
-        sys.settrace(interrupt)
-        try:
-            measured()
-        except KeyboardInterrupt:
-            pass
-        else:
-            break  # fewer events than that
-        finally:
-            sys.settrace(None)
-        assert measured() == 1024, interrupt.where
-        assert not profiling.profiler_on_this_thread(), interrupt.where
+        where = interrupted(measured, at, files)
+        if where is None:
+            break
+        assert measured() == 1024, where
+        assert not profiling.profiler_on_this_thread(), where
     assert at > 50
 
 

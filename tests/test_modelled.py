@@ -35,6 +35,17 @@ NETS = (
 )
 
 
+def step_of(model: nn.Module, x: Tensor) -> Callable[[lowtide.Budget], None]:
+    """The forward in a budget, the backward outside."""
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = model(x)
+        loss.backward()
+
+    return step
+
+
 def modelled_and_measured(
     monkeypatch: pytest.MonkeyPatch, step: Any, limit: float = 1.0
 ) -> tuple[Graph, Graph]:
@@ -157,12 +168,7 @@ def test_gradients_that_share_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     torch.manual_seed(0)
     model, x = make(), data()
 
-    def step(budget: lowtide.Budget) -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    modelled, measured = modelled_and_measured(monkeypatch, step)
+    modelled, measured = modelled_and_measured(monkeypatch, step_of(model, x))
     compare(modelled, measured, 0.06, 64 << 10)
 
 
@@ -184,12 +190,7 @@ def test_a_sparse_gradient_has_the_rows_that_were_looked_up(
     torch.manual_seed(0)
     model, x = Looked(bag), torch.randint(0, 19_999, (4096, 2) if bag else (4096,))
 
-    def step(budget: lowtide.Budget) -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    modelled, measured = modelled_and_measured(monkeypatch, step)
+    modelled, measured = modelled_and_measured(monkeypatch, step_of(model, x))
     compare_memory(modelled, measured, 0.1, 64 << 10)
 
 
@@ -211,12 +212,7 @@ def test_sparse_gradients_may_be_larger_than_their_tables(monkeypatch: pytest.Mo
     torch.manual_seed(0)
     model, x = Recommender(), torch.randint(0, 499, (512, 8))
 
-    def step(budget: lowtide.Budget) -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    modelled, measured = modelled_and_measured(monkeypatch, step)
+    modelled, measured = modelled_and_measured(monkeypatch, step_of(model, x))
     compare_memory(modelled, measured, 0.1, 64 << 10)
     model.zero_grad()
     plain = lowtide.measure(lambda: model(x).backward(), device="cpu").peak_bytes
@@ -293,12 +289,7 @@ def test_gradients_of_leaves_that_are_read_several_times(
     if there:
         model(x).backward()
 
-    def step(budget: lowtide.Budget) -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    modelled, measured = modelled_and_measured(monkeypatch, step)
+    modelled, measured = modelled_and_measured(monkeypatch, step_of(model, x))
     compare(modelled, measured, 0.02, 128 << 10)  # a stack is 384 KiB, a table 1,536
 
 
@@ -358,12 +349,7 @@ class Unused(nn.Module):
 def test_gradients_of_pieces_that_nothing_reads(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Unused(way), torch.randn(1000, 64)
 
-    def step(budget: lowtide.Budget) -> None:
-        with budget:
-            loss = model(x)
-        loss.backward()
-
-    modelled, measured = modelled_and_measured(monkeypatch, step)
+    modelled, measured = modelled_and_measured(monkeypatch, step_of(model, x))
     compare_memory(modelled, measured, 0.02, 544 << 10)  # a chunk that is counted slightly too long
 
 

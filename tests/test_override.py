@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from by_hand import Block, fails, net, same, step
+from by_hand import Block, OwnCopy, fails, net, same, step
 from lowtide.models.override import override_forward
 from lowtide.modules import ActivationCheckpointWrapper, checkpoint_modules, is_checkpointed
 
@@ -73,23 +73,6 @@ def test_a_pickle_names_lowtide_nowhere() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     checkpoint_modules(model, nn.Linear)
     assert b"lowtide" not in pickle.dumps(model)
-
-
-class OwnCopy(nn.Linear):
-    """Copies and pickles its dictionary by hand."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        for key, value in vars(self).items():
-            new.__dict__[key] = copy.deepcopy(value, memo)
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"inside": dict(vars(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state["inside"])
 
 
 def test_a_class_that_copies_by_hand_gets_a_copy_that_runs_itself() -> None:

@@ -57,7 +57,7 @@ class FakeMemory(Counting):
         func = self._filled.as_real(func, args)
         result = self._called(func, args, kwargs)
         self._filled.ran(func, result)
-        hold_rows(self, func.__name__.partition(".")[0], args, result)
+        hold_rows(self, func, args, result)
         return result
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

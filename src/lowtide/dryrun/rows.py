@@ -39,11 +39,11 @@ class _Rows:
             memory.level -= self.nbytes
 
 
-def hold_rows(memory: _Level, name: str, args: tuple[Any, ...], result: Any) -> None:
-    """Count what a call has made, if that is a sparse tensor. `name`: without namespace and
-    overload."""
+def hold_rows(memory: _Level, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Count what a call has made, if that is a sparse tensor."""
     if not isinstance(result, torch.Tensor) or result.layout is not torch.sparse_coo:
         return
+    name = func.__name__.partition(".")[0]
     tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
     held: Any
     if name == "_embedding_bag_backward":
