@@ -234,7 +234,7 @@ class Loop(Unrecorded):
     def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
-        unwatched = self.may_go_alone if prepared is None else self.far_below
+        unwatched = self.may_go_alone if prepared is None else self.may_leave
         if not measure and (unwatched or self._alike >= _LEARNING_STEPS):
             return None
         earlier = prepared.seen.ops if prepared is not None else ()

@@ -26,7 +26,7 @@ def all_alone() -> Iterator[None]:
     with (
         patch.object(Effort, "to_measure", lambda *_: False),
         patch.object(CheckUps, "due", lambda *_: False),
-        patch.object(Unwatched, "far_below", _ALONE),
+        patch.object(Unwatched, "may_leave", _ALONE),
         patch.object(Unwatched, "may_go_alone", _ALONE),
     ):
         yield

@@ -1,21 +1,15 @@
 // What a step may take at most, added up call by call.
 //
 // Problem: a step that no plan covers is watched in Python, ten times as long as its small kernels take,
-// although most such steps are far below their limit. Invariant: the sum is at least what the forward holds
-// and its backward allocates: each tensor that a node of autograd's gets as a gradient once, each leaf's
-// gradient twice, and the most that a single node takes beside them. What cannot be counted so (a custom
-// Function) makes the sum endless. Rejected: adding up what each node takes, which counts the gradient of a
-// recurrent layer's weights once for each time step.
+// although most such steps are below their limit. Invariant: the sum is at least what the forward holds and
+// its backward has beside it: the gradients that there are at once (`gradients.h`), each leaf's, and the most
+// that a single node takes beside them. What cannot be counted so (a custom Function) makes the sum endless.
+// Rejected: adding up what each node takes, which counts the gradient of a recurrent layer's weights once for
+// each time step.
 #pragma once
 
-#include "calls.h"
+#include "gradients.h"
 #include "script.h"
-
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-
-#include <cstring>
-#include <optional>
-#include <typeinfo>
 
 namespace lowtide {
 
@@ -48,12 +42,7 @@ struct Headroom {
   int64_t limit;    // bytes that the step may take
   double outside;   // what a loss outside of the context takes, as a share of what is live
   int64_t start;    // what the backward of its first operations takes, if those are not counted here
-  int64_t gradients, leaves, most;  // bytes of those: of leaves twice; and the most of a single node
-  uint64_t last;    // number of autograd's next node when the last operation with grad mode was over
-  bool endless;
-  ska::flat_hash_set<uint64_t> counted;  // inputs of nodes, and leaves
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> whole;  // leaves that get gradients as large as they are
-  bool sparse;  // the call's table may get a smaller one
+  Gradients gradients;
   std::vector<Ran> ran;
   std::vector<PyObject*> names;
 };
@@ -65,104 +54,20 @@ inline Headroom* headroom_of(const State* state) {
   return has ? reinterpret_cast<Headroom*>(state->headroom) : nullptr;
 }
 
-inline int64_t total(const Headroom* room, int64_t live) {
-  if (room->endless) return std::numeric_limits<int64_t>::max();
+constexpr int64_t COUNTS = 50;  // gradients are counted again once they may have grown by a 50th of the limit
+
+// What the step takes at most, if so many bytes are live: counted anew if that may decide something.
+inline int64_t total(Headroom* room, int64_t live, bool decides) {
+  Gradients& gradients = room->gradients;
+  if (gradients.endless) return std::numeric_limits<int64_t>::max();
   auto outside = static_cast<int64_t>(room->outside * static_cast<double>(live));
-  return live + outside + room->start + room->gradients + room->leaves + room->most;
-}
-
-// ---------------------------------------------------------------------- gradients
-
-// Bytes of the gradient that a node gets for one of its inputs; -1: not known.
-inline int64_t gradient_bytes(const torch::autograd::Node* node, uint32_t input) {
-  if (input >= node->num_inputs()) return 0;
-  const auto& metadata = node->input_metadata(input);
-  if (metadata.is_nested_tensor() || metadata.is_tensor_subclass()) return -1;
-  auto bytes = static_cast<int64_t>(c10::elementSize(c10::typeMetaToScalarType(metadata.options().dtype())));
-  for (const c10::SymInt& size : metadata.shape_as_dim_vector()) {
-    auto known = size.maybe_as_int();
-    if (!known) return -1;
-    bytes *= *known;
+  int64_t rest = live + outside + room->start + gradients.leaves;
+  if (gradients.mixed || (in_backward() && !releases_gradients())) {
+    return rest + gradients.leaves + gradients.sum + gradients.busiest;
   }
-  return bytes;
-}
-
-// Whether a node is a custom Function's, of Python or C++. The types are not exported, so their names are
-// read, once for each type.
-inline bool is_custom(const torch::autograd::Node* node) {
-  static auto* known = new ska::flat_hash_map<const std::type_info*, bool>();
-  const std::type_info* type = &typeid(*node);
-  auto found = known->find(type);
-  if (found != known->end()) return found->second;
-  const char* name = type->name();
-  return (*known)[type] = std::strstr(name, "PyNode") != nullptr || std::strstr(name, "CppNode") != nullptr;
-}
-
-// Addresses are used again once a graph has died, numbers of nodes are not.
-inline bool counted_before(Headroom* room, const void* what, uint32_t input, uint64_t number) {
-  Digest key(0);
-  key.add(reinterpret_cast<uint64_t>(what));
-  key.add(input);
-  key.add(number);
-  return !room->counted.insert(key.number).second;
-}
-
-inline void count_leaf(Headroom* room, const at::Tensor& leaf) {
-  int64_t bytes = dense_bytes(leaf);
-  if (counted_before(room, leaf.unsafeGetTensorImpl(), 0, static_cast<uint64_t>(bytes))) return;
-  room->leaves += 2 * bytes;
-  if (!room->sparse) room->whole.emplace_back(leaf.getIntrusivePtr());
-}
-
-// Count what backward makes of a tensor that an operation reads; returns what is gone right after the
-// operation's own backward: gradients of views that were made just before it, as autograd goes on with the
-// newest node.
-inline int64_t count_gradients(Headroom* room, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.requires_grad()) return 0;
-  auto* meta = static_cast<torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
-  int64_t passing = 0;
-  torch::autograd::Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
-  uint32_t input = meta == nullptr ? 0 : meta->output_nr_;
-  if (node == nullptr) {
-    count_leaf(room, tensor);
-    return 0;
-  }
-  while (true) {
-    if (is_custom(node)) {
-      room->endless = true;
-      return 0;
-    }
-    int64_t bytes = gradient_bytes(node, input);
-    if (bytes < 0) {
-      room->endless = true;
-      return 0;
-    }
-    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
-      count_leaf(room, leaf->variable);
-      return passing + bytes;
-    }
-    passing += 2 * bytes;  // it is added to what was there
-    if (node->sequence_nr() < room->last) {
-      if (counted_before(room, node, input, node->sequence_nr())) return passing;
-      room->gradients += bytes;
-    }
-    if (node->num_outputs() != 1) return passing;  // its other inputs were counted when it ran
-    const torch::autograd::Edge& next = node->next_edge(0);
-    if (!next.is_valid()) return passing;
-    node = next.function.get();
-    input = next.input_nr;
-  }
-}
-
-inline int64_t count_gradients(Headroom* room, const c10::IValue& value) {
-  if (value.isTensor()) return count_gradients(room, value.toTensor());
-  int64_t passing = 0;
-  if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const c10::IValue& item : value.toListRef()) {
-      if (item.isTensor()) passing += count_gradients(room, item.toTensor());
-    }
-  }
-  return passing;
+  bool over = rest + gradients.known() > room->limit;
+  if (decides || (over && gradients.known() - gradients.at_once >= room->limit / COUNTS)) gradients.count();
+  return rest + gradients.known();
 }
 
 // Whether a call looks rows up in a table.
@@ -180,7 +85,7 @@ inline uint64_t node_number(const at::Tensor& tensor) {
 // made before that: the newest node is new, and not that of a view that the operation reads.
 inline bool may_be_function(const Headroom* room, const c10::IValue* values, size_t arguments) {
   uint64_t next = at::sequence_number::peek();
-  if (next == room->last) return false;
+  if (next == room->gradients.last) return false;
   auto newest = [&](const c10::IValue& value) { return value.isTensor() && node_number(value.toTensor()) == next; };
   for (size_t i = 0; i < arguments; ++i) {
     if (newest(values[i])) return false;
@@ -256,7 +161,9 @@ inline void count_call(
     const Value* written = op->inputs[write.input].value;
     if (written != nullptr && written->number >= 0) ran.overwrites.push_back(written->number);
   }
-  if (op->wanted > 0 && !op->grad_mode && may_be_function(room, values, arguments)) room->endless = true;
+  if (op->wanted > 0 && !op->grad_mode && may_be_function(room, values, arguments)) {
+    room->gradients.endless = true;
+  }
   auto& costs = known_costs();
   auto known = costs.find(digest);
   CallCost cost = known == costs.end() ? CallCost{-1} : known->second;
@@ -268,14 +175,14 @@ inline void count_call(
   ran.need = cost.need;
   if (op->grad_mode && op->wanted > 0) {
     int64_t passing = 0;
-    room->sparse = may_be_sparse(called);
-    for (size_t i = 0; i < arguments; ++i) passing += count_gradients(room, values[i]);
-    room->sparse = false;
+    room->gradients.sparse = may_be_sparse(called);
+    for (size_t i = 0; i < arguments; ++i) passing += count_gradients(room->gradients, values[i]);
+    room->gradients.sparse = false;
     ran.later = cost.later + passing;
-    room->most = std::max(room->most, ran.later);
+    room->gradients.works(ran.later);
   }
   room->ran.push_back(std::move(ran));
-  if (total(room, as<Box>(state->live)->number) > room->limit) ends_alone(state);
+  if (total(room, as<Box>(state->live)->number, false) > room->limit) ends_alone(state);
 }
 
 // ---------------------------------------------------------------------- as Python sees it
@@ -287,22 +194,20 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   auto* room = as<Headroom>(made);
-  new (&room->counted) ska::flat_hash_set<uint64_t>();
-  new (&room->whole) std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>>();
+  new (&room->gradients) Gradients();
   new (&room->ran) std::vector<Ran>();
   new (&room->names) std::vector<PyObject*>();
   room->limit = limit;
   room->outside = outside;
   room->start = start;
-  room->last = at::sequence_number::peek();
+  room->gradients.last = at::sequence_number::peek();
   return made;
 }
 
 inline void delete_headroom(PyObject* self) {
   auto* room = as<Headroom>(self);
   for (PyObject* name : room->names) Py_DECREF(name);
-  room->counted.~flat_hash_set();
-  room->whole.~vector();
+  room->gradients.~Gradients();
   room->ran.~vector();
   room->names.~vector();
   PyTypeObject* type = Py_TYPE(self);
@@ -359,19 +264,19 @@ inline PyObject* headroom_note(PyObject* self, PyObject* args) {
     room->names.push_back(Py_NewRef(name));
     Ran ran{name, numbers_in(sizes), numbers_in(reads), numbers_in(outputs), numbers_in(overwrites), wanted, live,
             need};
-    if (wanted > 0 && !grad && at::sequence_number::peek() != room->last) room->endless = true;
+    if (wanted > 0 && !grad && at::sequence_number::peek() != room->gradients.last) room->gradients.endless = true;
     if (wanted > 0 && grad) {
       int64_t passing = 0;
-      room->sparse = std::strstr(PyUnicode_AsUTF8(name), "embedding") != nullptr;
+      room->gradients.sparse = std::strstr(PyUnicode_AsUTF8(name), "embedding") != nullptr;
       for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
-        passing += count_gradients(room, THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
+        passing += count_gradients(room->gradients, THPVariable_Unpack(PyList_GET_ITEM(tensors, i)));
       }
-      room->sparse = false;
+      room->gradients.sparse = false;
       ran.later = later + passing;
-      room->most = std::max(room->most, ran.later);
+      room->gradients.works(ran.later);
     }
     room->ran.push_back(std::move(ran));
-    if (grad) room->last = at::sequence_number::peek();
+    if (grad) room->gradients.last = at::sequence_number::peek();
     return Py_NewRef(Py_None);
   });
 }
@@ -380,7 +285,7 @@ inline PyObject* headroom_note(PyObject* self, PyObject* args) {
 inline PyObject* headroom_leaves_read(PyObject* self, PyObject*) {
   return leave_error([&] {
     Owned list(checked(PyList_New(0)));
-    for (const auto& weak : as<Headroom>(self)->whole) {
+    for (const auto& weak : as<Headroom>(self)->gradients.whole) {
       auto leaf = weak.lock();
       if (!leaf) continue;
       Owned wrapped(checked(THPVariable_Wrap(at::Tensor(std::move(leaf)))));
@@ -394,7 +299,7 @@ inline PyObject* headroom_leaves_read(PyObject* self, PyObject*) {
 inline PyObject* headroom_at_most(PyObject* self, PyObject* live) {
   long long bytes = PyLong_AsLongLong(live);
   if (bytes == -1 && PyErr_Occurred()) return nullptr;
-  return PyLong_FromLongLong(total(as<Headroom>(self), bytes));
+  return PyLong_FromLongLong(total(as<Headroom>(self), bytes, in_backward()));
 }
 
 inline Py_ssize_t headroom_length(PyObject* self) {
@@ -410,7 +315,7 @@ inline PyMethodDef headroom_methods[] = {
 
 inline PyMemberDef headroom_members[] = {
     {"limit", T_LONGLONG, offsetof(Headroom, limit), READONLY, nullptr},
-    {"leaves", T_LONGLONG, offsetof(Headroom, leaves), READONLY, nullptr},
+    {"leaves", T_LONGLONG, offsetof(Headroom, gradients.leaves), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
 inline PyType_Slot headroom_slots[] = {

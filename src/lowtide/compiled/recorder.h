@@ -159,7 +159,7 @@ inline bool run_recorded(
   if (Headroom* room = headroom_of(state); room != nullptr) {
     Owned kept(Py_NewRef(state->headroom));  // the step may go on watched from here
     if (told) count_call(state, room, fact, op, made, results, before.data(), count, cost);
-    if (c10::GradMode::is_enabled()) room->last = at::sequence_number::peek();
+    if (c10::GradMode::is_enabled()) room->gradients.last = at::sequence_number::peek();
     return true;
   }
   if (!told || (following(state) && follow(state, fact, made, results))) return true;

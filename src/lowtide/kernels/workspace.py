@@ -33,6 +33,18 @@ _SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small 
 _MOST = 1 << 14  # calls that are remembered
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 # The backward of these is a formula of several operators, with temporaries.
+_FORMULA = 4  # times its arguments and results: what a backward that is a formula may have at once
+# Their backward is one kernel for each gradient, or two.
+_SIMPLE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution", "add", "add_", "sub", "mul", "neg", "clone",
+        "copy_", "_to_copy", "cat", "stack", "sum", "mean", "where", "tanh", "sigmoid", "relu",
+        "relu_", "leaky_relu", "gelu", "silu", "_softmax", "_log_softmax", "native_dropout",
+        "native_layer_norm", "native_batch_norm", "max_pool2d_with_indices", "avg_pool2d",
+        "upsample_nearest2d", "upsample_bilinear2d", "nll_loss_forward",
+    )
+)  # fmt: skip
 _SEVERAL_STEPS = frozenset(
     f"aten::{name}"
     for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
@@ -387,3 +399,12 @@ def backward_temporaries(name: str, grads: int, made: int, workspace: int) -> in
     if "attention" in name or "softmax" in name:
         return grads + made
     return grads + made
+
+
+def most_in_backward(name: str, grads: int, made: int, workspace: int) -> int:
+    """Bytes that the backward of an operation allocates at most, counted as in
+    `backward_temporaries`: with copies of what it reads, and with the temporaries of a formula for
+    what is not known to be simple."""
+    if name in _SIMPLE:
+        return grads + 2 * made + 2 * workspace
+    return _FORMULA * (grads + made) + 2 * workspace

@@ -1,9 +1,9 @@
 """Which steps nobody watches, though no plan covers them.
 
 Problem: where hardly any step comes again, watching each of them takes many times the step's own
-time, and teaches nothing. Invariant: a step is left alone only if measured ones took at most half
-of the limit, and it is watched as soon as it may take more than all of it; whether it is decides
-about time, never about what is kept or refused. Imports settling, decide, engine. Rejected:
+time, and teaches nothing. Invariant: a step is left alone only if a quarter more than the largest
+measured one would fit, and it is watched as soon as it may take more than the limit; whether it is
+decides about time, never about what is kept or refused. Imports settling, decide, engine. Rejected:
 leaving the first steps alone, from which all that is known of a loop is learned.
 """
 
@@ -16,7 +16,8 @@ from lowtide.learning.settling import Settling
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 
-_ROOM = 2  # times the largest measured step must fit
+_ROOM = 1.25  # times the largest measured step must fit
+_FAR = 2  # from so many times on, it fits however far a plan is off
 
 
 class Unwatched(Settling):
@@ -24,26 +25,35 @@ class Unwatched(Settling):
 
     @property
     def far_below(self) -> bool:
-        """Whether steps are far below the limit, and one that leaves its plan need not be watched
-        from its beginning on."""
+        """Whether steps are far below the limit."""
+        return self._fits(_FAR)
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether a step that leaves its plan need not be watched from its beginning on."""
+        return self._fits(_ROOM)
+
+    def _fits(self, times: float) -> bool:
+        """Whether so many times the largest measured step would fit, as far as a step can be left
+        alone."""
         if engine.core() is None or self._ranks is not None or self.behind.nbytes:
             return False
-        return 0 < _ROOM * self.allowance.largest <= self.allowance.target(0, 0)
+        return 0 < times * self.allowance.largest <= self.allowance.target(0, 0)
 
     @property
     def may_go_alone(self) -> bool:
         """Whether a step that no plan covers need not be watched."""
-        return self._effort.leaves_alone() and self.far_below
+        return self._effort.leaves_alone() and self.may_leave
 
-    def headroom(self, recorder: Any, left: Prepared | None, *, teaches: bool) -> Any:
+    def headroom(self, recorder: Any, left: Prepared | None, index: int, *, teaches: bool) -> Any:
         """What adds up the most that a step may take, or None if it has to be watched. `left`: the
-        plan that it has followed so far. `teaches`: it may get a plan."""
-        alone = self.may_go_alone if teaches else self.far_below
+        plan that it has followed up to an operation. `teaches`: it may get a plan."""
+        alone = self.may_go_alone if teaches else self.may_leave
         if not alone or not isinstance(recorder, engine.core().State):
             return None
         if left is not None and not left.keeps_all:
             return None
-        start = 0 if left is None else left.unrecorded_peak
+        start = 0 if left is None else left.backward_before(index)
         allowance = self.allowance
         return engine.core().Headroom(allowance.target(0, 0), allowance.outside, start)
 

@@ -14,7 +14,14 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide import engine
-from lowtide.kernels.workspace import kernel_workspace, read_by, room_for, scratchpad, workspace_of
+from lowtide.kernels.workspace import (
+    kernel_workspace,
+    most_in_backward,
+    read_by,
+    room_for,
+    scratchpad,
+    workspace_of,
+)
 from lowtide.observing.logs import Alone, made_by, overwritten_by
 from lowtide.observing.observer import Observer
 from lowtide.replay import in_memory
@@ -23,8 +30,6 @@ from lowtide.running.prepared import Prepared, Signature
 from lowtide.running.room import elsewhere
 from lowtide.tape.operators import Facts
 from lowtide.tape.values import Handle, Operation, Value, WeakList, tensors_in
-
-_FORMULA = 4  # times its arguments and results: what a backward that is a formula may have at once
 
 
 class StepAlone(StepInRoom):
@@ -46,7 +51,7 @@ class StepAlone(StepInRoom):
         recorder = self.recorder
         if recorder is None or self.begun or self.observer is not None:
             return False
-        headroom = self.owner.headroom(recorder, left, teaches=not self.partial)
+        headroom = self.owner.headroom(recorder, left, index, teaches=not self.partial)
         if headroom is None:
             return False
         compiled: Any = recorder
@@ -89,7 +94,7 @@ class StepAlone(StepInRoom):
             kernel_workspace(name, tensors, args, made), workspace_of(name, tensors, args, made)
         )
         gradients = sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
-        return made + workspace, _FORMULA * (gradients + made) + 2 * workspace
+        return made + workspace, most_in_backward(name, gradients, made, workspace)
 
     def _produced_alone(
         self, op: Operation, made: list[Value], signature: Signature, args: Any, kwargs: Any
@@ -121,7 +126,7 @@ class StepAlone(StepInRoom):
             observer = Observer.resumed(left.seen, left.graph, before, (), (), recorder)
         observer.went_alone(
             ran,
-            headroom.leaves // 2,
+            headroom.leaves,
             headroom.leaves_read(),
             self._made.alive(),
             self._handles.alive(),

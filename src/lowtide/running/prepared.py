@@ -17,7 +17,7 @@ from typing import Any
 
 from lowtide import _compat, engine
 from lowtide.kernels.unfolding import runs_itself
-from lowtide.kernels.workspace import unfolds
+from lowtide.kernels.workspace import most_in_backward, unfolds
 from lowtide.observing.logs import KEPT, OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
@@ -163,6 +163,20 @@ class Prepared:
         """What the step takes without a recording, in bytes. A recording that keeps everything may
         take less, as it drops what autograd saves for graphs that no backward goes through."""
         return max(self.peak, self.plain_peak)
+
+    def backward_before(self, index: int) -> int:
+        """The most that the backward of the operations before this one takes beside what they hold,
+        in bytes: all gradients that it makes, and the temporaries of one of them. What cannot be
+        counted so (calls that are not recorded, custom Functions) takes all that the step does."""
+        first = self.seen.ops[:index]
+        if any(at <= index for at, _ in self.seen.calls) or any(log.hidden for log in first):
+            return self.unrecorded_peak
+        temporaries = [
+            most_in_backward(log.name, log.wanted, sum(log.sizes), op.workspace)
+            for log, op in zip(first, self.graph.ops, strict=False)
+        ]
+        gradients = sum(log.wanted for log in first)
+        return min(self.unrecorded_peak, gradients + max(temporaries, default=0))
 
     @functools.cached_property
     def seconds(self) -> float:
