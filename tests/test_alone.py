@@ -366,6 +366,36 @@ def test_gradients_are_not_added_up_that_are_never_there_at_once(
     assert plain <= finished[0].planned_peak <= 1.4 * plain
 
 
+def test_what_a_plan_takes_is_not_added_for_its_first_operations(
+    finished: list[StepDecisions],
+) -> None:
+    """A step that leaves its plan early has little of that in its backward."""
+    net, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(30)), torch.randn(256, 64)
+
+    def step(function: Callable[[Tensor], Tensor]) -> Tensor:
+        out = torch.tanh(net[0](x))
+        for layer in list(net)[1:]:
+            out = function(layer(out))
+        return out.square().mean()
+
+    plain = lowtide.measure(lambda: step(torch.tanh).backward(), device="cpu").peak_bytes
+    budget = lowtide.budget(int(1.8 * plain))
+
+    def run(function: Callable[[Tensor], Tensor]) -> None:
+        net.zero_grad()
+        with budget:
+            loss = step(function)
+        loss.backward()
+
+    for _ in range(4):
+        run(torch.tanh)
+    with all_alone():
+        run(torch.sigmoid)
+        budget.report()
+    assert finished[-1].tally.diverged_at == 3
+    assert finished[-1].went_alone  # type: ignore[attr-defined]
+
+
 def test_gradients_that_are_asked_for_stay(finished: list[StepDecisions]) -> None:
     x, budget = torch.randn(64, 256, requires_grad=True), lowtide.budget(1 << 30)
 
