@@ -1,4 +1,4 @@
-"""Steps without a plan that are far below their limit go unwatched, and are watched from the first
+"""Steps without a plan that are below their limit go unwatched, and are watched from the first
 call on that may be too much for it (rule 13). The recorder in Python watches every such step."""
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 import lowtide
 from gloo import Outcome, Scenario, outcomes_of, run_as_rank
+from once import on_one_recorder
 from test_distributed import HOWS, STEPS, WORLD, Block, Net, check_same, scenario, shared, train
+
+pytestmark = on_one_recorder  # as FSDP2's, see `test_ranks`
 
 # ------------------------------------------------------------------------------------ FSDP1
 

@@ -254,7 +254,7 @@ def _guess(may: int, *, unwatched: bool) -> str:
         "again, or FSDP2 gathers parameters and is taken to hold some several times"
     )
     if unwatched:
-        guess, then = "its first operations ran unwatched, far below the limit", "run"
+        guess, then = "its first operations ran unwatched, below the limit", "run"
     return (
         f"Part of that is a guess: {guess}. If these take the least they may, {may} bytes "
         f"({format_bytes(may)}) may do: under such a limit the step is {then}."
