@@ -203,6 +203,7 @@ class Observer(CutOff):
             if ref.value is not None and ref.value.number >= 0:
                 self.overwritten(ref.value.number, ref.value.nbytes)
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
+        self.names.reduces(log.name, args, made)
         if log.kept:
             self._kept.update(log.outputs)
         self._needs(log.inputs)
