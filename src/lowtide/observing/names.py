@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,12 @@ class Names:
 
     def _is_loss(self, number: int, nbytes: int) -> bool:
         return 0 < nbytes <= _SCALAR or number in self._losses
+
+    def from_outside(self, sizes: Sequence[int]) -> AbstractSet[int]:
+        """The results to which a loss outside may give a gradient: those that the program had when
+        the forward was over, none if a loss is among them. `sizes`: of each value, in bytes."""
+        found = self.returned
+        return frozenset() if any(self._is_loss(n, sizes[n]) for n in found) else found
 
     def forward_ends(self) -> None:
         """Keep weak references to what is in memory now, as the table will be emptied, and note
