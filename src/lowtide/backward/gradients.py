@@ -41,9 +41,13 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes(
-    ops: Sequence[OpLog], sizes: Sequence[int], carries_grad: AbstractSet[int]
+    ops: Sequence[OpLog],
+    sizes: Sequence[int],
+    carries_grad: AbstractSet[int],
+    outside: AbstractSet[int] = frozenset(),
 ) -> Lifetimes:
-    """When the gradients of a step's values are in memory."""
+    """When the gradients of a step's values are in memory. `outside`: values to which what follows
+    the recording may give one; it is there from the beginning, if no operation gives one too."""
     count = len(ops)
     found = change, sums, copies = Lifetimes(*([0] * (count + 2) for _ in range(3)))
     readers = _readers(ops, carries_grad)
@@ -56,6 +60,9 @@ def lifetimes(
             end = min([index, *_looked_into(log, index, readers, until)])
             until[number] = end
             if not reading:
+                if number in outside and log.receivers:
+                    change[end] += sizes[number]
+                    change[count] -= sizes[number]
                 continue
             start = reading[-1]
             given, only = number in ops[start].viewing, len(reading) == 1

@@ -89,7 +89,8 @@ def modelled_events(
     places = _places(seen, seen.last_save, ended)
     dead = deadgraphs.dead_operations(seen, places) | functions.outside(seen, ended)
     ops = deadgraphs.without(seen.ops, dead) if dead else seen.ops
-    gradients = lifetimes(ops, sizes, seen.carries_grad)
+    given = frozenset[int]() if seen.sparing else seen.names.from_outside(sizes)
+    gradients = lifetimes(ops, sizes, seen.carries_grad, given)
     leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
     crossing = list(itertools.accumulate(map(operator.add, gradients.change, leaves.change)))
     done = list(itertools.accumulate(reversed(leaves.made)))[::-1]

@@ -32,12 +32,17 @@ def kept_storage(name: str, args: Any) -> int | None:
     storage is as large as the result."""
     if name == "aten::col2im" and args[0].device.type == "cpu":
         return int(args[0].numel() * args[0].element_size())
-    place = _REDUCED_IN_PLACE.get(name)
-    if place is None or (len(args) > place and args[place] == 0):
+    if not reduced_in_place(name, args):
         return None
     one, other = args[:2]
     shape = torch.broadcast_shapes(one.shape, other.shape)
     return int(math.prod(shape) * promoted(one.dtype, other.dtype).itemsize)
+
+
+def reduced_in_place(name: str, args: Any) -> bool:
+    """Whether the result is a loss: one number, in a storage as large as what it was made from."""
+    place = _REDUCED_IN_PLACE.get(name)
+    return place is not None and (len(args) <= place or args[place] != 0)
 
 
 def pointwise_workspace(name: str, tensors: list[torch.Tensor]) -> int:

@@ -1,11 +1,12 @@
 """Whether a step that would be refused may be refused for a guess alone.
 
 Problem: what the backward of a custom Function takes is guessed before it has run, and what FSDP2
-does in it; so is what operations take that ran unwatched (`lowtide.running.alone`). A guess that is
-too high would refuse the step whenever it comes, and it would never be measured. Invariant: a step
-is refused before it was measured only if it does not fit even where these take the least they may;
-then the refusal says so. Imports planner, observer and graphs. Rejected: one guess in between,
-which makes too little room for a Function that runs all of its forward again.
+does in it; so is what operations take that ran unwatched (`lowtide.running.alone`), and how large
+the gradients are that a loss outside gives (a sum gives one number). A guess that is too high would
+refuse the step whenever it comes, and it would never be measured. Invariant: a step is refused
+before it was measured only if it does not fit even where these take the least they may; then the
+refusal says so. Imports planner, observer and graphs. Rejected: one guess in between, which makes
+too little room for a Function that runs all of its forward again.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     What reads parameters without grad need not be a Function: a teacher's forward, or a moving
     average, has no backward, and so nothing was guessed for it.
     """
-    if not (observer.runs_again() or observer.turnover or observer.estimated):
+    guessed = observer.runs_again() or observer.turnover or observer.estimated
+    if not guessed and not observer.names.returned:
         return None
     sparing = sparingly(observer, lambda: graph_before(observer, first))
     return None if sparing.events == graph_before(observer, first).events else sparing

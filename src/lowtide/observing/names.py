@@ -4,19 +4,21 @@ Problem: a value that a plan drops stays in memory as long as the program has it
 function that has not returned, a cache, a list. While the tape holds the value too, nothing shows
 when the program is done with it. Invariant: what is noted is the last operation after which the
 program was seen to have the value's storage, never a later one. Too early only counts bytes twice;
-too late would promise memory that is not there. Imports `_compat`. Rejected: weak references to
-tensors: views and running kernels own a storage through other tensors, and torch revives a tensor's
-Python object while C++ has the tensor. The owners of a storage can be counted.
+too late would promise memory that is not there. Imports `_compat`, kernels. Rejected: weak
+references to tensors: views and running kernels own a storage through other tensors, and torch
+revives a tensor's Python object while C++ has the tensor. The owners of a storage can be counted.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lowtide import _compat
+from lowtide.kernels.pointwise import reduced_in_place
 
 if TYPE_CHECKING:
     from lowtide.planner.graph import Graph
@@ -41,6 +43,7 @@ class Names:
         self.until: dict[int, int] = {}
         self.returned: set[int] = set()
         self.table: dict[int, Entry] = {}
+        self._losses: set[int] = set()  # values that are one number each, however large they are
         self._open: dict[int, None] = {}  # keys of storages that the program has, or may have
         self._gradients: set[int] = set()  # those of them that were made in a running backward
         self._left: list[tuple[int, int, weakref.ref[Any]]] = []  # at the end of the forward
@@ -75,8 +78,24 @@ class Names:
     def output(self) -> int:
         """Bytes of the largest result that the program has of a forward that ends; 0 if a loss is
         among them, as no other is then to come. Largest, as hidden states have no loss."""
-        found = [value.nbytes for key in self._open if (value := self._had(key)) is not None]
-        return 0 if any(0 < nbytes <= _SCALAR for nbytes in found) else max(found, default=0)
+        had = [value for key in self._open if (value := self._had(key)) is not None]
+        if any(self._is_loss(value.number, value.nbytes) for value in had):
+            return 0
+        return max((value.nbytes for value in had), default=0)
+
+    def reduces(self, name: str, args: Sequence[Any], made: list[Value]) -> None:
+        """An operation has made values: note those that are one number in a larger memory."""
+        if reduced_in_place(name, args):
+            self._losses.update(value.number for value in made)
+
+    def _is_loss(self, number: int, nbytes: int) -> bool:
+        return 0 < nbytes <= _SCALAR or number in self._losses
+
+    def from_outside(self, sizes: Sequence[int]) -> AbstractSet[int]:
+        """The results to which a loss outside may give a gradient: those that the program had when
+        the forward was over, none if a loss is among them. `sizes`: of each value, in bytes."""
+        found = self.returned
+        return frozenset() if any(self._is_loss(n, sizes[n]) for n in found) else found
 
     def forward_ends(self) -> None:
         """Keep weak references to what is in memory now, as the table will be emptied, and note

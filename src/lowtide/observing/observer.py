@@ -64,7 +64,7 @@ class Observer(CutOff):
         self.later = False  # a backward has run, and this is another one of the same step
         self.passed = False  # backward does not ask for all that is saved, see `graph_before`
         self.estimated = range(0)  # operations that nobody watched
-        self.sparing = False  # what is guessed of custom Functions and of FSDP2 is the least
+        self.sparing = False  # guesses (custom Functions, FSDP2, a loss outside) are the least
         self.spans: list[Numbers] | None = None  # of the nodes that the running backward reaches
         self.retains = False  # backward releases nothing that was saved: it may run again
         self.behind = 0  # bytes that backward may take in the graphs of earlier steps
@@ -203,6 +203,7 @@ class Observer(CutOff):
             if ref.value is not None and ref.value.number >= 0:
                 self.overwritten(ref.value.number, ref.value.nbytes)
         self.names.ran(len(self.ops), made, map(_compat.storage_key, written))
+        self.names.reduces(log.name, args, made)
         if log.kept:
             self._kept.update(log.outputs)
         self._needs(log.inputs)
