@@ -125,7 +125,8 @@ def settled() -> bool:
     shut = torch._C._dispatch_tls_is_dispatch_key_excluded(
         torch._C.DispatchKey.AutogradFunctionality
     )
-    return (current_recorder(), hooks, modes, shut) == (None, None, [], False)
+    on = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    return (current_recorder(), hooks, modes, shut, on) == (None, None, [], False, False)
 
 
 @pytest.mark.parametrize("make", [regions, fitted, budgets])
