@@ -125,7 +125,8 @@ def settled() -> bool:
     shut = torch._C._dispatch_tls_is_dispatch_key_excluded(
         torch._C.DispatchKey.AutogradFunctionality
     )
-    return (current_recorder(), hooks, modes, shut) == (None, None, [], False)
+    on = torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+    return (current_recorder(), hooks, modes, shut, on) == (None, None, [], False, False)
 
 
 @pytest.mark.parametrize("make", [regions, fitted, budgets])
@@ -167,6 +168,30 @@ def test_an_interrupt_of_a_measurement_leaves_no_profiler_behind() -> None:
         assert measured() == 1024, where
         assert not profiling.profiler_on_this_thread(), where
     assert at > 50
+
+
+def test_a_profiler_that_was_prepared_before_an_interrupt_keeps_no_other_from_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An interrupt most often comes between the two calls that start torch's profiler, as the first
+    takes long. Torch 2.10 then prepared none again, neither lowtide's nor the program's own."""
+    prepare = profiling._bindings._prepare_profiler
+    errors = [KeyboardInterrupt(), RuntimeError("it is prepared, says torch 2.10")]
+
+    def prepared(*args: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            prepare(*args)
+        if errors:
+            raise errors.pop(0)
+
+    monkeypatch.setattr(profiling._bindings, "_prepare_profiler", prepared)
+    with pytest.raises(KeyboardInterrupt):
+        MemoryEvents().start()
+    assert lowtide.measure(lambda: torch.ones(256), device="cpu").peak_bytes == 1024
+    monkeypatch.undo()
+    with torch.profiler.profile() as own:
+        torch.ones(4)
+    assert own.events()
 
 
 class Mean(nn.Module):

@@ -19,13 +19,9 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import UsageError, _compat
+from lowtide import UsageError
 from lowtide.memory.events import MemoryEvents
 from once import on_one_recorder
-
-takes_over = pytest.mark.skipif(
-    not _compat.torch_has((2, 12)), reason="torch's profiler does not start twice on this torch"
-)
 
 
 @contextmanager
@@ -55,7 +51,6 @@ def peak_here() -> int:
     return lowtide.measure(lambda: torch.zeros(256), device="cpu").peak_bytes
 
 
-@takes_over
 def test_a_thread_that_ends_ends_its_recording() -> None:
     events = MemoryEvents()
 
@@ -72,7 +67,6 @@ def test_a_thread_that_ends_ends_its_recording() -> None:
     assert timeline.peak == 400
 
 
-@takes_over
 def test_a_thread_that_ends_ends_a_recording_that_was_let_go() -> None:
     def start() -> None:
         assert MemoryEvents().start()
@@ -107,7 +101,6 @@ def test_budgets_on_threads_that_ended_while_others_were_refused() -> None:
     assert peak_here() == 1024
 
 
-@takes_over
 def test_a_step_of_another_thread_that_is_over_gives_way() -> None:
     theirs, ours = lowtide.budget(0.7), lowtide.budget(0.7)
     with other_thread() as run:
@@ -121,7 +114,6 @@ def test_a_step_of_another_thread_that_is_over_gives_way() -> None:
     assert peak_here() == 1024
 
 
-@takes_over
 def test_a_step_of_another_thread_that_is_over_has_a_step_s_time() -> None:
     theirs, ours = lowtide.budget(0.7), lowtide.budget(0.7)
     with other_thread() as run:
@@ -134,7 +126,6 @@ def test_a_step_of_another_thread_that_is_over_has_a_step_s_time() -> None:
     assert peak_here() == 1024
 
 
-@takes_over
 def test_a_step_of_another_thread_that_no_backward_can_come_to_gives_way() -> None:
     budget, model = lowtide.budget(0.7), nn.Sequential(nn.Linear(8, 8), nn.GELU())
 
@@ -154,7 +145,6 @@ def test_a_step_of_another_thread_that_no_backward_can_come_to_gives_way() -> No
     assert peak_here() == 1024
 
 
-@takes_over
 def test_a_thread_may_end_while_another_records() -> None:
     events, ours = MemoryEvents(), MemoryEvents()
     with other_thread() as run:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
@@ -113,6 +113,22 @@ def test_contexts_that_are_entered_inside_and_left_outside(kind: str) -> None:
     assert [bits(tensor) for tensor in scenario(region())] == expected
     assert [bits(tensor) for tensor in scenario(lowtide.budget(0.99))] == expected
     check(lambda way: [way(torch.tanh, leaf(3))])  # nothing is left on
+
+
+@pytest.mark.parametrize("make", [region, lambda: lowtide.budget(0.99)], ids=["region", "budget"])
+def test_a_mode_that_is_left_outside_is_on_until_then(
+    make: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """Each mode remembers whether torch took any for on before it. A recorder among them was taken
+    for on for ever, and torch 2.10 compiled nothing in this process any more (rule 10)."""
+    with make(), ExitStack() as stack:
+        for _ in range(2):
+            leaf(3).tanh()
+            stack.enter_context(Doubled())
+        left = stack.pop_all()
+    assert is_in_torch_dispatch_mode()
+    left.close()
+    assert not is_in_torch_dispatch_mode()
 
 
 def _branch(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 The problem: a budget leaves a step alone only after it has seen many that never came again, which a
 test cannot wait for. The invariant: only the choice of such steps is replaced, never what they do.
-It imports lowtide. Rejected: a switch in the library that nobody else would use.
+The Python recorder watches every step, here too. It imports lowtide. Rejected: a switch in the
+library that nobody else would use.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from lowtide import step
+from lowtide import engine, step
 from lowtide.learning.checkups import CheckUps
 from lowtide.learning.effort import Effort
 from lowtide.learning.unwatched import Unwatched
 from lowtide.running.decide import StepDecisions
 
-_ALONE = property(lambda loop: not loop.behind.nbytes)
+_ALONE = property(lambda loop: engine.core() is not None and not loop.behind.nbytes)
 
 
 @contextlib.contextmanager

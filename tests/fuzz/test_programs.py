@@ -78,6 +78,12 @@ def test_regions_inside_a_budget_do_too(program: Program) -> None:
     check(program, "both", 0.5)
 
 
+@examples(4)
+@given(programs())
+def test_steps_that_go_unwatched_do_too_where_a_recorder_has_them(program: Program) -> None:
+    check(program, "alone", 0.5)
+
+
 # -- the harness
 
 # What torch's own checkpoint is known to get wrong or refuse, by running Python twice.

@@ -177,8 +177,19 @@ class Mode(TorchDispatchMode):
         return False
 
 
+def put_on_mode(mode: TorchDispatchMode) -> None:
+    """Enter a mode that may be left in any order, by `take_off_mode`.
+
+    `TorchDispatchMode.__enter__` also sets flags of the process, by which Dynamo knows of modes,
+    and `__exit__` sets what they were. With modes that are left in another order, or an interrupt
+    in between, they stay set, and torch 2.10 then compiles nothing any more. A recording does not
+    need them: see `run_compiled_eagerly`. Unnecessary when torch looks at the stack itself.
+    """
+    torch.utils._python_dispatch._push_mode(mode)
+
+
 def take_off_mode(mode: TorchDispatchMode) -> None:
-    """Exit a mode wherever on the stack it is, if it is there, and leave the others.
+    """Take a mode off wherever on the stack it is, if it is there, and leave the others.
 
     Unnecessary if modes can be left in any order.
     """
@@ -186,11 +197,7 @@ def take_off_mode(mode: TorchDispatchMode) -> None:
     if mode not in stack:
         return
     above = stack[stack.index(mode) + 1 :]
-    for _ in above:
-        torch.utils._python_dispatch._pop_mode()
-    try:
-        mode.__exit__(None, None, None)
-    except IndexError:  # it was begun before, and an interrupt has cut it short
+    for _ in [mode, *above]:
         torch.utils._python_dispatch._pop_mode()
     for other in above:
         torch.utils._python_dispatch._push_mode(other)

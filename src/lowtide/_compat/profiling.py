@@ -76,6 +76,28 @@ def profiler_on_this_thread() -> bool:
 
 
 def start_memory_profiler() -> None:
+    token, flagged = _Untouched(), cast(Any, _profiler)
+    # First: an interrupt may come right after the profiler is on, and who has the token stops it.
+    before = flagged._is_profiler_enabled
+    profiler_token.token = flagged._is_profiler_enabled = token
+    try:
+        _turn_on()
+    except BaseException as error:
+        if not isinstance(error, RuntimeError):  # an interrupt: nothing may stay half started
+            if not profiler_on_this_thread():
+                _turn_on()
+            _bindings._disable_profiler()
+        profiler_token.token, flagged._is_profiler_enabled = None, before
+        raise
+
+
+def _turn_on() -> None:
+    """Prepare the recorder and start it.
+
+    If it is there already, prepared and then interrupted, or left by a thread that has ended, torch
+    before 2.12 says so in an error, and later ones in a warning. It can be started all the same.
+    Without the error it could not be for the rest of the process. Unnecessary from torch 2.12 on.
+    """
     config = _kinds.ProfilerConfig(
         _kinds.ProfilerState.KINETO,
         False,  # shapes
@@ -85,17 +107,10 @@ def start_memory_profiler() -> None:
         False,  # modules
         _kinds._ExperimentalConfig(),
     )
-    token, flagged = _Untouched(), cast(Any, _profiler)
     enable: Any = _bindings._enable_profiler  # the stub lacks the scopes
-    # First: an interrupt may come right after the profiler is on, and who has the token stops it.
-    before = flagged._is_profiler_enabled
-    profiler_token.token = flagged._is_profiler_enabled = token
-    try:
+    with contextlib.suppress(RuntimeError):
         _bindings._prepare_profiler(config, _ACTIVITIES)
-        enable(config, _ACTIVITIES, _SILENT_SCOPE)
-    except RuntimeError:
-        profiler_token.token, flagged._is_profiler_enabled = None, before
-        raise
+    enable(config, _ACTIVITIES, _SILENT_SCOPE)
 
 
 def profiler_untouched(token: object) -> bool:

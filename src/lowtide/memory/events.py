@@ -125,7 +125,7 @@ class MemoryEvents:
                 drop_memory_profiler()
             try:
                 start_memory_profiler()
-            except RuntimeError as error:  # torch 2.10, after a recording on another thread
+            except RuntimeError as error:  # a profiler of the program's is on after all
                 self.obstacle = f"torch's profiler does not start ({error})"
                 return False
             _recording = weakref.ref(self)

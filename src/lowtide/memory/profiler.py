@@ -103,7 +103,7 @@ def _stop_beside_another() -> None:
     started, finished = threading.Event(), threading.Event()
 
     def hold_recorder() -> None:
-        with contextlib.suppress(RuntimeError):  # torch 2.10, if the recorder is there after all
+        with contextlib.suppress(RuntimeError):  # one is on that thread, against all expectation
             start_memory_profiler()
         started.set()
         finished.wait()

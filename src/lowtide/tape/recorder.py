@@ -52,8 +52,11 @@ class Recorder(Encoding, _compat.Mode):
         self._thread = threading.get_ident()
         self._among_others = _compat.modes_of_users()
         self.takes_apart = not self._among_others  # those modes would not see the wrapper's call
-        super().__enter__()
+        _compat.put_on_mode(self)
         return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.leave()
 
     def leave(self) -> None:
         """Stop, though modes may have been entered since that are not left yet: by a forked
