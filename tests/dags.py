@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Step = Callable[[], Tensor]
+Step = Callable[..., Tensor]
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ TWO: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 def program(seed: int) -> Step:
-    """A step that returns a loss."""
+    """A step that returns a loss, with gradients cleared; with `other`, its second half differs."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     sizes = (16, 64, 128)
@@ -76,22 +76,26 @@ def program(seed: int) -> Step:
     lines = [[draw.random() for _ in range(5)] for _ in range(draw.choice((5, 10, 20, 40)))]
     ends = [draw.random() for _ in range(3)]
 
-    def step() -> Tensor:
+    def step(*, other: bool = False) -> Tensor:
         made = [*leaves, data]
+        for leaf in leaves:
+            leaf.grad = None
 
         def pick(place: float, *, recent: bool) -> Tensor:
             index = max(0, len(made) - 1 - int(4 * place)) if recent else int(len(made) * place)
             found = made[index]
             return found if found.numel() <= 200_000 else found[:64, :64]
 
-        for kind, which, first, second, recent in lines:
+        half = len(lines) // 2
+        rest = lines[half:][::-1] if other else lines[half:]
+        for kind, which, first, second, recent in lines[:half] + rest:
             one = pick(first, recent=recent < 0.6)
             if kind < 0.65:
                 every = ONE if kind < 0.45 else VIEWS
                 made.append(every[int(len(every) * which)](one))
             else:
-                other = pick(second, recent=recent > 0.4)
-                made.append(TWO[int(len(TWO) * which)](one, other))
+                two = pick(second, recent=recent > 0.4)
+                made.append(TWO[int(len(TWO) * which)](one, two))
         total = made[-1].float().mean() + leaves[0].sum() * 0
         for place in ends:
             total = total + made[int(len(made) * place)].float().sum() * 0.01

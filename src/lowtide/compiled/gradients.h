@@ -176,12 +176,12 @@ inline bool count_gradient(Gradients& gradients, torch::autograd::Node* node, ui
   return fresh;
 }
 
-// Count a leaf's gradient; returns its bytes.
-inline int64_t count_leaf(Gradients& gradients, const at::Tensor& leaf) {
+// Count a leaf's gradient; returns its bytes. Not `certain`: that it gets one.
+inline int64_t count_leaf(Gradients& gradients, const at::Tensor& leaf, bool certain = true) {
   int64_t bytes = dense_bytes(leaf);
   if (!gradients.read.insert(key_of(leaf.unsafeGetTensorImpl(), 0, static_cast<uint64_t>(bytes))).second) return bytes;
   gradients.leaves += bytes;
-  if (!gradients.sparse) gradients.whole.emplace_back(leaf.getIntrusivePtr());
+  if (certain && !gradients.sparse) gradients.whole.emplace_back(leaf.getIntrusivePtr());
   return bytes;
 }
 

@@ -36,12 +36,12 @@ struct Ran {
   int64_t need = 0, later = 0;  // as in `CallCost`
 };
 
-// To Python: `Headroom(limit, outside, start)`.
+// To Python: `Headroom(limit, outside, start, leaves)`.
 struct Headroom {
   PyObject_HEAD
   int64_t limit;    // bytes that the step may take
   double outside;   // what a loss outside of the context takes, as a share of what is live
-  int64_t start;    // what the backward of its first operations takes, if those are not counted here
+  int64_t start;    // what the backward of its first operations takes beside the gradients of `leaves`
   Gradients gradients;
   std::vector<Ran> ran;
   std::vector<PyObject*> names;
@@ -190,7 +190,8 @@ inline void count_call(
 inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   long long limit, start;
   double outside;
-  if (!PyArg_ParseTuple(args, "LdL", &limit, &outside, &start)) return nullptr;
+  PyObject* leaves;
+  if (!PyArg_ParseTuple(args, "LdLO!", &limit, &outside, &start, &PyList_Type, &leaves)) return nullptr;
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   auto* room = as<Headroom>(made);
@@ -201,6 +202,10 @@ inline PyObject* new_headroom(PyTypeObject* type, PyObject* args, PyObject*) {
   room->outside = outside;
   room->start = start;
   room->gradients.last = at::sequence_number::peek();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(leaves); ++i) {
+    PyObject* leaf = PyList_GET_ITEM(leaves, i);
+    if (THPVariable_Check(leaf)) count_leaf(room->gradients, THPVariable_Unpack(leaf), false);
+  }
   return made;
 }
 

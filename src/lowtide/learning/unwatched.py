@@ -54,8 +54,9 @@ class Unwatched(Settling):
         if left is not None and not left.keeps_all:
             return None
         start = 0 if left is None else left.backward_before(index)
+        leaves = [] if left is None else left.seen.leaves_there()
         allowance = self.allowance
-        return engine.core().Headroom(allowance.target(0, 0), allowance.outside, start)
+        return engine.core().Headroom(allowance.target(0, 0), allowance.outside, start, leaves)
 
     def _alone_to_the_end(self, decisions: StepDecisions) -> bool:
         """The backward of such a step begins: whether it needs no plan."""

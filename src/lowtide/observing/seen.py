@@ -104,6 +104,18 @@ class Seen:
                 readers[key] = (reader, leaf.numel() * leaf.element_size())
         return readers
 
+    def leaves_there(self) -> list[torch.Tensor]:
+        """The leaves that get gradients, as far as they are still there."""
+        return [leaf for _, weak in self.leaves.values() if (leaf := weak()) is not None]
+
+    def gradients_of_others(self) -> int | None:
+        """Bytes of the gradients of leaves that are not there any more; None: not known."""
+        gone = [key for key, (_, weak) in self.leaves.items() if weak() is None]
+        if any(key not in self.parameters for key in gone):
+            return None
+        others = [*gone, *(key for key in self.parameters if key not in self.leaves)]
+        return sum(self.parameters[key][1] for key in others)
+
     def _judged(self) -> _Judged:
         """What the present states of the leaves mean; remembered, as they rarely change."""
         now = states(self._refs)

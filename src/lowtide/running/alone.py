@@ -4,8 +4,8 @@ Problem: watching a step takes ten times as long as its small kernels do; where 
 another (recurrent layers on packed sequences, graphs), that was the price of a limit which none of
 them comes near. Invariant: such a step holds everything, and before each call, and after it, the
 most that it may take is known to be below the limit: what is live, with all that its backward may
-have at once, added up by the compiled recorder (`compiled/headroom.h`). Otherwise it is watched from
-there on, with estimates from sizes for what ran before. Imports making_room, prepared, room,
+have at once, added up by the compiled recorder (`compiled/headroom.h`). Otherwise it is watched
+from there on, with estimates from sizes for what ran before. Imports making_room, prepared, room,
 workspace and the engine. Rejected: not recording it, as one call may make any amount out of little.
 """
 

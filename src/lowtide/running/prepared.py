@@ -3,12 +3,13 @@
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is made, and read by
 the decisions of every step that follows it, in Python or compiled. Imports planner, logs, seen,
-the records of a tape, workspace. Rejected: consulting the graph while the step runs.
+gradients, the records of a tape, workspace. Rejected: consulting the graph while the step runs.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Iterable
@@ -16,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide import _compat, engine
+from lowtide.backward.gradients import lifetimes
 from lowtide.kernels.unfolding import runs_itself
-from lowtide.kernels.workspace import most_in_backward, unfolds
+from lowtide.kernels.workspace import unfolds
 from lowtide.observing.logs import KEPT, OpLog
 from lowtide.observing.seen import Seen
 from lowtide.planner import NEVER, Graph, Retention, Simulator, plain_peak
@@ -165,18 +167,23 @@ class Prepared:
         return max(self.peak, self.plain_peak)
 
     def backward_before(self, index: int) -> int:
-        """The most that the backward of the operations before this one takes beside what they hold,
-        in bytes: all gradients that it makes, and the temporaries of one of them. What cannot be
-        counted so (calls that are not recorded, custom Functions) takes all that the step does."""
-        first = self.seen.ops[:index]
-        if any(at <= index for at, _ in self.seen.calls) or any(log.hidden for log in first):
+        """What the backward of the operations before this one takes at most, in bytes, beside what
+        they hold and the gradients of leaves that are there. Where that is not known (calls that
+        are not recorded, custom Functions), it is all that the step takes."""
+        others = self.seen.gradients_of_others()
+        unknown = others is None or any(at <= index for at, _ in self.seen.calls)
+        if unknown or any(log.hidden and log.wanted for log in self.seen.ops[:index]):
             return self.unrecorded_peak
-        temporaries = [
-            most_in_backward(log.name, log.wanted, sum(log.sizes), op.workspace)
-            for log, op in zip(first, self.graph.ops, strict=False)
-        ]
-        gradients = sum(log.wanted for log in first)
-        return min(self.unrecorded_peak, gradients + max(temporaries, default=0))
+        return min(self.unrecorded_peak, (others or 0) + max(self._backward[:index], default=0))
+
+    @functools.cached_property
+    def _backward(self) -> list[int]:
+        """For each operation, the bytes of gradients of activations while its backward runs, and of
+        what that takes itself."""
+        sizes = [node.nbytes for node in self.graph.values]
+        change, sums, copies = lifetimes(self.seen.ops, sizes, self.seen.carries_grad)
+        parts = zip(itertools.accumulate(change), sums, copies, self.seen.ops, strict=False)
+        return [there + added + copied + log.temporaries for there, added, copied, log in parts]
 
     @functools.cached_property
     def seconds(self) -> float:
