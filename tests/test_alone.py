@@ -4,9 +4,11 @@ call on that may be too much for it (rule 13). The recorder in Python watches ev
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -415,6 +417,67 @@ def test_gradients_that_are_asked_for_stay(finished: list[StepDecisions]) -> Non
     assert measured <= finished[0].planned_peak
 
 
+ROWS, IMAGE, CUBE = (8, 6), (2, 4, 6, 6), (2, 4, 4, 4, 4)
+NEW: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "Mm": (ROWS, lambda x: x @ x.detach().t()),
+    "Addmm": (ROWS, lambda x: torch.addmm(torch.ones(8), x, torch.ones(6, 8))),
+    "Bmm": (CUBE[:3], lambda x: x.bmm(x.detach().mT)),
+    "Baddbmm": (CUBE[:3], lambda x: torch.ones(2, 4, 4).baddbmm(x, x.detach().mT)),
+    "Convolution": (IMAGE, lambda x: F.conv2d(x, torch.ones(3, 4, 2, 2))),
+    "Mul": (ROWS, lambda x: x * 1), "Div": (ROWS, lambda x: x / 1), "Exp": (ROWS, torch.exp),
+    "Log": (ROWS, torch.log), "Pow": (ROWS, lambda x: x**1), "Sqrt": (ROWS, torch.sqrt),
+    "Rsqrt": (ROWS, torch.rsqrt), "Sin": (ROWS, torch.sin), "Cos": (ROWS, torch.cos),
+    "Tanh": (ROWS, torch.tanh), "Sigmoid": (ROWS, torch.sigmoid), "Relu": (ROWS, torch.relu),
+    "LeakyRelu": (ROWS, F.leaky_relu), "Elu": (ROWS, F.elu), "Gelu": (ROWS, F.gelu),
+    "Silu": (ROWS, F.silu), "Softplus": (ROWS, F.softplus),
+    "Softmax": (ROWS, lambda x: x.softmax(-1)), "LogSoftmax": (ROWS, lambda x: x.log_softmax(0)),
+    "NativeDropout": (ROWS, lambda x: torch.native_dropout(x, 0.0, True)[0]),
+    "NativeLayerNorm": (ROWS, lambda x: F.layer_norm(x, (6,))),
+    "NativeGroupNorm": (IMAGE, lambda x: F.group_norm(x, 2)),
+    "NativeBatchNorm": (IMAGE, lambda x: F.batch_norm(x, None, None, training=True)),
+    "MaxPool2DWithIndices": (IMAGE, lambda x: F.max_pool2d(x, 1)),
+    "MaxPool3DWithIndices": (CUBE, lambda x: F.max_pool3d(x, 1)),
+    "AvgPool2D": (IMAGE, lambda x: F.avg_pool2d(x, 1)),
+    "AvgPool3D": (CUBE, lambda x: F.avg_pool3d(x, 1)),
+    "AdaptiveAvgPool2D": (IMAGE, lambda x: F.adaptive_avg_pool2d(x, 6)),
+    "AdaptiveAvgPool3D": (CUBE, lambda x: F.adaptive_avg_pool3d(x, 4)),
+    "UpsampleNearest2D": (IMAGE, lambda x: F.interpolate(x, size=6)),
+    "UpsampleBilinear2D": (IMAGE, lambda x: F.interpolate(x, size=6, mode="bilinear")),
+    "UpsampleNearest3D": (CUBE, lambda x: F.interpolate(x, size=4)),
+    "UpsampleTrilinear3D": (CUBE, lambda x: F.interpolate(x, size=4, mode="trilinear")),
+    "Embedding": (ROWS, lambda x: F.embedding(torch.arange(8), x)),
+    "Index": (ROWS, lambda x: x[torch.arange(8)]),
+    "IndexSelect": (ROWS, lambda x: x.index_select(0, torch.arange(8))),
+    "Gather": (ROWS, lambda x: x.gather(0, torch.arange(8)[:, None].expand(8, 6))),
+    "NllLoss": (ROWS, lambda x: F.nll_loss(x, torch.ones(8).long(), reduction="none")),
+    "MseLoss": (ROWS, lambda x: F.mse_loss(x, torch.ones(ROWS), reduction="none")),
+}  # fmt: skip
+ELSEWHERE = {"CudnnBatchNorm", "ThnnFusedLstmCell", "ThnnFusedGruCell"}
+"""Kernels of one on a GPU."""
+
+
+def test_what_is_taken_to_make_new_gradients_does() -> None:
+    """A view of the gradient that it gets would keep that in memory for as long as itself."""
+    header = Path(lowtide.__path__[0], "compiled", "gradients.h").read_text()
+    (listed,) = re.findall(r"string_view> names = {(.*?)};", header, re.DOTALL)
+    assert set(re.findall(r'"(\w+)"', listed)) == {*NEW, *ELSEWHERE}
+    for name, (shape, function) in NEW.items():
+        x = torch.rand(shape).add(0.1).requires_grad_()
+        out = function(x)
+        assert out.grad_fn is not None
+        assert out.grad_fn.name().rpartition("Backward")[0] == name
+        given = torch.rand_like(out)
+        out.grad_fn.register_hook(
+            lambda made, _, name=name, given=given: check_new(name, made, given)
+        )
+        out.backward(given)
+
+
+def check_new(name: str, made: tuple[Tensor | None, ...], given: Tensor) -> None:
+    memory = given.untyped_storage().data_ptr()
+    assert all(one is None or one.untyped_storage().data_ptr() != memory for one in made), name
+
+
 def within_what_was_added_up(step: Step, budget: lowtide.Budget, finished: list[Any]) -> int:
     """Whether an unwatched step of this program took at most that; 0 if its backward has asked for
     nothing, or it follows a plan to the end."""
@@ -455,6 +518,20 @@ def test_random_programs_that_leave_a_plan_take_at_most_what_was_added_up(
             loss.backward()
         compared += within_what_was_added_up(partial(step, other=True), budget, finished)
     assert compared > 25
+
+
+def test_a_long_graph_from_before_is_not_followed_to_its_end(finished: list[StepDecisions]) -> None:
+    start = torch.ones(4, requires_grad=True)
+    out, budget = start, lowtide.budget(1 << 30)
+    for _ in range(100_000):
+        out = out + 1
+    with all_alone():
+        with budget:
+            loss = torch.cat([out, out.exp()]).sin().sum()
+        loss.backward()
+        budget.report()
+    assert finished[0].went_alone  # type: ignore[attr-defined]
+    assert start.grad is not None
 
 
 class Doubled(torch.autograd.Function):

@@ -17,7 +17,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -147,16 +146,18 @@ inline uint64_t key_of(const void* what, uint32_t input, uint64_t number) {
   return key.number;
 }
 
+constexpr int DEEP = 100;  // nodes that are followed down the graph, one by one
+
 // Until which node the gradient of a node may be there: that of a `cat` is as long as any of its parts, and a
-// leaf may keep what it gets.
-inline uint64_t kept_until(Gradients& gradients, const torch::autograd::Node* node) {
-  if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr) return 0;
+// leaf may keep what it gets. To the end (0) where that is too far to follow.
+inline uint64_t kept_until(Gradients& gradients, const torch::autograd::Node* node, int depth = 0) {
+  if (depth == DEEP || dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr) return 0;
   uint64_t number = node->sequence_nr(), until = number;
   if (kind_of(node) == NodeKind::MAKES_NEW) return number;
   auto known = gradients.kept.find(number);
   if (known != gradients.kept.end()) return known->second;
   for (const torch::autograd::Edge& next : node->next_edges()) {
-    if (next.is_valid()) until = std::min(until, kept_until(gradients, next.function.get()));
+    if (next.is_valid()) until = std::min(until, kept_until(gradients, next.function.get(), depth + 1));
   }
   gradients.kept.emplace(number, until);
   return until;

@@ -11,6 +11,9 @@
 #include "gradients.h"
 #include "script.h"
 
+#include <cstring>
+#include <limits>
+
 namespace lowtide {
 
 // What a call takes at most, in bytes.
