@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -521,15 +522,26 @@ def test_random_programs_that_leave_a_plan_take_at_most_what_was_added_up(
 
 
 def test_a_long_graph_from_before_is_not_followed_to_its_end(finished: list[StepDecisions]) -> None:
-    start = torch.ones(4, requires_grad=True)
-    out, budget = start, lowtide.budget(1 << 30)
-    for _ in range(100_000):
-        out = out + 1
-    with all_alone():
+    """On a thread with a small stack, where following it by recursion would overflow that."""
+    start, budget = torch.ones(4, requires_grad=True), lowtide.budget(1 << 30)
+
+    def run() -> None:
+        out = start
+        for _ in range(30_000):
+            out = out + 1
         with budget:
             loss = torch.cat([out, out.exp()]).sin().sum()
         loss.backward()
         budget.report()
+
+    before = threading.stack_size(1 << 20)
+    try:
+        thread = threading.Thread(target=run)
+        with all_alone():
+            thread.start()
+            thread.join()
+    finally:
+        threading.stack_size(before)
     assert finished[0].went_alone  # type: ignore[attr-defined]
     assert start.grad is not None
 

@@ -3,20 +3,22 @@
 Problem: its operations show whether a step is the planned one, but not whether its backward is:
 freezing a parameter, or running a part under `no_grad`, changes what autograd saves and which
 gradients come, and no operation shows it. Invariant: no tensor is held; leaves are known by weak
-references. Imports leafstates, logs, modelled. Rejected: `requires_grad` in the signature of
-each operation, for which every planned step would have to look at every argument.
+references. Imports leafstates, logs, gradients, modelled. Rejected: `requires_grad` in the signature
+of each operation, for which every planned step would have to look at every argument.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
+from lowtide.backward.gradients import lifetimes
 from lowtide.backward.modelled import look_closer
 from lowtide.observing.logs import OpLog
 from lowtide.tape.leafstates import GONE, HAS_GRADIENT, REQUIRES, states
@@ -107,6 +109,13 @@ class Seen:
     def leaves_there(self) -> list[torch.Tensor]:
         """The leaves that get gradients, as far as they are still there."""
         return [leaf for _, weak in self.leaves.values() if (leaf := weak()) is not None]
+
+    def in_backward(self, sizes: Sequence[int]) -> list[int]:
+        """For each operation, the bytes of gradients of activations that are there while its
+        backward runs, and of what that takes itself. `sizes`: of each value, in bytes."""
+        change, sums, copies = lifetimes(self.ops, sizes, self.carries_grad)
+        parts = zip(itertools.accumulate(change), sums, copies, self.ops, strict=False)
+        return [there + added + copied + log.temporaries for there, added, copied, log in parts]
 
     def gradients_of_others(self) -> int | None:
         """Bytes of the gradients of leaves that are not there any more; None: not known."""

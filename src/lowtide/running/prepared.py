@@ -3,13 +3,12 @@
 Problem: a planned step must know at each operation, at no cost, whether it is still the planned one
 and what to do with what was made. Invariant: immutable; made once when a plan is made, and read by
 the decisions of every step that follows it, in Python or compiled. Imports planner, logs, seen,
-gradients, the records of a tape, workspace. Rejected: consulting the graph while the step runs.
+the records of a tape, workspace. Rejected: consulting the graph while the step runs.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Iterable
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide import _compat, engine
-from lowtide.backward.gradients import lifetimes
 from lowtide.kernels.unfolding import runs_itself
 from lowtide.kernels.workspace import unfolds
 from lowtide.observing.logs import KEPT, OpLog
@@ -180,10 +178,7 @@ class Prepared:
     def _backward(self) -> list[int]:
         """For each operation, the bytes of gradients of activations while its backward runs, and of
         what that takes itself."""
-        sizes = [node.nbytes for node in self.graph.values]
-        change, sums, copies = lifetimes(self.seen.ops, sizes, self.seen.carries_grad)
-        parts = zip(itertools.accumulate(change), sums, copies, self.seen.ops, strict=False)
-        return [there + added + copied + log.temporaries for there, added, copied, log in parts]
+        return self.seen.in_backward([node.nbytes for node in self.graph.values])
 
     @functools.cached_property
     def seconds(self) -> float:
