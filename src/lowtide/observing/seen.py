@@ -3,8 +3,8 @@
 Problem: its operations show whether a step is the planned one, but not whether its backward is:
 freezing a parameter, or running a part under `no_grad`, changes what autograd saves and which
 gradients come, and no operation shows it. Invariant: no tensor is held; leaves are known by weak
-references. Imports leafstates, logs, gradients, modelled. Rejected: `requires_grad` in the signature
-of each operation, for which every planned step would have to look at every argument.
+references. Imports leafstates, logs, gradients, modelled. Rejected: `requires_grad` in the
+signature of each operation, for which every planned step would have to look at every argument.
 """
 
 from __future__ import annotations
