@@ -64,6 +64,13 @@ def no_wrapper_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.engine._choice.wrappers", False)
 
 
+@pytest.fixture(autouse=True)
+def no_mode_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps one flag for the modes of all threads. Two threads that enter and leave some side
+    by side, as fake tensors are made, may leave it set for the rest of the process."""
+    monkeypatch.setattr("torch.utils._python_dispatch._is_in_torch_dispatch_mode", False)
+
+
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce the search for plans: for tests of bits and limits, which hold whatever the plan is,
