@@ -32,7 +32,6 @@ from lowtide.tape.values import tensors_in
 _SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small the tensors are
 _MOST = 1 << 14  # calls that are remembered
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
-# The backward of these is a formula of several operators, with temporaries.
 _FORMULA = 4  # times its arguments and results: what a backward that is a formula may have at once
 # Their backward is one kernel for each gradient, or two.
 _SIMPLE = frozenset(
@@ -45,6 +44,7 @@ _SIMPLE = frozenset(
         "upsample_nearest2d", "upsample_bilinear2d", "nll_loss_forward",
     )
 )  # fmt: skip
+# The backward of these is a formula of several operators, with temporaries.
 _SEVERAL_STEPS = frozenset(
     f"aten::{name}"
     for name in ("pow", "cos", "tan", "div", "reciprocal", "std", "var", "linalg_vector_norm")
