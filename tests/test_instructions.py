@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import lowtide
-from instructions import avx2_workspaces, tile_workspaces
+from instructions import avx2_workspaces, exact_workspaces, tile_workspaces
 from lowtide import _compat
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import kernel_workspace
 from once import on_one_recorder
 
@@ -143,6 +144,25 @@ def test_what_a_convolution_takes_with_avx2(name: str, threads: int) -> None:
         peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
         model = modelled(operator, made, args)
         assert model == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
+
+
+@exact_workspaces
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("images", [1, 3])
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("channels", [(3, 8), (8, 2), (16, 16)])
+def test_small_convolutions_take_at_most_their_workspace_and_scratchpad(
+    channels: tuple[int, int], width: int, padding: int, images: int, stride: int, threads: int
+) -> None:
+    """Counted together, they are no less than what is taken, be it a few KiB."""
+    read, made = channels
+    shape = Shape((images, read, 8, 8), (made, read, width, width), stride, padding)
+    for operator, (function, args) in shape.calls("cpu").items():
+        results = bytes_made(function(*args))
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        most = modelled(operator, results, args) + scratchpad(operator, args)
+        assert peak <= most, operator
 
 
 @avx2_workspaces

@@ -426,6 +426,7 @@ def test_a_module_as_a_body_that_would_lose_a_gradient(
 
 @every_way
 @pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no")  # torch 2.12
 def test_a_score_function_that_would_lose_a_gradient(
     way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from instructions import avx2_workspaces
 from lowtide import engine
+from lowtide.kernels import scratchpad, workspace
 from lowtide.tape import generators
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -89,3 +91,52 @@ def test_the_copy_of_a_state_draws_what_the_state_would() -> None:
     with generators.drawing([(generator, state)]):
         assert torch.equal(torch.randn(7), expected)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+def first_step(model: nn.Module, batch: Tensor, limit: int) -> int:
+    """The measured peak of a first step under a limit."""
+    budget = lowtide.budget(limit)
+
+    def step() -> None:
+        with budget:
+            loss = model(batch).square().mean()
+        loss.backward()
+
+    return lowtide.measure(step, device="cpu").peak_bytes
+
+
+def of_convolutions(batch: int) -> tuple[nn.Module, Tensor]:
+    """Convolutions of a few KiB, of which torch runs those of a single image itself."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(),
+        nn.Conv2d(8, 8, 1), nn.Tanh(), nn.Conv2d(8, 2, 3, padding=1),
+    ]  # fmt: skip
+    return nn.Sequential(*layers), torch.randn(batch, 3, 8, 8)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=avx2_workspaces)])
+@pytest.mark.parametrize("more", [0, 2])
+def test_small_convolutions_fit_in_what_they_take(batch: int, more: int) -> None:
+    """No scratchpad of oneDNN's is counted where none is taken: a limit is not refused for it."""
+    model, images = of_convolutions(batch)
+    plain = lowtide.measure(lambda: model(images).square().mean().backward(), device="cpu")
+    model.zero_grad()
+    limit = plain.peak_bytes + more * 1024
+    assert first_step(model, images, limit) <= limit
+
+
+def test_a_scratchpad_that_may_not_be_taken_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it is not known, the largest one counts: values are dropped for it, but the step is
+    refused only if it does not fit without it."""
+    monkeypatch.setattr(scratchpad, "_on_each_thread", lambda *call: scratchpad.LARGEST)
+    monkeypatch.setattr(workspace, "_known", {})
+    model, images = of_convolutions(1)
+    plain = lowtide.measure(lambda: model(images).square().mean().backward(), device="cpu")
+    model.zero_grad()
+    assert plain.peak_bytes < scratchpad.LARGEST
+    assert first_step(model, images, plain.peak_bytes) <= plain.peak_bytes
+    with pytest.raises(lowtide.BudgetError, match="another 20.0 KiB"):
+        first_step(model, images, plain.peak_bytes // 2)

@@ -20,7 +20,6 @@ from lowtide.backward import deadgraphs, functions, reads
 from lowtide.backward.accumulation import accumulation
 from lowtide.backward.gradients import lifetimes
 from lowtide.backward.operation import Call, costs
-from lowtide.kernels.workspace import scratchpad
 from lowtide.planner.graph import Event
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
         if cost is None:
             log.lent, log.athwart = True, log.turned
             continue
-        log.temporaries, log.left = cost.peak + scratchpad(log.name), cost.left
+        log.temporaries, log.left = cost.peak + log.pad, cost.left
         returned = bool(cost.given) and cost.given[0] is False
         reads.add_through(log, not returned)
         if len(cost.saved) == len(log.outputs):

@@ -65,6 +65,7 @@ def narrow_workspace(
         kernel = _maker(g, not options.transposed, last, unfolds)
         sides = (kernel.read, kernel.given) if options.transposed else (kernel.given, kernel.read)
         first = _call(kernel, sides, other, one, last)
+    biased = biased and not options.transposed  # its bias is summed up outside of the kernel
     kernel = unfolding_parameter(g, last) if unfolds else of_parameter(g, last, biased)
     sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
     second = kernel.scratch + sum(

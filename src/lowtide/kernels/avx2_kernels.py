@@ -117,8 +117,10 @@ def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kerne
         sharing = g.threads if last else min(max(1, g.threads // (blocks // WIDTH)), g.batch)
         again = (sharing - 1) * blocks * g.points * FLOAT
         return Kernel("depthwise", free, free, _by_channel(g), again)
+    numbers = shared(g.threads, WIDTH, g.groups * -(-g.results // WIDTH), g.batch, 1 << 21)
+    bias = summed(numbers, 1) if biased else 0
     if g.pointwise():
-        scratch = pointwise_sums(g, last)
+        scratch = pointwise_sums(g, last) + bias
         return Kernel("pointwise", free, free, _in_blocks(g), scratch)
     ends = [max(0, end) for end in g.ends]
     flat = g.channels == 3
@@ -136,8 +138,7 @@ def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kerne
             g.batch * g.given[0],
             1 << 21,
         )
-        numbers = shared(g.threads, WIDTH, g.groups * -(-g.results // WIDTH), g.batch, 1 << 21)
-        scratch = summed(parts, 1) + (summed(numbers, 1) if biased else 0)
+        scratch = summed(parts, 1) + bias
         read = "plain" if flat and not last else free
         return Kernel("direct", read, free, _in_blocks(g, flat), scratch)
     return unfolding_parameter(g, last)

@@ -57,7 +57,7 @@ def convolution_workspace(
         options: stride, dilation and so on.
         given: for its backward: the gradient of that result.
         passes: whether the backward makes a gradient of the input.
-        biased: whether the forward adds a bias.
+        biased: whether the forward adds a bias, or the backward makes its gradient.
     """
     instructions = _compat.onednn_instructions()
     itself, last = unfolded(source, weight, "cpu", options), _runs_last(source, weight)

@@ -91,7 +91,7 @@ def unfolded_workspace(
         options: stride, dilation and so on.
         back: whether this is its backward.
         passes: whether the backward makes a gradient of the input.
-        biased: whether the forward adds a bias.
+        biased: whether the forward adds a bias, or the backward makes its gradient.
     """
     batch, volume, spatial = source.shape[0], source.dim() == 5, math.prod(weight.shape[2:])
     dilated, groups = max(options.dilation) > 1, options.groups
@@ -106,7 +106,7 @@ def unfolded_workspace(
     columns = images * weight.shape[1] * spatial * points
     if not options.transposed and not dilated:
         grouped = volume and groups > 1
-        if spatial == max(options.stride) == 1 and not grouped:
+        if spatial == max(options.stride) == 1 and not any(options.padding) and not grouped:
             # the image is its own columns; only the gradient in 3D is unfolded
             columns = max(0, columns - parameter) if volume and back and passes else 0
         if volume:  # the 3D kernel handles groups itself
@@ -115,6 +115,8 @@ def unfolded_workspace(
         if options.transposed and volume and not back:
             # The result's memory is at least as large as the input; a bias is multiplied by ones.
             columns += max(0, into - out) + (out // max(1, weight.shape[1]) if biased else 0)
+        if back and biased and dilated and batch == 1 and not options.transposed:
+            columns += weight.shape[0] * weight.element_size()  # made apart, then copied
         return columns
     # One group after another is copied out of the batch; then the results are concatenated.
     if batch > 1:

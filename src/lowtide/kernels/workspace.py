@@ -25,11 +25,11 @@ from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
+from lowtide.kernels.scratchpad import LARGEST, scratchpad
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
-_SCRATCHPAD = 40 << 10  # bytes that oneDNN allocates for itself, however small the tensors are
 _MOST = 1 << 14  # calls that are remembered
 _NARROW = 8  # fewer channels than this are read as they are; only their gradient is reordered
 _FORMULA = 4  # times its arguments and results: what a backward that is a formula may have at once
@@ -114,11 +114,6 @@ def read_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
     return tensors_in(args, {name: a for name, a in kwargs.items() if name not in written})
 
 
-def scratchpad(name: str) -> int:
-    """Bytes that an operator may take for a scratchpad whatever its size: a lot in a tiny step."""
-    return _SCRATCHPAD * torch.get_num_threads() if unfolds(name) else 0
-
-
 def workspace_of(
     name: str, tensors: list[torch.Tensor], args: Any, made: int, device: str | None = None
 ) -> int:
@@ -134,10 +129,13 @@ def workspace_of(
     device = device or (tensors[0].device.type if tensors else "")
     if "convolution" in name and len(tensors) >= 2:
         if name == "aten::convolution_backward" and len(tensors) >= 3:
-            return _convolution(
-                tensors[1], tensors[2], options_of(args, True), bytes_of(tensors[0]), device, True
-            )
-        return _convolution(tensors[0], tensors[1], options_of(args, False), made, device, False)
+            given, source, weight = tensors[:3]
+            options = options_of(args, True)
+            most = _convolution(source, weight, options, bytes_of(given), device, True)
+        else:
+            source, weight = tensors[:2]
+            most = _convolution(source, weight, options_of(args, False), made, device, False)
+        return most + (0 if device == "cuda" else scratchpad(name, args))
     known = cuda_workspace(name, tensors, args, made) if device == "cuda" else None
     if known is not None:
         return known
@@ -251,8 +249,8 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     parameters = sum(map(bytes_of, tensors[1:5]))
     more = gates * 9 // 2 if _keeps_all_gates() else 0
     if backward:
-        return _SCRATCHPAD + parameters * 21 // 10 + gates * 5 // 4 + more
-    return _SCRATCHPAD + parameters * 21 // 20 + gates + bytes_of(source) + more
+        return LARGEST + parameters * 21 // 10 + gates * 5 // 4 + more
+    return LARGEST + parameters * 21 // 20 + gates + bytes_of(source) + more
 
 
 def _convolution(
@@ -275,7 +273,7 @@ def _convolution(
     if source.shape[1] >= _NARROW or source.requires_grad:
         blocked += padded(bytes_of(source), source.shape[1])
     again = made if options.transposed else 0
-    return _SCRATCHPAD + blocked + again + 2 * bytes_of(weight)
+    return blocked + again + 2 * bytes_of(weight)
 
 
 def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
@@ -325,15 +323,15 @@ def kernel_workspace(
     given = bytes_of(tensors[0]) if backward else made
     if not cpu:
         return _convolution(source, weight, options, given, device, backward)
-    passes = backward and len(args) > 10 and bool(args[10][0])
+    passes, _, bias = args[10] if backward and len(args) > 10 else (False, True, False)
     return convolution_workspace(
         source,
         weight,
         given,
         options,
         tensors[0] if backward else None,
-        passes,
-        biased=not backward and len(tensors) > 2,
+        bool(passes),
+        biased=bool(bias) if backward else len(tensors) > 2,
     )
 
 
@@ -351,7 +349,7 @@ def remembered_workspace(
     found = None if call is None else _known.get(key)
     if found is None:
         read = read_by(func, args, kwargs)
-        found = kernel_workspace(name, read, args, made) + scratchpad(name)
+        found = kernel_workspace(name, read, args, made) + scratchpad(name, args)
         if call is not None:
             if len(_known) >= _MOST:
                 _known.clear()
@@ -376,7 +374,7 @@ def room_for(
 ) -> int:
     """Bytes that a call is about to allocate, outputs and workspace, from shapes alone.
 
-    This is an upper estimate; with `nearest`, the likeliest figure.
+    This is an upper estimate; with `nearest`, the likeliest figure, without a scratchpad.
     """
     tensors = tensors_in(args, kwargs)
     made = made_by(func, args, kwargs)
@@ -384,7 +382,7 @@ def room_for(
         made += _kept_for_backward(tensors)
     near = kernel_workspace(name, tensors, args, made)
     if nearest:
-        return made + near + scratchpad(name)
+        return made + near
     return made + max(near, workspace_of(name, tensors, args, made))
 
 

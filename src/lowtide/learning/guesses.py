@@ -2,11 +2,12 @@
 
 Problem: what the backward of a custom Function takes is guessed before it has run, and what FSDP2
 does in it; so is what operations take that ran unwatched (`lowtide.running.alone`), and how large
-the gradients are that a loss outside gives (a sum gives one number). A guess that is too high would
-refuse the step whenever it comes, and it would never be measured. Invariant: a step is refused
-before it was measured only if it does not fit even where these take the least they may; then the
-refusal says so. Imports planner, observer and graphs. Rejected: one guess in between, which makes
-too little room for a Function that runs all of its forward again.
+the gradients are that a loss outside gives (a sum gives one number); and convolutions may do
+without the scratchpads that are counted for them. A guess that is too high would refuse the step
+whenever it comes, and it would never be measured. Invariant: a step is refused before it was
+measured only if it does not fit even where these take the least they may; then the refusal says so.
+Imports planner, observer, logs and graphs. Rejected: one guess in between, which makes too little
+room for a Function that runs all of its forward again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.observing.graphs import graph_before
+from lowtide.observing.logs import OpLog
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
 from lowtide.planner.resume import forward_over, with_margin
@@ -28,11 +30,17 @@ def sparingly(observer: Observer, graph: Callable[[], Graph]) -> Graph:
     observer.ops, leaves.gradients = list(ops), leaves.least()
     for at in observer.estimated:
         observer.ops[at] = replace(ops[at], workspace=0, temporaries=0, left=0, receivers=())
+    observer.ops = [_unpadded(log) if log.pad else log for log in observer.ops]
     try:
         return graph()
     finally:
         observer.sparing = False
         observer.ops, leaves.gradients = ops, gradients
+
+
+def _unpadded(log: OpLog) -> OpLog:
+    workspace, temporaries = max(0, log.workspace - log.pad), max(0, log.temporaries - log.pad)
+    return replace(log, workspace=workspace, temporaries=temporaries, pad=0)
 
 
 def sparing_graph(observer: Observer, first: int) -> Graph | None:
@@ -42,6 +50,7 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
     average, has no backward, and so nothing was guessed for it.
     """
     guessed = observer.runs_again() or observer.turnover or observer.estimated
+    guessed = guessed or any(log.pad for log in observer.ops)
     if not guessed and not observer.names.returned:
         return None
     sparing = sparingly(observer, lambda: graph_before(observer, first))

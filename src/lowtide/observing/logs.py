@@ -87,6 +87,9 @@ class OpLog:
     where the inputs are. Not written into files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
+    pad: int = field(default=0, compare=False)
+    """Bytes of `workspace`, and of `temporaries`, that its kernels may do without, see
+    `lowtide.kernels.scratchpad`. Not written into files."""
     kept: bool = False
     """It is never replayed, and what it makes is held for what needs it."""
     lent: bool = field(default=False, compare=False)

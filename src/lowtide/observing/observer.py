@@ -23,6 +23,7 @@ from lowtide.backward.functions import runs_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.marks import Marks
 from lowtide.memory.timeline import Timeline
@@ -245,6 +246,7 @@ class Observer(CutOff):
         made, call = sum(log.sizes), log.kind
         grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
         log.workspace = remembered_workspace(call, log.name, op.facts.func, args, kwargs, made)
+        log.pad = scratchpad(log.name, args)
         sparse = sparse_gradient(log.name, args)
         if sparse is not None and self._counts(args[0]):
             log.temporaries = sparse_temporaries(log.name, sparse)

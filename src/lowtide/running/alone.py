@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide import engine
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import (
     kernel_workspace,
     most_in_backward,
     read_by,
     room_for,
-    scratchpad,
     workspace_of,
 )
 from lowtide.observing.logs import Alone, made_by, overwritten_by
@@ -90,7 +90,7 @@ class StepAlone(StepInRoom):
     ) -> tuple[int, int]:
         """The most bytes that a call takes while it runs, and while its backward does."""
         tensors, name = read_by(func, args, kwargs), facts.name
-        workspace = scratchpad(name) + max(
+        workspace = scratchpad(name, args) + max(
             kernel_workspace(name, tensors, args, made), workspace_of(name, tensors, args, made)
         )
         gradients = sum(t.numel() * t.element_size() for t in tensors if t.requires_grad)
