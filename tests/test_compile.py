@@ -28,7 +28,7 @@ import lowtide
 import lowtide.step
 from by_hand import counted_replays, same
 from lowtide import _compat
-from lowtide.errors import CompiledWarning, UsageError
+from lowtide.errors import CompiledWarning, UncountedWarning, UsageError
 from lowtide.policies import KeepNamed, KeepOperators, KeepProducts, Policy
 from once import on_one_recorder
 
@@ -236,6 +236,24 @@ def test_a_fitted_model_compiled_later_says_that_it_has_no_budget(in_place: bool
         assert same(expected, step(model, call))
     assert backend.runs == 1
     assert budget.report().steps == 0
+
+
+def _step_and_update(model: nn.Module, call: Any) -> None:
+    step(model, call)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_another_fitted_model_that_runs_code_compiled_before_is_told() -> None:
+    """torch traces nothing for it, so only its optimizer shows that its forward was not called."""
+    backend = Backend()
+    for kind in (CompiledWarning, UncountedWarning):
+        model = Net()
+        budget = lowtide.fit(model, 0.9)
+        call = torch.compile(model, backend=backend, fullgraph=True)
+        with pytest.warns(kind, match=r"torch\.compile.*lowtide\.CompileBudget"):
+            _step_and_update(model, call)
+        assert budget.report().steps == 0
+    assert backend.runs == 2
 
 
 def test_fit_refuses_a_model_compiled_in_place() -> None:

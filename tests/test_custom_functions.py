@@ -263,7 +263,7 @@ def test_what_fits_by_no_guess_is_refused() -> None:
     torch.manual_seed(0)
     model, x = _Revertible(), torch.randn(512, 16)
     plain = _run(model, x, None)
-    with pytest.raises(lowtide.BudgetError, match=r"the least they may, .* may do") as refused:
+    with pytest.raises(lowtide.BudgetError, match=r"the least that it may, .* may do") as refused:
         _run(model, x, lowtide.budget(int(0.5 * plain)))
     assert refused.value.minimum is not None
     assert refused.value.minimum > 2 * plain

@@ -484,3 +484,33 @@ def test_with_fewer_gradients_to_allocate_it_may_fit() -> None:
     with budget:
         loss = model(x)
     loss.backward()
+
+
+def refused_at_first(model: nn.Module, x: Tensor, loss: Loss, limit: int) -> lowtide.BudgetError:
+    with lowtide.fit(model, limit), pytest.raises(lowtide.BudgetError) as refused:
+        loss(model(x)).backward()
+    return refused.value
+
+
+def test_a_first_refusal_says_nothing_of_functions_that_are_not_there() -> None:
+    """What a loss outside gives is guessed, but no limit below the named one would tell."""
+    model, x = deep(), torch.randn(512, 128)
+    refused = str(refused_at_first(model, x, squares, 1_000_000))
+    assert "computed from sizes" in refused
+    for other in ("Function", "FSDP2", "guess"):
+        assert other not in refused
+
+
+def test_a_first_refusal_says_that_the_gradients_of_a_loss_were_guessed() -> None:
+    """A sum gives one number as the gradient of all, which the smallest limit cannot rely on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 512))
+    x = torch.randn(512, 16)
+    named = refused_at_first(model, x, torch.sum, 1_900_000)
+    assert "a loss outside is taken to give gradients as large" in str(named)
+    assert "Function" not in str(named)
+    may = int(str(named).split("the least that it may, ")[1].split()[0])
+    assert may < named.minimum
+    with lowtide.fit(model, may) as budget:
+        model(x).sum().backward()
+        assert budget.report().steps == 1

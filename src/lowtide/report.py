@@ -164,6 +164,7 @@ def refusal(
     again: bool = False,
     plain: int | None = None,
     least: int | None = None,
+    guessed: Sequence[str] = (),
     unwatched: bool = False,
 ) -> BudgetError:
     """The refusal of a known step whose smallest reachable peak, this plan's, is above the limit.
@@ -174,8 +175,8 @@ def refusal(
     `modules`: the name of the module that each operation ran in, if known. `named`: the smallest
     limit, if the caller knows which one it accepts. `again`: the step was not planned, and now is:
     it fits when it comes again. `plain`: the plain peak, if `graph` is only what is left of the
-    step. `least`: the peak, if custom Functions and FSDP2 take less than `graph` says, and what ran
-    `unwatched`.
+    step. `least`: the peak, if what was `guessed` takes less than `graph` says. `unwatched`: its
+    first operations were not watched.
     """
     result = Simulator(graph).run(retain)
     plain = plain_peak(graph) if plain is None else plain
@@ -187,7 +188,9 @@ def refusal(
         more=more,
         lowest=result.peak >= plain,
         measured=measured,
-        guess=None if may is None else _guess(may, unwatched=unwatched),
+        guess=_guess(guessed, may, "run" if unwatched else "run and measured")
+        if may is not None and guessed and may < minimum
+        else None,
         predicted=predicted,
     )
     way_out = _AGAIN if again else "Use a smaller batch or a larger limit."
@@ -246,18 +249,11 @@ def _remarks(
     return "".join(f" {sentence}" for sentence in said)
 
 
-def _guess(may: int, *, unwatched: bool) -> str:
+def _guess(guessed: Sequence[str], may: int, then: str) -> str:
     """That part of the smallest limit is a guess, and that `may` bytes may do."""
-    then = "run and measured"
-    guess = (
-        "a custom autograd Function in it reads parameters and is taken to run its forward "
-        "again, or FSDP2 gathers parameters and is taken to hold some several times"
-    )
-    if unwatched:
-        guess, then = "its first operations ran unwatched, below the limit", "run"
     return (
-        f"Part of that is a guess: {guess}. If these take the least they may, {may} bytes "
-        f"({format_bytes(may)}) may do: under such a limit the step is {then}."
+        f"Part of that is a guess: {'; '.join(guessed)}. If it takes the least that it may, {may} "
+        f"bytes ({format_bytes(may)}) may do: under such a limit the step is {then}."
     )
 
 

@@ -81,6 +81,11 @@ def runs_again(ops: Iterable[OpLog]) -> bool:
     return any(log.hidden and log.hidden[1:] for log in ops)
 
 
+def some_run_again(seen: Observer) -> bool:
+    """The same of the Functions of a step that is over: what a teacher ran without grad is none."""
+    return any(runs_again(seen.ops[_first(seen, last) : last + 1]) for last in ends(seen))
+
+
 def _cost(seen: Observer, sizes: list[int], first: int, last: int) -> int:
     ops = seen.ops[first : last + 1]
     made = {number for log in ops for number in log.outputs}

@@ -5,9 +5,10 @@ does in it; so is what operations take that ran unwatched (`lowtide.running.alon
 the gradients are that a loss outside gives (a sum gives one number); and convolutions may do
 without the scratchpads that are counted for them. A guess that is too high would refuse the step
 whenever it comes, and it would never be measured. Invariant: a step is refused before it was
-measured only if it does not fit even where these take the least they may; then the refusal says so.
-Imports planner, observer, logs and graphs. Rejected: one guess in between, which makes too little
-room for a Function that runs all of its forward again.
+measured only if it does not fit even where these take the least they may; then the refusal says
+which of them it was, but for scratchpads, which are small. Imports planner, functions, observer,
+logs and graphs. Rejected: one guess in between, which makes too little room for a Function that
+runs all of its forward again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.backward.functions import some_run_again
 from lowtide.observing.graphs import graph_before
 from lowtide.observing.logs import OpLog
 from lowtide.observing.observer import Observer
@@ -55,6 +57,24 @@ def sparing_graph(observer: Observer, first: int) -> Graph | None:
         return None
     sparing = sparingly(observer, lambda: graph_before(observer, first))
     return None if sparing.events == graph_before(observer, first).events else sparing
+
+
+def what_was_guessed(observer: Observer) -> list[str]:
+    """What of the step was guessed, in the words of a refusal."""
+    reasons = (
+        (observer.estimated, "its first operations ran unwatched, below the limit"),
+        (
+            some_run_again(observer),
+            "a custom autograd Function in it reads parameters and is taken to run its forward "
+            "again",
+        ),
+        (observer.turnover, "FSDP2 gathers parameters and is taken to hold some several times"),
+        (
+            observer.names.returned,
+            "a loss outside is taken to give gradients as large as what it was given",
+        ),
+    )
+    return [reason for applies, reason in reasons if applies]
 
 
 def least_peak(graph: Graph, held: set[int], limit: int, margin: float) -> int:

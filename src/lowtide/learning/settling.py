@@ -14,7 +14,7 @@ from functools import partial
 from lowtide import _compat, engine
 from lowtide.errors import BudgetError
 from lowtide.learning import idling
-from lowtide.learning.guesses import least_peak, sparing_graph, sparingly
+from lowtide.learning.guesses import least_peak, sparing_graph, sparingly, what_was_guessed
 from lowtide.learning.learned import Learned
 from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
@@ -166,6 +166,7 @@ class Settling(Planning):
             again=again,
             plain=plain,
             least=least,
+            guessed=[] if least is None else what_was_guessed(observer),
             unwatched=decisions.estimated,
         )
 

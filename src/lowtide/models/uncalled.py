@@ -73,7 +73,9 @@ def _say(model: torch.nn.Module) -> None:
         "called in training mode, so the limit holds for nothing. What a program calls by itself, "
         "a part of the model or another method than its forward, has no budget. Leave lowtide.fit "
         "out, and put `with lowtide.budget(limit):` around all of these calls and the loss. If the "
-        "model is trained in eval mode, do the same.",
+        "model is trained in eval mode, do the same. Nor has a model that runs code of "
+        "torch.compile's: do not compile it, or compile it with "
+        "backend=lowtide.CompileBudget(limit), from torch 2.13 on.",
         UncountedWarning,
         stacklevel=users_frame(),
     )
