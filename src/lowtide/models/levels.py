@@ -61,6 +61,7 @@ class Unit:
     reason: str = ""
     repeated: bool = False  # one of several alike siblings with numbered names
     run: int = 0  # how many of its parts form the run of alike blocks that makes it a stage
+    nests: bool = False  # a layer that saves more than its input
 
 
 def find_units(model: nn.Module) -> Unit:
@@ -186,6 +187,7 @@ def _classify(unit: Unit) -> None:
         return
     if unit.weights <= 1:
         unit.level, unit.reason = 1, _layer_reason(unit)
+        unit.nests = _saves_inside(unit)
         return
     inner = [part for part in unit.parts if _counts(part)]
     highest = max((part.level for part in inner), default=1)
@@ -306,6 +308,22 @@ _KINDS = {
     4: ("stage", "stages"),
     5: ("encoder or decoder", "encoders or decoders"),
 }
+
+
+# These save nothing, or their result, which the next layer saves as its input.
+_SAVES_NO_MORE = (nn.Identity, nn.Flatten, nn.Unflatten, nn.ReLU, nn.Sigmoid, nn.Tanh)
+
+
+def _saves_inside(unit: Unit) -> bool:
+    """Whether a layer saves more than its input: a convolution with its norm, a recurrent cell."""
+    if unit.is_layer:
+        return isinstance(unit.module, nn.RNNCellBase)
+    leaves = [inner.module for inner in walk(unit) if not inner.parts]
+    return sum(not isinstance(m, _SAVES_NO_MORE) and not _is_dropout(m) for m in leaves) > 1
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return "dropout" in type(module).__name__.lower()
 
 
 def _kind(unit: Unit, *, plural: bool = False) -> str:
