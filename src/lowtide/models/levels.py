@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lowtide import _compat
 
@@ -151,11 +152,14 @@ def _own_matrices(module: nn.Module) -> int:
     """Weight matrices that `module` holds itself: not norms, biases, embeddings or positions."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return 0
-    leaf = not any(True for _ in module.children())
-    count = 0
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    own, _ = _compat.parameters_and_buffers(module)
+    count = _parametrized_matrices(module)
     for name, parameter in module.named_parameters(recurse=False):
         if _is_norm(module):
             continue
+        if name.endswith("_g") and f"{name[:-2]}_v" in own:
+            continue  # the lengths that `nn.utils.weight_norm` splits off
         # A lazy layer has no shapes before its first forward; its bias is told by its name.
         lazy = nn.parameter.is_lazy(parameter)
         if bool(_NOT_A_WEIGHT.search(name)) if lazy else parameter.dim() < 2:
@@ -166,8 +170,16 @@ def _own_matrices(module: nn.Module) -> int:
         count += 1
     if isinstance(module, nn.MultiheadAttention):
         count = max(count, 1) + 1  # the output projection, which is never called as a module
-    own, _ = _compat.parameters_and_buffers(module)
     return min(count, 1) if leaf and "weight" in own else count
+
+
+def _parametrized_matrices(module: nn.Module) -> int:
+    """Matrices that are computed from other parameters, as under `spectral_norm`."""
+    computed = getattr(module, "parametrizations", None)
+    if not (isinstance(computed, nn.ModuleDict) and parametrize.is_parametrized(module)):
+        return 0
+    originals = (part.parameters(recurse=False) for part in computed.values())
+    return sum(any(p.dim() >= 2 for p in parts) for parts in originals)
 
 
 def _is_norm(module: nn.Module) -> bool:
