@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential as torchs_sequential
 
 import lowtide
-from against_plain import Way, check, counted, gradients, leaf, recorded
+from against_plain import Way, check, counted, gradients, leaf, plainly, recorded
 from lowtide import KeptWarning, UsageError
 from lowtide.policies import KeepNamed
 
@@ -223,6 +223,19 @@ def test_sequential_is_right_at_every_number_of_segments(segments: int, as_list:
     check(scenario)
 
 
+@pytest.mark.parametrize("segments", [1, 2, 5])
+def test_a_module_that_comes_twice_in_a_sequential_runs_twice(segments: int) -> None:
+    """Not in torch's, which drops it the second time: an activation or a layer that is shared."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        shared, act, x = nn.Linear(4, 4), nn.GELU(), leaf(5, 4)
+        model = nn.Sequential(shared, act, nn.Linear(4, 4), act, shared)
+        y = model(x) if way is plainly else lowtide.checkpoint_sequential(model, segments, x)
+        return gradients(y.square().sum(), x, *model.parameters())
+
+    check(scenario)
+
+
 @pytest.mark.parametrize("segments", range(1, 8))
 def test_sequential_checkpoints_the_pieces_that_torch_does(segments: int) -> None:
     """Same boundaries; the last piece is not checkpointed, since its backward comes first."""
@@ -275,6 +288,12 @@ def test_sequential_takes_a_policy() -> None:
     assert replayed.operations == 0
 
 
+class Doubling(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) * 2
+        return out
+
+
 @pytest.mark.parametrize(
     ("functions", "segments", "text"),
     [
@@ -283,6 +302,12 @@ def test_sequential_takes_a_policy() -> None:
         (layers(), True, "segments must be a positive int; got True."),
         (layers(), 2.0, "segments must be a positive int; got 2.0."),
         (layers(), 8, "segments=8 is more than the 7 functions given; use at most 7."),
+        (
+            Doubling(nn.Linear(4, 4)),
+            1,
+            "checkpoint_sequential runs modules one after the other, and Doubling has a forward of "
+            "its own, which would not run. If that is what you want, give [*functions].",
+        ),
         (nn.Sequential(), 1, "functions is empty: there is nothing to checkpoint."),
         ([], 1, "functions is empty: there is nothing to checkpoint."),
         (

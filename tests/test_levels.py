@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,81 @@ def test_a_higher_level_takes_less_memory_and_more_work() -> None:
     assert peaks[3] < 0.5 * peaks[0]
     assert work[0] == 0
     assert work[5] > work[3] > work[2] > 0
+
+
+class ConvNorm(nn.Sequential):
+    def __init__(self, inputs: int) -> None:
+        super().__init__(nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+
+
+class Stacks(nn.Module):
+    """Most of the memory is in one block, at full resolution."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*(ConvNorm(8 if at else 3) for at in range(layers)))
+        self.tail = nn.Sequential(*(ConvNorm(8) for _ in range(layers)))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.avg_pool2d(self.stem(x), 4)
+        out: Tensor = self.head(self.tail(x).mean((2, 3)))
+        return out
+
+
+class Cells(nn.Module):
+    """A small block of two recurrent cells, which is one call for the whole sequence."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            state = x.new_zeros(len(x), 32)
+            steps = []
+            for at in range(x.shape[1]):
+                state = self.cell(x[:, at], state)
+                steps.append(self.out(state))
+            return torch.stack(steps, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Cells.Block(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.block(x))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: Stacks(4), (2, 3, 32, 32)),  # the stem is a small block
+        (lambda: Stacks(10), (2, 3, 32, 32)),  # a stage
+        (Cells, (16, 30, 8)),
+    ],
+)
+def test_no_level_takes_more_than_the_one_before(
+    build: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Layers that save more than their input stay regions while a block of them is replayed."""
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    peaks, gradients = [], []
+    for level in range(6):
+        with checkpoint_levels(model, level):
+            step()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+            peaks.append(measure(step, device="cpu").peak_bytes)
+    assert all(later <= before * 1.01 for before, later in itertools.pairwise(peaks)), peaks
+    assert peaks[1] < 0.8 * peaks[0]
+    assert all(all(map(torch.equal, found, gradients[0])) for found in gradients)
 
 
 def test_only_the_largest_regions_recompute_each_operation_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,6 +167,38 @@ def test_a_wrapped_model_has_the_levels_of_the_model() -> None:
     assert found(Wrapper(ResNet())) == {
         level: tuple(f"module.{name}" for name in names) for level, names in plain.items()
     }
+
+
+def old_style(layer: nn.Module, way: str) -> nn.Module:
+    """As most published code still writes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        normed: nn.Module = getattr(nn.utils, way)(layer)
+    return normed
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.orthogonal,
+        lambda layer: old_style(layer, "spectral_norm"),
+        lambda layer: old_style(layer, "weight_norm"),
+    ],
+)
+def test_layers_whose_weights_are_computed_are_layers(norm: Callable[..., nn.Module]) -> None:
+    """A net of them has the levels that it has without."""
+
+    def net(norm: Callable[..., nn.Module]) -> nn.Module:
+        def block() -> nn.Module:
+            return nn.Sequential(norm(nn.Linear(4, 4)), nn.LayerNorm(4), norm(nn.Linear(4, 4)))
+
+        return nn.Sequential(block(), block(), nn.Linear(4, 2))
+
+    levels = found(net(norm))
+    assert levels == found(net(lambda layer: layer))
+    assert levels[2] == ("0", "1")
 
 
 def test_shared_and_parametrized_modules_are_found_once() -> None:

@@ -101,6 +101,45 @@ def test_a_child_that_is_called_module_keeps_its_name() -> None:
     assert torch.equal(holder.module.weight, source.module.weight)  # type: ignore[union-attr]
 
 
+class Named(nn.Module):
+    """A block with a part that has the name of a wrapper's."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.module = part
+        self.scale = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.module(x) * self.scale
+        return out
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module.module.", "_checkpoint_wrapped_module."])
+def test_wrapped_weights_of_a_block_with_a_child_that_is_called_module(prefix: str) -> None:
+    for part in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        source = Named(copy.deepcopy(part))
+        block = ActivationCheckpointWrapper(Named(part))
+        weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+        assert not any(block.load_state_dict(weights))
+        assert all(map(torch.equal, block.parameters(), source.parameters()))
+
+
+def test_wrapped_weights_that_might_mean_two_parts_are_refused() -> None:
+    """Behind a wrapper the weight would have the name that its part's has without one."""
+
+    class Twice(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2, bias=False)
+            self.module = nn.Linear(2, 2, bias=False)
+
+    source, block = Twice(), ActivationCheckpointWrapper(Twice())
+    weights = {f"module.{key}": value for key, value in source.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"weight\""):
+        block.load_state_dict(weights)
+    block.load_state_dict(source.state_dict())
+    assert all(map(torch.equal, block.parameters(), source.parameters()))
+
+
 def test_what_the_wrapper_refuses() -> None:
     with pytest.raises(UsageError, match="ModuleList has no forward; wrap the modules in it"):
         ActivationCheckpointWrapper(nn.ModuleList())
@@ -181,6 +220,21 @@ def test_a_call_takes_torchs_keyword_and_the_functions_own() -> None:
     call = ActivationCheckpointing(1, 1)
     assert call(lambda x: x + 1, torch.zeros(1), use_reentrant=False) == 1
     assert call(lambda fn, policy: fn + policy, fn=1, policy=2) == 3
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_function_of_a_call_may_be_given_by_name(
+    training: bool, replayed: Callable[[], int]
+) -> None:
+    """As with the class of vision_architectures."""
+    call = ActivationCheckpointing(1, 1).train(training)
+    x = torch.ones(3, requires_grad=True)
+    call(fn=lambda y, times: (y.sin() * times).exp(), y=x, times=2).sum().backward()
+    assert (replayed() > 0) is training
+    with pytest.raises(UsageError, match="ActivationCheckpointing got no function"):
+        call(y=x)
+    with pytest.raises(UsageError, match="ActivationCheckpointing got no function"):
+        call()
 
 
 @pytest.mark.parametrize("level", [-1, 6, 100])

@@ -347,11 +347,17 @@ def checkpoint_sequential(
         What the last callable returns.
 
     Raises:
-        UsageError: ``segments`` is out of range, ``functions`` is empty or not a sequence of
-            callables, or as for `checkpoint`.
+        UsageError: ``segments`` is out of range, ``functions`` is empty, not a sequence of
+            callables or an ``nn.Sequential`` with a forward of its own, or as for `checkpoint`.
     """
     if isinstance(functions, torch.nn.Sequential):
-        functions = list(functions.children())
+        if type(functions).forward is not torch.nn.Sequential.forward:
+            raise UsageError(
+                "checkpoint_sequential runs modules one after the other, and "
+                f"{type(functions).__name__} has a forward of its own, which would not run. If "
+                "that is what you want, give [*functions]."
+            )
+        functions = list(functions)  # `children` has a module that comes twice only once
     if not isinstance(functions, Iterable):
         raise UsageError(
             "checkpoint_sequential takes an nn.Sequential or a sequence of callables; got "

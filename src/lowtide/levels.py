@@ -6,11 +6,12 @@ single layers or whole stages recomputed. Invariant: the choice can be read befo
 one. Imports modules, `models.levels`, errors. Rejected: only the modules of exactly one level: a
 whole stage or encoder is then recomputed at once in backward, and the peak is hardly lower.
 
-Level L switches on all modules found at levels 2 to L, nested, and those of level 1 that are in no
-larger region. While an outer region is replayed, its inner regions free their insides again, so
-another level never raises the peak. Each level around an operation replays it once more, at about a
-third of a plain step each. A single layer inside a larger region would add a replay and free next
-to nothing, since what it saves is mostly its input.
+Level L switches on all modules found at levels 1 to L, nested. While an outer region is replayed,
+its inner regions free their insides again, so another level never raises the peak. Each level
+around an operation replays it once more, at about a third of a plain step each. Left out are single
+layers in a larger region that save only their input, such as a Linear: they would add a replay and
+free nothing. A convolution with its norm saves twice as much. In a large block of such layers (a
+stack at full resolution) the replay of the whole block is then the peak.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Choice:
     reason: str
     # The names of the chosen modules of higher levels around it.
     inside: tuple[str, ...] = ()
+    # For a single layer: whether it saves more than its input, so that it is a region inside
+    # larger ones too.
+    nests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,8 @@ class Levels:
     Attributes:
         model_type: the name of the model's class.
         choices: one entry for each module that has a level: ``name``, ``type_name``, ``level``,
-            ``reason``, and the names of the modules that it is ``inside``.
+            ``reason``, the names of the modules that it is ``inside``, and for a single layer
+            whether it ``nests``: is a region inside larger ones too.
     """
 
     model_type: str
@@ -75,7 +80,8 @@ class Levels:
         chosen = []
         for choice in known.values():
             around = [known[name] for name in choice.inside if name in known]
-            if any(outer.level >= 2 for outer in around) and (choice.level == 1 or not nested):
+            alone = choice.level == 1 and not choice.nests
+            if any(outer.level >= 2 for outer in around) and (alone or not nested):
                 continue
             chosen.append(choice)
         return tuple(chosen)
@@ -166,7 +172,8 @@ def _collect(unit: Unit, around: tuple[Choice, ...], choices: list[Choice]) -> N
     # Only the outermost module of a level counts: a block inside a block frees little more.
     if unit.level and all(outer.level > unit.level for outer in around):
         inside = tuple(outer.name for outer in around)
-        choice = Choice(unit.name, type(unit.module).__name__, unit.level, unit.reason, inside)
+        type_name = type(unit.module).__name__
+        choice = Choice(unit.name, type_name, unit.level, unit.reason, inside, unit.nests)
         choices.append(choice)
         around = (*around, choice)
     for part in unit.parts:

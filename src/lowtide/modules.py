@@ -3,8 +3,8 @@
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
 module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
-override, copied, selection, foreign, limits and errors. Rejected: wrapper modules, which put their
-own name into every key below them.
+override, copied, selection, foreign, keys, limits and errors. Rejected: wrapper modules, which put
+their own name into every key below them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lowtide.errors import UsageError
 from lowtide.limits import whole_number
 from lowtide.models.copied import GoesAlong
 from lowtide.models.foreign import refuse_active_checkpointing
+from lowtide.models.keys import without_wrapper_keys
 from lowtide.models.override import (
     Call,
     InstanceEntry,
@@ -299,26 +300,6 @@ class _LoadEitherForm(InstanceEntry):
         self.plain()(state_dict, prefix, *args, **kwargs)
 
 
-def without_wrapper_keys(
-    state_dict: dict[str, Any], prefix: str, known: Mapping[str, object]
-) -> None:
-    """Rename, in place, keys into which a wrapper has put "module." or the like.
-
-    A key is renamed only if it is not one of `known`, the model's own keys, and then becomes one.
-    """
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        own = key[len(prefix) :]
-        if own in known:
-            continue
-        parts = own.split(".")
-        plain = ".".join(part for part in parts if part not in _WRAPPER_PARTS)
-        if plain in known and prefix + plain not in state_dict:
-            state_dict[prefix + plain] = state_dict.pop(key)
-
-
-_WRAPPER_PARTS = frozenset({"module", "_checkpoint_wrapped_module"})
-
-
 class ActivationCheckpointing(nn.Module):
     """Checkpoint a call if its level is at or below the training's level.
 
@@ -376,9 +357,23 @@ class ActivationCheckpointing(nn.Module):
         self._set_to = perform
 
     def forward(
-        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., _T] | None = None,
+        /,
+        *args: Any,
+        use_reentrant: bool | None = None,
+        **kwargs: Any,
     ) -> _T:
-        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect."""
+        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect.
+
+        The function may be given by name too, `fn=function`.
+        """
+        if fn is None:
+            fn = kwargs.pop("fn", None)
+        if fn is None:
+            raise UsageError(
+                "ActivationCheckpointing got no function: call it as (function, *args, **kwargs)"
+            )
         if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
             return fn(*args, **kwargs)
         result: _T = _run_region(fn, args, kwargs, None)

@@ -4,8 +4,8 @@ Problem: MONAI's `CheckpointUNet` wraps every part of every connection block. It
 load into a plain `UNet`, the deepest convolution runs once for each level of the net and its
 BatchNorm counts each time, and evaluation with gradients recomputes too. Invariant: the same net,
 the same keys as `UNet` in both directions, one forward. Imports MONAI, which no other file does,
-and modules. Rejected: regions around the nested sub-blocks too; they hold everything deeper, which
-is small in a U-Net, and would be replayed once for each level above.
+modules and `models.keys`. Rejected: regions around the nested sub-blocks too; they hold everything
+deeper, which is small in a U-Net, and would be replayed once for each level above.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed, without_wrapper_keys
+from lowtide.models.keys import without_wrapper_keys
+from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed
 
 try:
     from monai.networks.layers.simplelayers import SkipConnection

@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lowtide import _compat
 
@@ -61,6 +62,7 @@ class Unit:
     reason: str = ""
     repeated: bool = False  # one of several alike siblings with numbered names
     run: int = 0  # how many of its parts form the run of alike blocks that makes it a stage
+    nests: bool = False  # a layer that saves more than its input
 
 
 def find_units(model: nn.Module) -> Unit:
@@ -150,11 +152,14 @@ def _own_matrices(module: nn.Module) -> int:
     """Weight matrices that `module` holds itself: not norms, biases, embeddings or positions."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return 0
-    leaf = not any(True for _ in module.children())
-    count = 0
+    leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    own, _ = _compat.parameters_and_buffers(module)
+    count = _parametrized_matrices(module)
     for name, parameter in module.named_parameters(recurse=False):
         if _is_norm(module):
             continue
+        if name.endswith("_g") and f"{name[:-2]}_v" in own:
+            continue  # the lengths that `nn.utils.weight_norm` splits off
         # A lazy layer has no shapes before its first forward; its bias is told by its name.
         lazy = nn.parameter.is_lazy(parameter)
         if bool(_NOT_A_WEIGHT.search(name)) if lazy else parameter.dim() < 2:
@@ -165,8 +170,16 @@ def _own_matrices(module: nn.Module) -> int:
         count += 1
     if isinstance(module, nn.MultiheadAttention):
         count = max(count, 1) + 1  # the output projection, which is never called as a module
-    own, _ = _compat.parameters_and_buffers(module)
     return min(count, 1) if leaf and "weight" in own else count
+
+
+def _parametrized_matrices(module: nn.Module) -> int:
+    """Matrices that are computed from other parameters, as under `spectral_norm`."""
+    computed = getattr(module, "parametrizations", None)
+    if not (isinstance(computed, nn.ModuleDict) and parametrize.is_parametrized(module)):
+        return 0
+    originals = (part.parameters(recurse=False) for part in computed.values())
+    return sum(any(p.dim() >= 2 for p in parts) for parts in originals)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -186,6 +199,7 @@ def _classify(unit: Unit) -> None:
         return
     if unit.weights <= 1:
         unit.level, unit.reason = 1, _layer_reason(unit)
+        unit.nests = _saves_inside(unit)
         return
     inner = [part for part in unit.parts if _counts(part)]
     highest = max((part.level for part in inner), default=1)
@@ -306,6 +320,22 @@ _KINDS = {
     4: ("stage", "stages"),
     5: ("encoder or decoder", "encoders or decoders"),
 }
+
+
+# These save nothing, or their result, which the next layer saves as its input.
+_SAVES_NO_MORE = (nn.Identity, nn.Flatten, nn.Unflatten, nn.ReLU, nn.Sigmoid, nn.Tanh)
+
+
+def _saves_inside(unit: Unit) -> bool:
+    """Whether a layer saves more than its input: a convolution with its norm, a recurrent cell."""
+    if unit.is_layer:
+        return isinstance(unit.module, nn.RNNCellBase)
+    leaves = [inner.module for inner in walk(unit) if not inner.parts]
+    return sum(not isinstance(m, _SAVES_NO_MORE) and not _is_dropout(m) for m in leaves) > 1
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return "dropout" in type(module).__name__.lower()
 
 
 def _kind(unit: Unit, *, plural: bool = False) -> str:
