@@ -6,8 +6,8 @@ the gradients are that a loss outside gives (a sum gives one number); and convol
 without the scratchpads that are counted for them. A guess that is too high would refuse the step
 whenever it comes, and it would never be measured. Invariant: a step is refused before it was
 measured only if it does not fit even where these take the least they may; then the refusal says
-which of them it was, but for scratchpads, which are small. Imports planner, functions, observer,
-logs and graphs. Rejected: one guess in between, which makes too little room for a Function that
+which of them it was, but for scratchpads, which are small. Imports planner, observer, logs and
+graphs. Rejected: one guess in between, which makes too little room for a Function that
 runs all of its forward again.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lowtide.backward.functions import some_run_again
 from lowtide.observing.graphs import graph_before
 from lowtide.observing.logs import OpLog
 from lowtide.observing.observer import Observer
@@ -64,7 +63,7 @@ def what_was_guessed(observer: Observer) -> list[str]:
     reasons = (
         (observer.estimated, "its first operations ran unwatched, below the limit"),
         (
-            some_run_again(observer),
+            observer.some_run_again(),
             "a custom autograd Function in it reads parameters and is taken to run its forward "
             "again",
         ),

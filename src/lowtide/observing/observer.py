@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import _compat
-from lowtide.backward.functions import runs_again
+from lowtide.backward.functions import runs_again, some_run_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
@@ -152,6 +152,10 @@ class Observer(CutOff):
     def runs_again(self) -> bool:
         """Whether a custom Function of the step is taken to run its forward again in backward."""
         return runs_again(self.ops)
+
+    def some_run_again(self) -> bool:
+        """The same, once its forward is over: what a teacher ran without grad is none."""
+        return some_run_again(self)
 
     def seen(self) -> Seen:
         return Seen(
