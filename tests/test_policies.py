@@ -456,3 +456,15 @@ def test_what_was_made_of_what_is_kept_serves_later_backwards() -> None:
         found = second(lowtide.checkpoint(model, x, policy=KeepProducts()))
     assert replayed.names() == names("tanh", "tanh")  # each once, for all three backwards
     assert all(map(torch.equal, second(model(x)), found))
+
+
+def test_an_answer_that_is_text_is_refused() -> None:
+    """Each text is true, "recompute" too."""
+    words = iter(["recompute"])
+    with pytest.raises(lowtide.UsageError, match="answered 'recompute'"):
+        run(lambda operation: next(words))  # type: ignore[arg-type,return-value]
+
+
+def test_no_answer_is_to_recompute() -> None:
+    replayed = run(lambda operation: None)  # type: ignore[arg-type,return-value]
+    assert replayed.names() == EVERYTHING

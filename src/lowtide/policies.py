@@ -109,11 +109,21 @@ def keeps(policy: Any, operation: OperationInfo) -> bool:
 
 
 def means_keep(answer: Any) -> bool:
-    """What a policy's answer means: a bool, or a `CheckpointPolicy` of torch's."""
+    """What a policy's answer means: a bool, or a `CheckpointPolicy` of torch's. None, which a
+    function returns that says nothing, is "recompute", as for torch.
+
+    Raises:
+        UsageError: it is text, which would be true whatever it says.
+    """
     from torch.utils.checkpoint import CheckpointPolicy
 
     if isinstance(answer, CheckpointPolicy):
         return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+    if isinstance(answer, str):
+        raise UsageError(
+            f"a policy has answered {answer!r}. Answer True to keep what the operation makes, "
+            "False to recompute it, or with a member of torch.utils.checkpoint.CheckpointPolicy."
+        )
     return bool(answer)
 
 
