@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from instructions import avx2_workspaces, exact_workspaces, tile_workspaces
@@ -163,6 +164,39 @@ def test_small_convolutions_take_at_most_their_workspace_and_scratchpad(
         peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
         most = modelled(operator, results, args) + scratchpad(operator, args)
         assert peak <= most, operator
+
+
+class RecurrentCalls(TorchDispatchMode):
+    """Keeps the calls of recurrent layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("aten::mkldnn_rnn_layer"):
+            self.calls.append((func, tuple(detached(a) for a in args)))
+        return func(*args, **(kwargs or {}))
+
+
+def detached(argument: Any) -> Any:
+    return argument.detach() if isinstance(argument, Tensor) else argument
+
+
+@exact_workspaces
+@pytest.mark.parametrize("sizes", [(5, 7, 6, 2), (8, 16, 4, 1), (32, 64, 16, 4), (100, 100, 50, 3)])
+def test_recurrent_layers_take_at_most_their_workspace(
+    sizes: tuple[int, int, int, int], threads: int
+) -> None:
+    read, hidden, steps, batch = sizes
+    layer, x = torch.nn.LSTM(read, hidden), torch.randn(steps, batch, read, requires_grad=True)
+    with RecurrentCalls() as seen:
+        layer(x)[0].sum().backward()
+    assert len(seen.calls) == 2
+    for function, args in seen.calls:
+        operator, results = function.name(), bytes_made(function(*args))
+        peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+        assert peak <= modelled(operator, results, args), operator
 
 
 @avx2_workspaces

@@ -1,4 +1,4 @@
-"""What oneDNN allocates for itself while it convolves, however small the tensors are.
+"""What oneDNN's convolutions and recurrent layers allocate however small their tensors are.
 
 Problem: most formulas for workspace say what grows with the tensors. Some kernels take some tens of
 KiB besides, which is a lot in a small step: counted where it is not taken, it refuses limits that
@@ -22,6 +22,7 @@ from lowtide.kernels.unfolding import options_of, unfolded
 
 LARGEST = 40 << 10  # bytes on each thread
 _ROUNDED = 512  # bytes on each thread: what formulas that contain the rest were measured to miss
+_RECURRENT = 18 << 10  # bytes that recurrent layers were measured to take with AVX2
 _OPTIONS = 9  # arguments of a call of `convolution`
 
 
@@ -29,6 +30,11 @@ def scratchpad(name: str, args: Sequence[Any]) -> int:
     """At most the bytes that a call of an operator, or its backward, takes besides what the
     formulas for its workspace give."""
     return _on_each_thread(name, args) * torch.get_num_threads() if "convolution" in name else 0
+
+
+def of_recurrence() -> int:
+    """At most the bytes that a layer of a recurrent net takes besides what grows with its size."""
+    return _RECURRENT if _compat.onednn_instructions() == "AVX2" else LARGEST
 
 
 def _on_each_thread(name: str, args: Sequence[Any]) -> int:

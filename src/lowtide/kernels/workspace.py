@@ -25,7 +25,7 @@ from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
-from lowtide.kernels.scratchpad import LARGEST, scratchpad
+from lowtide.kernels.scratchpad import of_recurrence, scratchpad
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
@@ -249,8 +249,8 @@ def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     parameters = sum(map(bytes_of, tensors[1:5]))
     more = gates * 9 // 2 if _keeps_all_gates() else 0
     if backward:
-        return LARGEST + parameters * 21 // 10 + gates * 5 // 4 + more
-    return LARGEST + parameters * 21 // 20 + gates + bytes_of(source) + more
+        return of_recurrence() + parameters * 21 // 10 + gates * 5 // 4 + more
+    return of_recurrence() + parameters * 21 // 20 + gates + bytes_of(source) + more
 
 
 def _convolution(
