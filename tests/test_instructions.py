@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from instructions import avx2_workspaces, exact_workspaces, tile_workspaces
+from instructions import avx2_workspaces, tile_workspaces
 from lowtide import _compat
 from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import kernel_workspace
@@ -147,7 +147,7 @@ def test_what_a_convolution_takes_with_avx2(name: str, threads: int) -> None:
         assert model == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
 
 
-@exact_workspaces
+@avx2_workspaces
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("padding", [0, 1])
@@ -183,7 +183,7 @@ def detached(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
-@exact_workspaces
+@avx2_workspaces
 @pytest.mark.parametrize("sizes", [(5, 7, 6, 2), (8, 16, 4, 1), (32, 64, 16, 4), (100, 100, 50, 3)])
 def test_recurrent_layers_take_at_most_their_workspace(
     sizes: tuple[int, int, int, int], threads: int
