@@ -192,7 +192,7 @@ class Loop(Unrecorded):
             if decisions.operations:
                 self.where.forward_over()
             idled = decisions.idle
-            self._idling.turned(decisions.made_bytes() if error is None else None)
+            self._idling.turned(decisions.made_bytes if error is None else None)
             if idled and error is None:
                 self._idling.ended()
             elif idled and isinstance(error, torch.OutOfMemoryError):

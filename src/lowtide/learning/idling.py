@@ -11,6 +11,7 @@ never recur pass until they have made a little, as one call may make any amount 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,14 +128,18 @@ class Idling:
         if at and self._now is not None:
             self._now.alike = 0
 
-    def turned(self, made: int | None) -> None:
-        """The forward that was woken has ended, and made so many bytes since; None if nobody knows.
+    def turned(self, made: Callable[[], int | None] | None) -> None:
+        """The forward has ended. If it was woken, `made` gives the bytes that it has made since:
+        None if nobody knows. That asks each operation, so it is not called in every step.
 
         One that made little (the first step of an epoch, which sets metrics back; one after a
         validation) would have kept the limit unrecorded, however often it comes.
         """
         turned, self._turned = self._turned, False
-        if turned and self._now is not None and (made is None or made > self._now.spare):
+        if not turned or self._now is None:
+            return
+        nbytes = None if made is None else made()
+        if nbytes is None or nbytes > self._now.spare:
             self._was_another()
 
     def ended(self) -> None:
