@@ -335,21 +335,21 @@ def kernel_workspace(
     )
 
 
-_known: dict[Hashable, int] = {}  # calls and their workspace
+_known: dict[Hashable, tuple[int, int]] = {}  # calls, their workspace, and the scratchpad in it
 
 
 def remembered_workspace(
     call: Hashable, name: str, func: Any, args: Any, kwargs: dict[str, Any], made: int
-) -> int:
-    """`kernel_workspace` of a call, with the scratchpad, worked out once for all that equal `call`,
-    which says what there is to know of the tensors and where they are. If it is None, nothing is
-    remembered."""
+) -> tuple[int, int]:
+    """`kernel_workspace` of a call, with the scratchpad, and the scratchpad; worked out once for
+    all that equal `call`, which says what there is to know of the tensors and where they are. If it
+    is None, nothing is remembered."""
     types = (*map(type, args), *map(type, kwargs.values()))  # as 1 == 1.0 == True
     key = call, types, made, torch.get_num_threads(), torch.get_default_dtype()
     found = None if call is None else _known.get(key)
     if found is None:
-        read = read_by(func, args, kwargs)
-        found = kernel_workspace(name, read, args, made) + scratchpad(name, args)
+        pad = scratchpad(name, args)
+        found = kernel_workspace(name, read_by(func, args, kwargs), args, made) + pad, pad
         if call is not None:
             if len(_known) >= _MOST:
                 _known.clear()

@@ -23,7 +23,6 @@ from lowtide.backward.functions import runs_again, some_run_again
 from lowtide.backward.operation import Call, describe
 from lowtide.backward.reads import look_at_reads, summed, writes_through
 from lowtide.backward.sparse import sparse_gradient, sparse_temporaries
-from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import backward_temporaries, remembered_workspace
 from lowtide.memory.marks import Marks
 from lowtide.memory.timeline import Timeline
@@ -249,8 +248,8 @@ class Observer(CutOff):
     ) -> None:
         made, call = sum(log.sizes), log.kind
         grads = sum(t.numel() * t.element_size() for t in wanted if self._counts(t))
-        log.workspace = remembered_workspace(call, log.name, op.facts.func, args, kwargs, made)
-        log.pad = scratchpad(log.name, args)
+        func = op.facts.func
+        log.workspace, log.pad = remembered_workspace(call, log.name, func, args, kwargs, made)
         sparse = sparse_gradient(log.name, args)
         if sparse is not None and self._counts(args[0]):
             log.temporaries = sparse_temporaries(log.name, sparse)
