@@ -124,20 +124,31 @@ def test_wrapped_weights_of_a_block_with_a_child_that_is_called_module(prefix: s
         assert all(map(torch.equal, block.parameters(), source.parameters()))
 
 
+class Twice(nn.Linear):
+    """Behind a wrapper, its weight would have the name that its part's has without one."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2, bias=False)
+        self.module = nn.Linear(2, 2, bias=False)
+
+
 def test_wrapped_weights_that_might_mean_two_parts_are_refused() -> None:
-    """Behind a wrapper the weight would have the name that its part's has without one."""
-
-    class Twice(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2, bias=False)
-            self.module = nn.Linear(2, 2, bias=False)
-
     source, block = Twice(), ActivationCheckpointWrapper(Twice())
     weights = {f"module.{key}": value for key, value in source.state_dict().items()}
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"weight\""):
         block.load_state_dict(weights)
     block.load_state_dict(source.state_dict())
     assert all(map(torch.equal, block.parameters(), source.parameters()))
+
+
+def test_wrapped_weights_that_might_mean_two_parts_go_to_neither() -> None:
+    source, block = Twice(), ActivationCheckpointWrapper(Twice())
+    before = [p.detach().clone() for p in block.parameters()]
+    prefix = "_checkpoint_wrapped_module."
+    weights = {f"{prefix}{key}": value for key, value in source.state_dict().items()}
+    found = block.load_state_dict(dict(weights), strict=False)
+    assert set(found.unexpected_keys) == weights.keys()
+    assert all(map(torch.equal, block.parameters(), before))
 
 
 def test_what_the_wrapper_refuses() -> None:
