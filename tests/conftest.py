@@ -10,7 +10,7 @@ import torch
 
 from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
-from once import FIRST_OF_TWO, search_less
+from once import search_less
 
 # Files of tests that take up to a minute and a half each: most start processes or compile.
 LONG = (
@@ -71,12 +71,13 @@ def no_mode_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.utils._python_dispatch._is_in_torch_dispatch_mode", False)
 
 
-@pytest.fixture
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the search for plans: for tests of bits and limits, which hold whatever the plan is,
-    and would spend most of their time searching. On one of two recorders less, so that the plans
-    are nearer to those that users get."""
-    search_less(monkeypatch, 20 if FIRST_OF_TWO else 4)
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Reduce the search for plans: most tests are of bits, limits and records, which hold whatever
+    the plan is, and would spend most of their time searching. Tests marked `full_search` are about
+    the plans that users get."""
+    if request.node.get_closest_marker("full_search") is None:
+        search_less(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from once import made_once
+from once import made_once, search_less
 
 Outcome = dict[str, Any]
 Scenario = Callable[[], Outcome]
@@ -69,6 +69,7 @@ def run_as_rank(*groups: Callable[[], Scenarios]) -> None:
     """Run the scenarios of all these, as the arguments of this program say."""
     rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
+    search_less(pytest.MonkeyPatch())
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )

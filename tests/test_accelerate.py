@@ -123,7 +123,7 @@ def test_regions_under_accelerate(replayed: Callable[[], int]) -> None:
     assert same(found, expected)
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_a_batch_that_is_refused_is_made_smaller() -> None:
     """It is known by what the error says."""
     peaks: dict[int, int] = {}

@@ -26,7 +26,7 @@ from lowtide.running.prepared import ANCHOR
 from once import on_one_recorder
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLLOWED = [
     (name, way)

@@ -16,7 +16,6 @@ import lowtide
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
-    pytest.mark.usefixtures("short_search"),
 ]
 
 

@@ -20,7 +20,7 @@ from lowtide.learning import rests
 from lowtide.loop import Loop
 from lowtide.observing.observer import Observer
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

@@ -29,7 +29,7 @@ from lowtide.running.prepared import Prepared, covers, outgrown_by, signatures_o
 from once import on_one_recorder
 
 # What steps of many kinds are planned as, whoever records them.
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 class Attention(nn.Module):

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import lowtide
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 
 class _Formula(torch.autograd.Function):
     """GELU as a formula of basic operations, as in some language models."""

@@ -16,7 +16,6 @@ from lowtide.planner import Graph
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
-    pytest.mark.usefixtures("short_search"),
 ]
 
 

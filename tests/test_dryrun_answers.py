@@ -16,7 +16,7 @@ from lowtide.errors import DryRunWarning
 from once import on_one_recorder
 
 # A dry run has a recorder of its own, whatever the engine is.
-pytestmark = [pytest.mark.usefixtures("short_search"), on_one_recorder]
+pytestmark = on_one_recorder
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 3, 0]])
 

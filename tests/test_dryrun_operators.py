@@ -19,7 +19,7 @@ import lowtide
 from lowtide import _compat
 from lowtide._compat import fakes
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def follows(step: Callable[..., Tensor], *args: Any, source: str = "fake") -> bool:

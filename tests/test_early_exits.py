@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import BudgetError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PEAK = 0.6
 

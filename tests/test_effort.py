@@ -21,7 +21,7 @@ from lowtide.learning.awaited import Awaited
 from lowtide.learning.effort import Effort, annealings
 from lowtide.memory.marks import OwnEvents
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 aten = torch.ops.aten
 

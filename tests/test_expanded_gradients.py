@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from test_modelled import modelled_and_measured, others
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Read = Callable[[Tensor], Tensor]
 

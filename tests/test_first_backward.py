@@ -18,7 +18,7 @@ from lowtide.backward import operation
 from lowtide.kernels.workspace import kernel_workspace
 from test_modelled import compare_memory, modelled_and_measured, others
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Normalized(nn.Module):

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 CALLS: list[type] = []  # not restored after a dry run, as what a net caches itself would be
 
 

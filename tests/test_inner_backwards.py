@@ -16,7 +16,7 @@ from torch.func import functional_call
 import lowtide
 from against_plain import counted
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tower(depth: int = 6, width: int = 32) -> nn.Module:

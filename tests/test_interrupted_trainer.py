@@ -28,7 +28,7 @@ from lowtide.transformers import MemoryBudget, enable
 from once import on_one_recorder
 from test_transformers import VOCABULARY, llama, step, train
 
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 class Stop(TrainerCallback):  # type: ignore[misc, unused-ignore]

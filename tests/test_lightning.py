@@ -35,7 +35,7 @@ from lowtide.lightning import MemoryBudget, _TrainingStep
 
 pytestmark = [
     on_one_recorder,  # what frameworks do differs in no recorder
-    pytest.mark.usefixtures("one_thread", "short_search"),
+    pytest.mark.usefixtures("one_thread"),
     # Lightning's own advice and torch's notices about what Lightning calls
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning"),

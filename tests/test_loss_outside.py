@@ -21,7 +21,7 @@ from lowtide.errors import UncountedWarning
 from lowtide.learning.ranks import merged
 from lowtide.planner import Graph, Simulator, keep_all, minimum, solve
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -23,7 +23,7 @@ from lowtide.planner import Graph, Simulator, Solution, keep_all
 from lowtide.report import refusal
 from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # ---------------------------------------------------------------------------- whole steps
 
@@ -439,6 +439,7 @@ def test_a_refusal_says_what_the_program_has_in_memory() -> None:
 
 
 @on_one_recorder
+@pytest.mark.full_search
 def test_the_minimum_of_a_long_chain_nests_its_anchors() -> None:
     """One level of k anchors takes at least k + 480 / k of 480 equal values, so 43 of them."""
 

@@ -26,7 +26,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", NETS)
 def test_a_step_in_mixed_precision_follows_its_plan(name: str, half: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from lowtide.planner import HOLD, Graph, Retention
 from lowtide.tape.operators import facts_of
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 NETS = (
     "hf_gpt2_sdpa",

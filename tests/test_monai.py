@@ -29,7 +29,7 @@ from monai.networks.nets.unet import CheckpointUNet as MonaisCheckpointUNet
 
 from lowtide.monai import CheckpointUNet
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(kind: type[nn.Module], dims: int = 3, **options: Any) -> nn.Module:

@@ -24,7 +24,7 @@ pytest.importorskip("monai")
 from monai.data.meta_tensor import MetaTensor
 from monai.networks import nets
 
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 def swin(**options: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from lowtide.planner.repair import Candidate
 from lowtide.planner.resume import with_margin
 from lowtide.running.prepared import Prepared
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAIN, BOTH = False, True
 

@@ -28,7 +28,7 @@ from lowtide.running.prepared import Prepared
 from once import on_one_recorder
 from zoo import CASES, FULL, one_of_many
 
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 # Others have generators and states of their own, which are not put back here.
 SAME_BITS = {

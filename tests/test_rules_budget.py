@@ -70,7 +70,7 @@ def backward(loss: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.4])
 def test_the_limit_holds_from_the_first_step(share: float) -> None:
     x = torch.randn(512, 32)
@@ -89,7 +89,7 @@ def test_the_limit_holds_from_the_first_step(share: float) -> None:
     assert abs(report.plain_peak - plain) <= 0.05 * plain
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_the_first_step_holds_at_every_limit() -> None:
     x = torch.randn(512, 32)
     plain, _ = step(tower(), x)
@@ -99,7 +99,7 @@ def test_the_first_step_holds_at_every_limit() -> None:
     assert not over
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("layer", [lambda: nn.BatchNorm1d(128), nn.RReLU], ids=["batch", "rrelu"])
 def test_what_writes_to_its_arguments_and_makes_a_result_is_given_room(
     layer: Callable[[], nn.Module],
@@ -141,7 +141,7 @@ class Watched(nn.Module):
         return x.mean(1) * seen
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_room_is_made_for_what_is_not_recorded() -> None:
     torch.manual_seed(0)
     model, x = Watched(), torch.randn(512, 64)
@@ -169,7 +169,7 @@ def results_in_backward(context: Any, model: nn.Module, x: Tensor, labels: Tenso
     loss.backward()
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("share", [0.9, 0.8])
 @pytest.mark.parametrize("run", [logits_in_backward, results_in_backward])
 def test_what_the_program_has_a_name_on_counts_in_the_first_backward(
@@ -195,7 +195,7 @@ def test_what_the_program_has_a_name_on_counts_in_the_first_backward(
         assert torch.equal(one, two)
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("shapes", "skips"),
     [
@@ -227,7 +227,7 @@ def report_of(limit: lowtide.Budget, model: nn.Module, x: Tensor) -> lowtide.Bud
     return limit.report()
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
     """Two shapes in turn: each step follows its own plan, and the smaller one drops nothing."""
     model, limit = tower(), lowtide.budget(0.6)
@@ -249,7 +249,7 @@ def test_a_fraction_is_one_of_the_largest_step_so_far() -> None:
         assert again.replayed_operations > 0  # by a plan that may be better than the first
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_a_last_batch_that_is_small_is_not_refused() -> None:
     """At 0.4 of its own peak it would be refused: most of that peak is parameter gradients."""
     data = [*torch.randn(4, 512, 32), torch.randn(3, 32)]
@@ -270,7 +270,7 @@ def test_a_last_batch_that_is_small_is_not_refused() -> None:
         step_under(own, model, data[-1], backward)
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("share", [True, False], ids=["fraction", "bytes"])
 def test_a_measured_peak_is_not_held_against_another_steps_limit(share: bool) -> None:
     large, small = torch.randn(512, 32), torch.randn(128, 32)
@@ -289,7 +289,7 @@ def test_a_measured_peak_is_not_held_against_another_steps_limit(share: bool) ->
     assert (again.measured_peak, again.measured_alike) == (first.measured_peak, True)
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_backward_inside_the_context() -> None:
     x = torch.randn(512, 32)
     plain, expected = step(tower(), x)
@@ -491,7 +491,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
 @pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: float) -> None:
     """A fraction refers to that peak (rule 13): the next step is planned for it."""
     torch.manual_seed(0)
@@ -515,7 +515,7 @@ def test_the_plain_peak_is_known_after_a_step_that_dropped(depth: int, share: fl
 
 @pytest.mark.parametrize("seed", [2, 3, 15, 30])
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 def test_what_was_dropped_is_not_counted_twice(
     named: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -609,7 +609,7 @@ def test_no_plan_counts_on_what_is_overwritten_in_place() -> None:
         budget.remove()
 
 
-@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("share", [0.9, 0.5])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_is_filled_after_it_was_saved_is_planned(inplace: bool, share: float) -> None:

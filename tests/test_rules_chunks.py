@@ -20,7 +20,7 @@ from lowtide import engine
 from lowtide.tape.recorder import Recorder
 
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gradient(way: Way | None, function: Callable[[Tensor], Tensor]) -> Tensor:

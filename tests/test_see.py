@@ -32,7 +32,7 @@ from once import on_one_recorder
 from test_dryrun import STEPS
 
 # Dry runs have a recorder of their own.
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("short_search")]
+pytestmark = on_one_recorder
 
 
 def saved_for_real(function: Callable[..., Any], *args: Any) -> int:

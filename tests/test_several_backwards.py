@@ -19,7 +19,7 @@ from lowtide.errors import BudgetError, UncountedWarning
 from lowtide.running.earlier import Earlier
 from lowtide.running.where import Where
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WIDTH, BATCH = 128, 1024
 Context = contextlib.AbstractContextManager[object]

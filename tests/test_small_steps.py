@@ -14,7 +14,7 @@ from lowtide import engine
 from lowtide.kernels import scratchpad, workspace
 from lowtide.tape import generators
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _STATE = 5056
 """Bytes of the tensor from which torch's Python interface reads a CPU generator's state."""

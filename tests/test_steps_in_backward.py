@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowtide
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Hook = Callable[[nn.Parameter], None]
 WIDE = 2048

@@ -19,8 +19,6 @@ import lowtide
 from by_hand import same
 from lowtide.errors import ReplayError, UnsupportedError
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 WAYS = ("budget", "fit", "checkpoint", "modules")
 
 

@@ -34,7 +34,7 @@ from lowtide.transformers import MemoryBudget, enable, set_checkpointing_functio
 # peft's warning, about transformers
 pytestmark = [
     on_one_recorder,  # what frameworks do differs in no recorder
-    pytest.mark.usefixtures("one_thread", "short_search"),
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning"),
 ]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lowtide
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Context = contextlib.AbstractContextManager[object]
 PARTS, LENGTH, WIDTH = 4, 5, 64

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.learning import turns
 from lowtide.learning.turns import Turns
 
-pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plan(digest: int, place: int = 0) -> Any:

@@ -22,7 +22,6 @@ from lowtide.tape.values import Ref
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
-    pytest.mark.usefixtures("short_search"),
 ]
 
 

@@ -22,7 +22,6 @@ from lowtide.observing.reached import UNKNOWN, Nodes, Numbers, Reached
 pytestmark = [
     pytest.mark.skipif("lowtide.engine.name() != 'compiled'", reason="needs the compiled core"),
     pytest.mark.filterwarnings("ignore::lowtide.DryRunWarning"),
-    pytest.mark.usefixtures("short_search"),
 ]
 
 

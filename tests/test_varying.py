@@ -26,7 +26,7 @@ from once import on_one_recorder
 from test_changing_sizes import Pair, peak_of, rows, train
 
 # What steps of many kinds are planned as, whoever records them.
-pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread", "short_search")]
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 class Mixture(nn.Module):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
-from once import FIRST_OF_TWO, on_one_recorder, search_less
+from once import FIRST_OF_TWO, on_one_recorder
 from ways import budgeted, whole_step_checkpoint, within
 from zoo import BY_MODULE, CASES, FULL, LIBRARIES, one_of_many
 from zoo.case import Batch, Case
@@ -33,7 +33,7 @@ pytestmark = [
     # torch gives these once per process, for whichever model runs first.
     pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning"),
-    *(() if FULL else [pytest.mark.usefixtures("short_search")]),
+    *([pytest.mark.full_search] if FULL else []),
 ]
 
 
@@ -47,15 +47,6 @@ def chosen(keep: Callable[[Case], bool] = lambda case: True) -> pytest.MarkDecor
             if FULL or ("slow" not in case.tags and keep(case))
         ],
     )
-
-
-@pytest.fixture(autouse=True)
-def less_for_libraries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reduce the search for plans, except for networks that stand for their kinds, on the recorder
-    that searches in full: searching for all of them would take half of this file's time."""
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    if case and not FULL and one_of_many(case):
-        search_less(monkeypatch)
 
 
 every_case = chosen()

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import counted_replays
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 DEVICE = "emulated:0"
 STEPS = 3
 Step = Callable[[nn.Module, Tensor], Tensor]

@@ -18,7 +18,7 @@ import lowtide
 from device import check_device, checks, libraries, longer, nets, place
 from device.place import Place, Skipped
 from lowtide import engine
-from once import on_one_recorder, search_less
+from once import on_one_recorder
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # as where the script runs
@@ -42,11 +42,8 @@ def here() -> Place:
 
 
 @pytest.mark.beside
-def test_everything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All checks on the recorder under test, and every benchmark, at tiny sizes."""
-    search_less(monkeypatch)
     output, block = tmp_path / "results.json", tmp_path / "results.md"
     given = ["--quick", "--recorders", engine.name()]
     code = check_device.main([*given, "--output", str(output), "--markdown", str(block)])

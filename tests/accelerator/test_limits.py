@@ -23,9 +23,6 @@ from lowtide.cli import main, report
 from lowtide.errors import BudgetError, DeviceWarning, UsageError
 from lowtide.memory.marks import start_marks
 from lowtide.memory.timeline import Timeline
-from once import search_less
-
-pytestmark = pytest.mark.usefixtures("short_search")
 
 ZERO, ONE = torch.device("emulated", 0), torch.device("emulated", 1)
 
@@ -362,12 +359,9 @@ def refused_in_backward(step: Callable[[lowtide.Budget], None], limit: int) -> b
     return False
 
 
-def test_what_a_refused_backward_leaves_is_not_taken_for_the_next_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_refused_backward_leaves_is_not_taken_for_the_next_steps() -> None:
     """The device's thread releases it after the error has arrived: a step that began with it would
     be measured too low, and planned past its limit."""
-    search_less(monkeypatch)  # whatever minimum they name
     torch.manual_seed(0)
     net, x = ResNet(4, (1, 1)).to(ZERO), torch.randn(16, 3, 48, 48, device=ZERO)
 

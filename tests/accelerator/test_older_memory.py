@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lowtide
 from accelerator.test_limits import ZERO
-
-pytestmark = pytest.mark.usefixtures("short_search")
 
 
 class WideOutput(nn.Module):

@@ -21,8 +21,6 @@ from accelerator.test_limits import ConvNet as Normalized
 from accelerator.test_limits import Transformer as Attending
 from by_hand import counted_replays
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 ZERO = torch.device("emulated", 0)
 PLENTY = 1 << 30
 

@@ -20,8 +20,6 @@ from torch import Tensor
 import lowtide
 from by_hand import counted_replays
 
-pytestmark = pytest.mark.usefixtures("short_search")
-
 DEVICE = "emulated:0"
 STREAMS: list[Any] = []
 SEEDS = int(os.environ.get("LOWTIDE_SEEDS", "12"))  # of the programs that are drawn

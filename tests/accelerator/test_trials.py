@@ -26,7 +26,6 @@ from lowtide.tape import trials
 from once import on_one_recorder
 
 pytestmark = [
-    pytest.mark.usefixtures("short_search"),
     pytest.mark.filterwarnings("ignore::lowtide.errors.KeptWarning"),
 ]
 

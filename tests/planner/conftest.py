@@ -11,6 +11,11 @@ from lowtide import engine
 from lowtide.compiled import build
 
 
+@pytest.fixture(autouse=True)
+def short_search() -> None:
+    """Search in full: these tests are about the plans that users get."""
+
+
 @pytest.fixture(scope="module")
 def core() -> Iterator[Any]:
     """The compiled core, in use while the tests of a file run."""
