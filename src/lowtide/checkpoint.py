@@ -2,8 +2,8 @@
 
 Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
 state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
-replayed operation by operation. Imports step, traced, limits and policies. Rejected: torch's two
-modes (`use_reentrant`); there is one behaviour, which needs no such choice.
+replayed operation by operation. Imports step, traced, limits, texttable and policies. Rejected:
+torch's two modes (`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lowtide.step import (
     recordable,
     tell_of_what_runs_later,
 )
+from lowtide.texttable import count_of
 from lowtide.traced import traced_region
 
 if TYPE_CHECKING:
@@ -372,12 +373,16 @@ def checkpoint_sequential(
             )
     pieces = whole_number(segments)
     if pieces is None or pieces < 1:
-        raise UsageError(f"segments must be a positive int; got {segments!r}.")
+        got = f"{segments!r}."
+        if not isinstance(segments, int | float | str | None):  # the batch, for instance
+            order = "checkpoint_sequential(functions, segments, input)"
+            got = f"an object of type {type(segments).__name__}. The order is {order}."
+        raise UsageError(f"segments must be a positive int; got {got}")
     if not modules:
         raise UsageError("functions is empty: there is nothing to checkpoint.")
     if pieces > len(modules):
         raise UsageError(
-            f"segments={pieces} is more than the {len(modules)} functions given; "
+            f"segments={pieces} is more than the {count_of(len(modules), 'function')} given; "
             f"use at most {len(modules)}."
         )
     _check_keywords(kwargs, policy)
