@@ -163,20 +163,23 @@ def region(policy: Any = None) -> Recording | Nested:
 
 @overload
 def checkpoint(
-    function: Callable[..., R], *args: Any, policy: Policy | None = None, **kwargs: Any
+    function: Callable[..., R],
+    *args: Any,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    **kwargs: Any,
 ) -> R: ...
 
 
 @overload
 def checkpoint(
-    *, policy: Policy | None = None, **kwargs: Any
+    *, policy: Policy | Callable[[OperationInfo], Any] | None = None, **kwargs: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without storing the activations inside it.
@@ -208,7 +211,8 @@ def checkpoint(
     Args:
         function: any callable.
         *args: its positional arguments.
-        policy: what to keep inside the region, see `lowtide.policies`. Default: nothing.
+        policy: what to keep inside the region: one of `lowtide.policies`, or a function of an
+            `OperationInfo` that answers True to keep. Default: nothing.
         **kwargs: its keyword arguments, and torch's keywords above.
 
     Returns:
@@ -248,7 +252,7 @@ def _call(
     function: Callable[..., R],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | None,
+    policy: Policy | Callable[[OperationInfo], Any] | None,
     given: dict[str, Any],
 ) -> R:
     """Run a region; `given` has torch's keywords."""
@@ -294,7 +298,7 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     return without_defaults > 0 or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
-def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
+def _policy_of(context_fn: Any, policy: Policy | Callable[[OperationInfo], Any] | None) -> Any:
     check_policy(policy, "checkpoint")
     if context_fn is None:
         return policy
@@ -328,7 +332,7 @@ def checkpoint_sequential(
     segments: int,
     input: Any,  # noqa: A002 - the name that torch gave it
     *,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a sequence of modules in ``segments`` checkpointed pieces.
@@ -398,7 +402,9 @@ def checkpoint_sequential(
     return value
 
 
-def _check_keywords(kwargs: dict[str, Any], policy: Policy | None) -> None:
+def _check_keywords(
+    kwargs: dict[str, Any], policy: Policy | Callable[[OperationInfo], Any] | None
+) -> None:
     """Refuse here what `checkpoint` would refuse: with one segment it is never called."""
     unknown = [name for name in kwargs if name not in TORCH_KEYWORDS]
     if unknown:

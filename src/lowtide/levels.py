@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
 from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
-from lowtide.policies import check_policy
+from lowtide.policies import OperationInfo, Policy, check_policy
 from lowtide.texttable import count_of
 
 _TITLES = {
@@ -117,7 +118,11 @@ def find_levels(model: nn.Module) -> Levels:
 
 
 def checkpoint_levels(
-    model: nn.Module, level: int, *, nested: bool = True, policy: Any = None
+    model: nn.Module,
+    level: int,
+    *,
+    nested: bool = True,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 
