@@ -302,6 +302,13 @@ class Doubling(nn.Sequential):
         (layers(), True, "segments must be a positive int; got True."),
         (layers(), 2.0, "segments must be a positive int; got 2.0."),
         (layers(), 8, "segments=8 is more than the 7 functions given; use at most 7."),
+        ([torch.sin], 2, "segments=2 is more than the 1 function given; use at most 1."),
+        (
+            layers(),
+            torch.ones(5, 4),
+            "segments must be a positive int; got an object of type Tensor. The order is "
+            "checkpoint_sequential(functions, segments, input).",
+        ),
         (
             Doubling(nn.Linear(4, 4)),
             1,

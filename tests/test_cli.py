@@ -287,6 +287,27 @@ def test_explain_and_trace(
     assert highest == data["plain"]["peak"]
 
 
+@pytest.mark.parametrize("limit", [[], ["--limit", "1 B"]])
+def test_a_refused_default_is_called_a_default(
+    capsys: pytest.CaptureFixture[str], limit: list[str]
+) -> None:
+    """Whoever named no limit is told which one was refused."""
+    line = [
+        "torch.nn:Linear",
+        "--shape",
+        "2x8",
+        "--set",
+        "in_features=8",
+        "--set",
+        "out_features=8",
+    ]
+    assert main(["plan", *line, *limit]) == 1
+    said = capsys.readouterr().err
+    assert ("is the default, 50% of the plain peak: --limit names another.\n" in said) != bool(
+        limit
+    )
+
+
 @pytest.mark.parametrize("verb", ["plan", "trace", "snapshot"])
 def test_a_limit_that_is_refused_writes_nothing(
     program: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -361,8 +362,12 @@ def test_a_step_that_asks_for_an_activation_is_recorded_for_real() -> None:
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     batch = torch.randn(4, 4)
     buffers, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
-    with pytest.warns(DryRunWarning, match="cannot run on fake tensors"):
+    with pytest.warns(DryRunWarning, match="cannot run on fake tensors") as said:
         found = dry_run(step, (batch,), {})
+    why = r"\(it asks for the content of a tensor that .*, at \S+:(\d+)\)"
+    line = re.search(why, str(said[0].message))
+    assert line is not None
+    assert int(line[1]) == step.__code__.co_firstlineno + 2
     assert found.source == "recorded"
     assert found.graph.seconds > 0
     after = [p.grad for p in model.parameters() if p.grad is not None]

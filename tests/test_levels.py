@@ -207,6 +207,16 @@ def test_a_level_of_the_wrong_type(level: Any) -> None:
         checkpoint_levels(Transformer(), level)
 
 
+@pytest.mark.parametrize("nested", ["no", 0, None])
+def test_nested_is_a_bool(nested: Any) -> None:
+    with pytest.raises(UsageError, match="nested is True or False"):
+        checkpoint_levels(Transformer(), 2, nested=nested)
+
+
+def test_one_module_is_one_module() -> None:
+    assert "level 2: 1 module checkpointed" in checkpoint_levels(nn.Linear(4, 4), 2).describe()
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_bad_policy_is_refused_at_every_level(level: int) -> None:
     with pytest.raises(UsageError, match="checkpoint_levels: policy must be callable"):

@@ -87,6 +87,11 @@ def test_integrations_are_imported_when_they_are_asked_for() -> None:
         lowtide.nothing  # noqa: B018
 
 
+def test_what_is_imported_on_first_use_is_listed_too() -> None:
+    """A prompt completes `lowtide.mo`, although nothing has imported MONAI."""
+    assert {"monai", "transformers", "lightning", "tracing", "budget"} <= set(dir(lowtide))
+
+
 def test_every_public_name_exists_and_explains_itself() -> None:
     assert len(lowtide.__all__) == len(set(lowtide.__all__))
     for name in lowtide.__all__:

@@ -153,6 +153,10 @@ def test_a_plan_prints(planned: Plan) -> None:
     assert planned.step.graph.fingerprint[:12] in repr(planned)
 
 
+def test_a_plan_of_one_operation_prints() -> None:
+    assert "1 operation, nothing" in str(lowtide.plan(lambda x: x * 2, torch.ones(2)))
+
+
 def test_a_plan_without_a_limit_is_a_limit_of_its_peak() -> None:
     plan = lowtide.plan(loss_on(network()), batch())
     assert plan.limit is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -167,6 +168,38 @@ def test_a_named_tensor_that_is_kept_after_a_view() -> None:
     assert torch.equal(expected, found)
     assert replayed["sin"] == 0
     assert replayed["exp"] == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lowtide.checkpoint,
+        lowtide.checkpoint_sequential,
+        lowtide.checkpoint_modules,
+        lowtide.checkpoint_levels,
+        type(lowtide.ActivationCheckpointWrapper).__call__,
+        lowtide.transformers.enable,
+        lowtide.transformers.set_checkpointing_function,
+    ],
+)
+def test_a_function_is_a_policy_for_a_type_checker_too(call: Callable[..., Any]) -> None:
+    annotation = inspect.signature(call).parameters["policy"].annotation
+    assert annotation == "Policy | Callable[[OperationInfo], Any] | None"
+
+
+def test_a_function_is_a_policy_in_every_call() -> None:
+
+    def products(operation: OperationInfo) -> bool:
+        return operation.name == "aten::addmm"
+
+    x = leaf(4, 4)
+    lowtide.checkpoint(torch.sin, x, policy=products).sum().backward()
+    lowtide.checkpoint(policy=products)(torch.sin)(x).sum().backward()
+    lowtide.checkpoint_sequential([torch.sin, torch.cos], 2, x, policy=products).sum().backward()
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    lowtide.checkpoint_modules(block, "0", policy=products).remove()
+    lowtide.checkpoint_levels(block, 1, policy=products).remove()
+    lowtide.ActivationCheckpointWrapper(block, policy=products)
 
 
 def test_what_is_not_a_policy_is_refused() -> None:

@@ -400,6 +400,12 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
     assert repr(limit) == f"<lowtide.Budget of {2**30} bytes, after 6 steps>"
 
 
+def test_a_report_before_the_first_step_says_that_there_was_none() -> None:
+    said = str(lowtide.budget(0.5).report())
+    assert "0 steps" not in said
+    assert "steps                   none yet" in said
+
+
 def test_a_fraction_says_what_it_is_of() -> None:
     model, limit = tower(), lowtide.budget(0.75)
     assert repr(limit) == "<lowtide.Budget of 0.75 of the plain peak, after 0 steps>"

@@ -205,3 +205,15 @@ def test_a_region_inside_a_budget_marks_a_part_of_its_tape() -> None:
         return gradients(around(nested, 5, way, x, w).sum(), x, w)
 
     check(scenario)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_the_limit_of_a_fitted_part_holds_where_no_other_is_open() -> None:
+    """As the docstring of `lowtide.fit` says: the one around it decides."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    whole, part = lowtide.fit(model, "1 MiB"), lowtide.fit(model[0], "1 B")
+    model(torch.ones(2, 4)).sum().backward()
+    assert (whole.report().steps, part.report().steps) == (1, 0)
+    whole.remove()
+    with pytest.raises(lowtide.BudgetError):
+        model(torch.ones(2, 4)).sum().backward()

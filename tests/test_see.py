@@ -171,8 +171,9 @@ def test_what_is_printed_is_what_the_formatter_returns(
     assert capsys.readouterr().out == lowtide.format_explanation(told) + "\n"
     with pytest.raises(UsageError, match=r"Write lowtide\.saved_tensors\(step"):
         lowtide.print_saved_tensors(model)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"Write lowtide\.explain\(step"):
-        lowtide.print_explanation(model)  # type: ignore[arg-type]
+    for takes in (lowtide.print_explanation, trace_events):
+        with pytest.raises(UsageError, match=r"Write lowtide\.explain\(step"):
+            takes(model)  # type: ignore[operator]
 
 
 def test_a_constant_is_an_input_and_not_made_by_the_step() -> None:
@@ -390,6 +391,7 @@ def test_the_sentences_say_what_to_do_with_figures_that_hold() -> None:
     half = told.changes[0]
     assert half.peak <= told.plain.peak // 2
     assert str(told).count("To halve the memory: ") == 1
+    assert " would peak at " in str(told)
     assert f"{half.overhead:.1%} more time" in str(told)
     smaller = next(change for change in told.changes if change.what == "half the batch")
     assert smaller.peak == lowtide.plan(step, batch[:256]).peak

@@ -216,8 +216,14 @@ def test_what_is_refused() -> None:
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module, not int"):
         enable(3)  # type: ignore[arg-type]
     for switch_on in (enable, set_checkpointing_function):
-        with pytest.raises(UsageError, match="is the class KeepProducts, not an instance"):
+        name = switch_on.__name__
+        with pytest.raises(UsageError, match=f"^{name}: policy is the class KeepProducts, not an"):
             switch_on(model, policy=KeepProducts)  # type: ignore[operator]
+        with pytest.raises(UsageError, match=f"^{name}: every_n_layers is an int, 1 or more, not"):
+            switch_on(model, every_n_layers=0)  # type: ignore[operator]
+    for way in ({"device": "cpu"}, {"group": True}):
+        with pytest.raises(UsageError, match=r"enable got device= or group=.* and no limit"):
+            enable(model, **way)  # type: ignore[arg-type]
     assert not model.is_activation_checkpointing
 
 

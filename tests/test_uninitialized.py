@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
@@ -351,6 +352,23 @@ def test_zeros_without_grad_are_not_copied() -> None:
         return (x @ weight * now).sin()
 
     model, x = _Solver(factors, 2), torch.randn(64, 64)
+    plain = _peak(model, x, None)
+    budget = lowtide.budget("1 GiB")
+    for _ in range(3):
+        assert _peak(model, x, budget) <= 1.002 * plain
+
+
+def test_a_one_hot_made_with_grad_enabled_is_not_kept() -> None:
+    """What users are told to write, see rule 5: under `no_grad` its zeros cannot be made again."""
+    torch.manual_seed(0)
+
+    def codes(x: Tensor, weight: Tensor) -> Tensor:
+        hot = F.one_hot((x @ weight).argmax(1), 256).float()
+        with torch.no_grad():
+            used = hot.sum(0)[:64]
+        return (x @ weight * used).sin()
+
+    model, x = _Solver(codes, 2), torch.randn(64, 64)
     plain = _peak(model, x, None)
     budget = lowtide.budget("1 GiB")
     for _ in range(3):

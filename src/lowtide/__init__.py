@@ -62,6 +62,10 @@ def __getattr__(name: str) -> ModuleType:
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
+
+
 __all__ = [
     "ActivationCheckpointWrapper",
     "ActivationCheckpointing",

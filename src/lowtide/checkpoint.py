@@ -2,8 +2,8 @@
 
 Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
 state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
-replayed operation by operation. Imports step, traced, limits and policies. Rejected: torch's two
-modes (`use_reentrant`); there is one behaviour, which needs no such choice.
+replayed operation by operation. Imports step, traced, limits, texttable and policies. Rejected:
+torch's two modes (`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lowtide.step import (
     recordable,
     tell_of_what_runs_later,
 )
+from lowtide.texttable import count_of
 from lowtide.traced import traced_region
 
 if TYPE_CHECKING:
@@ -162,20 +163,23 @@ def region(policy: Any = None) -> Recording | Nested:
 
 @overload
 def checkpoint(
-    function: Callable[..., R], *args: Any, policy: Policy | None = None, **kwargs: Any
+    function: Callable[..., R],
+    *args: Any,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    **kwargs: Any,
 ) -> R: ...
 
 
 @overload
 def checkpoint(
-    *, policy: Policy | None = None, **kwargs: Any
+    *, policy: Policy | Callable[[OperationInfo], Any] | None = None, **kwargs: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without storing the activations inside it.
@@ -207,7 +211,8 @@ def checkpoint(
     Args:
         function: any callable.
         *args: its positional arguments.
-        policy: what to keep inside the region, see `lowtide.policies`. Default: nothing.
+        policy: what to keep inside the region: one of `lowtide.policies`, or a function of an
+            `OperationInfo` that answers True to keep. Default: nothing.
         **kwargs: its keyword arguments, and torch's keywords above.
 
     Returns:
@@ -247,7 +252,7 @@ def _call(
     function: Callable[..., R],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | None,
+    policy: Policy | Callable[[OperationInfo], Any] | None,
     given: dict[str, Any],
 ) -> R:
     """Run a region; `given` has torch's keywords."""
@@ -293,7 +298,7 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     return without_defaults > 0 or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
-def _policy_of(context_fn: Any, policy: Policy | None) -> Any:
+def _policy_of(context_fn: Any, policy: Policy | Callable[[OperationInfo], Any] | None) -> Any:
     check_policy(policy, "checkpoint")
     if context_fn is None:
         return policy
@@ -327,7 +332,7 @@ def checkpoint_sequential(
     segments: int,
     input: Any,  # noqa: A002 - the name that torch gave it
     *,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a sequence of modules in ``segments`` checkpointed pieces.
@@ -372,12 +377,16 @@ def checkpoint_sequential(
             )
     pieces = whole_number(segments)
     if pieces is None or pieces < 1:
-        raise UsageError(f"segments must be a positive int; got {segments!r}.")
+        got = f"{segments!r}."
+        if not isinstance(segments, int | float | str | None):  # the batch, for instance
+            order = "checkpoint_sequential(functions, segments, input)"
+            got = f"an object of type {type(segments).__name__}. The order is {order}."
+        raise UsageError(f"segments must be a positive int; got {got}")
     if not modules:
         raise UsageError("functions is empty: there is nothing to checkpoint.")
     if pieces > len(modules):
         raise UsageError(
-            f"segments={pieces} is more than the {len(modules)} functions given; "
+            f"segments={pieces} is more than the {count_of(len(modules), 'function')} given; "
             f"use at most {len(modules)}."
         )
     _check_keywords(kwargs, policy)
@@ -393,7 +402,9 @@ def checkpoint_sequential(
     return value
 
 
-def _check_keywords(kwargs: dict[str, Any], policy: Policy | None) -> None:
+def _check_keywords(
+    kwargs: dict[str, Any], policy: Policy | Callable[[OperationInfo], Any] | None
+) -> None:
     """Refuse here what `checkpoint` would refuse: with one segment it is never called."""
     unknown = [name for name in kwargs if name not in TORCH_KEYWORDS]
     if unknown:

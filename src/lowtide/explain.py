@@ -284,7 +284,7 @@ def _gradients(line: Timeline) -> list[str]:
 def _change(change: Change, plain: int) -> str:
     price = "less work per step" if change.overhead is None else f"{change.overhead:.1%} more time"
     return (
-        f"{change.what} ({change.how}) peaks at {format_bytes(change.peak)}, "
+        f"{change.what} ({change.how}) would peak at {format_bytes(change.peak)}, "
         f"{change.peak / plain:.0%} of the plain peak, for {price}"
     )
 

@@ -249,7 +249,9 @@ def fit(
     begins. What a loss outside the forward stores, and takes for itself, is counted but not
     recomputed; in the first step, before anything was measured, it is not known and comes on top.
     ``model`` stays the object it was: its type, parameter names, ``state_dict``, copies and pickles
-    are those of the plain model. In eval and with grad disabled the forward is the plain one.
+    are those of the plain model. In eval and with grad disabled the forward is the plain one. The
+    same holds inside a budget or region that is open already (that of a fitted model around this
+    one, for instance): that one decides, and this limit holds for nothing.
 
     Args:
         model: any module.

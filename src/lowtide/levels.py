@@ -3,8 +3,9 @@
 Problem: few users know the module names of the net they train, but most know whether they want
 single layers or whole stages recomputed. Invariant: the choice can be read before and after
 (`find_levels`, `handle.describe()`), and a higher level never keeps more activations than a lower
-one. Imports modules, `models.levels`, errors. Rejected: only the modules of exactly one level: a
-whole stage or encoder is then recomputed at once in backward, and the peak is hardly lower.
+one. Imports modules, `models.levels`, texttable, errors. Rejected: only the modules of exactly one
+level: a whole stage or encoder is then recomputed at once in backward, and the peak is hardly
+lower.
 
 Level L switches on all modules found at levels 1 to L, nested. While an outer region is replayed,
 its inner regions free their insides again, so another level never raises the peak. Each level
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,8 @@ from torch import nn
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
 from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
-from lowtide.policies import check_policy
+from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.texttable import count_of
 
 _TITLES = {
     1: "single layers",
@@ -115,7 +118,11 @@ def find_levels(model: nn.Module) -> Levels:
 
 
 def checkpoint_levels(
-    model: nn.Module, level: int, *, nested: bool = True, policy: Any = None
+    model: nn.Module,
+    level: int,
+    *,
+    nested: bool = True,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 
@@ -133,12 +140,15 @@ def checkpoint_levels(
         off again.
 
     Raises:
-        UsageError: ``model`` is not a module, ``level`` is not an int from 0 to 5, no module is
-            found, or a module cannot be checkpointed (see `checkpoint_modules`).
+        UsageError: ``model`` is not a module, ``level`` is not an int from 0 to 5, ``nested`` is
+            not a bool, no module is found, or a module cannot be checkpointed (see
+            `checkpoint_modules`).
     """
     check_model(model, "checkpoint_levels")
     level = check_level(level, "level")
     check_policy(policy, "checkpoint_levels")
+    if not isinstance(nested, bool):
+        raise UsageError(f"checkpoint_levels: nested is True or False, not {nested!r}.")
     if level == 0:
         return CheckpointedModules(
             (), (), f"{type(model).__name__}: level 0, nothing is checkpointed"
@@ -158,7 +168,7 @@ def checkpoint_levels(
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = [(region.name, modules[region.name]) for region in regions]
     text = "\n".join(
-        [f"{levels.model_type}, level {level}: {len(regions)} modules checkpointed"]
+        [f"{levels.model_type}, level {level}: {count_of(len(regions), 'module')} checkpointed"]
         + [_level_text(n, tuple(r for r in regions if r.level == n)) for n in range(1, level + 1)]
     )
     return switch_on(model, chosen, policy=policy, caller="checkpoint_levels", description=text)

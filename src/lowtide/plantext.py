@@ -25,7 +25,7 @@ def format_plan(plan: Plan, rows: int | None = 12) -> str:
     if plan.limit is not None and plan.lower_bound is not None:
         bound = f"; no plan under this limit needs less than {plan.lower_bound:.1%}"
     head = [
-        f"graph           {graph.fingerprint[:12]}, {len(graph.ops)} operations, "
+        f"graph           {graph.fingerprint[:12]}, {count_of(len(graph.ops), 'operation')}, "
         f"{'nothing was run' if plan.source == 'fake' else 'one real step was run'}",
         f"limit           {'none' if plan.limit is None else format_bytes(plan.limit)}",
         f"predicted peak  {format_bytes(plan.peak)} of {format_bytes(plan.plain_peak)} plain "

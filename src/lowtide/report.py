@@ -96,7 +96,9 @@ class BudgetReport:
             (
                 "highest peak",
                 f"{format_bytes(self.highest_peak)} of {count_of(self.measured_steps, 'step')} "
-                "measured",
+                "measured"
+                if self.measured_steps
+                else format_bytes(None),
             ),
             ("plain peak", format_bytes(self.plain_peak)),
             ("activations kept", format_bytes(self.kept_bytes)),
@@ -106,7 +108,7 @@ class BudgetReport:
                 f"{self.replayed_operations} of {self.recorded_operations} in "
                 f"{self.replay_seconds * 1e3:.1f} ms",
             ),
-            ("steps", f"{self.steps}{idle}, the last one {followed}"),
+            ("steps", f"{self.steps}{idle}, the last one {followed}" if self.steps else "none yet"),
         ]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)

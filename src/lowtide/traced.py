@@ -27,7 +27,7 @@ def traced_region(
     function: Callable[..., R],
     args: Any,
     kwargs: dict[str, Any],
-    policy: Policy | None,
+    policy: Policy | Callable[[OperationInfo], Any] | None,
     given: dict[str, Any],
 ) -> R:
     """Run a region while torch's compiler traces: its policy may be any of `lowtide.policies`."""
@@ -50,11 +50,11 @@ def traced_region(
     return result
 
 
-_traced_policies: list[Policy] = []
+_traced_policies: list[Policy | Callable[[OperationInfo], Any]] = []
 
 
 @_compat.constant_while_compiling
-def _number_of(policy: Policy) -> int:
+def _number_of(policy: Policy | Callable[[OperationInfo], Any]) -> int:
     """A number for a policy: while torch's checkpoint is traced, it takes only constants."""
     check_policy(policy, "checkpoint")
     if not _is_whole(policy):

@@ -41,7 +41,15 @@ def trace_events(told: Explanation) -> dict[str, Any]:
 
     Returns:
         A dictionary to write with `json.dump`.
+
+    Raises:
+        UsageError: ``told`` is something else, such as the step itself.
     """
+    if not isinstance(told, Explanation):
+        raise UsageError(
+            f"trace_events takes what lowtide.explain returns; got {type(told).__name__}. Write "
+            "lowtide.explain(step, ...) around the step."
+        )
     events: list[dict[str, Any]] = []
     lines = [("plain", told.plain)]
     if told.planned is not None:

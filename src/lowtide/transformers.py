@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import nn
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, budget_on, fit
+from lowtide.limits import whole_number
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.removable import Removable
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
 from lowtide.plans import Plan, limit_of
-from lowtide.policies import Policy, check_policy
+from lowtide.policies import OperationInfo, Policy, check_policy
 from lowtide.report import logged
 from lowtide.selection import every
 from lowtide.texttable import count_of
@@ -77,7 +79,7 @@ def enable(
     model: nn.Module,
     *,
     limit: int | float | str | Plan | None = None,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
     group: Any = None,
@@ -104,8 +106,9 @@ def enable(
 
     Raises:
         UsageError: a limit together with a policy or ``every_n_layers``; a limit that cannot be
-            read; without a limit, a model with no layers that transformers can checkpoint; or a
-            model that is checkpointed or compiled already.
+            read; without a limit, a device or group, ``every_n_layers`` below 1, or a model with no
+            layers that transformers can checkpoint; or a model that is checkpointed or compiled
+            already.
         BudgetError: in a step, if the limit cannot be met.
     """
     check_model(model, "lowtide.transformers.enable")
@@ -116,9 +119,25 @@ def enable(
                 "and every_n_layers=, with which you choose."
             )
         return Enabled(fit(model, limit, device=device, group=group))
+    if device is not None or group not in (None, False):
+        raise UsageError(
+            "enable got device= or group=, which say how a limit is kept, and no limit. Add "
+            "limit=, or leave them out: the layers are regions on every device and rank alike."
+        )
+    check_policy(policy, "enable")
+    _check_every(every_n_layers, "enable")
     _check_layers(model, "enable")
     which = every(every_n_layers, GradientCheckpointingLayer)
     return Enabled(checkpoint_modules(model, which, policy=policy))
+
+
+def _check_every(every_n_layers: int, caller: str) -> None:
+    number = whole_number(every_n_layers)
+    if number is None or number < 1:
+        raise UsageError(
+            f"{caller}: every_n_layers is an int, 1 or more, not {every_n_layers!r}; 2 takes "
+            "layers 0, 2, 4 and so on."
+        )
 
 
 def _check_layers(model: nn.Module, caller: str) -> None:
@@ -151,7 +170,10 @@ class _OwnFunction(Removable):
 
 
 def set_checkpointing_function(
-    model: nn.Module, *, policy: Policy | None = None, every_n_layers: int = 1
+    model: nn.Module,
+    *,
+    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    every_n_layers: int = 1,
 ) -> Enabled:
     """Switch on the library's own checkpointing, with `lowtide.checkpoint` in place of torch's.
 
@@ -182,6 +204,7 @@ def set_checkpointing_function(
             f"{type(model).__name__}; for other modules use lowtide.checkpoint_modules."
         )
     check_policy(policy, "set_checkpointing_function")
+    _check_every(every_n_layers, "set_checkpointing_function")
     refuse_active_checkpointing(model, "set_checkpointing_function")
     _check_layers(model, "set_checkpointing_function")
     function = functools.partial(checkpoint, policy=policy)

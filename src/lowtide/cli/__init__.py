@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import lowtide
 from lowtide.cli import curve, explain, plan, report, run, saved, snapshot, trace
-from lowtide.errors import LowtideError
+from lowtide.cli.arguments import of_default_limit
+from lowtide.errors import BudgetError, LowtideError
 
 _VERBS = (saved, explain, plan, curve, run, report, trace, snapshot)
 _WIDTH = 500
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowtideError as error:
         if getattr(arguments, "traceback", False):
             raise
-        print(f"lowtide: {_one_line(error)}", file=sys.stderr)
+        more = of_default_limit(arguments) if isinstance(error, BudgetError) else ""
+        print(f"lowtide: {_one_line(error)}{more}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if getattr(arguments, "traceback", False):

@@ -61,12 +61,21 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add the memory limit."""
     more = " (default: %(default)s)" if default else ""
+    parser.set_defaults(default_limit=default)
     parser.add_argument(
         "--limit",
         default=default,
         metavar="LIMIT",
         help='"6 GiB", a number of bytes, or a share of the plain peak: 0.5 or 50%%' + more,
     )
+
+
+def of_default_limit(arguments: argparse.Namespace) -> str:
+    """What to say of a refusal if it was the verb's own limit that cannot be kept."""
+    default = getattr(arguments, "default_limit", None)
+    if default is None or arguments.limit != default:
+        return ""
+    return f" That limit is the default, {default} of the plain peak: --limit names another."
 
 
 def limit_of(arguments: argparse.Namespace) -> int | float | None:

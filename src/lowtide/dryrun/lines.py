@@ -43,6 +43,18 @@ def line_of_caller() -> str:
     return layer
 
 
+def line_of_error(error: BaseException) -> str:
+    """The innermost line on the way to where an error was raised that is neither torch's nor
+    lowtide's, written as by `line_of_caller`; "" if there is none."""
+    line, at = "", error.__traceback__
+    while at is not None:
+        name = at.tb_frame.f_code.co_filename
+        if not name.startswith((_TORCH, _OURS, "<frozen")):
+            line = f"{_shortened(name)}:{at.tb_lineno}"
+        at = at.tb_next
+    return line
+
+
 def _shortened(name: str) -> str:
     found = _short.get(name)
     if found is None:

@@ -65,17 +65,21 @@ def _makers(value: Value, real: dict[Value, torch.Tensor]) -> list[Operation]:
         value = stack.pop()
         if value in real:
             if real[value].requires_grad:
-                raise UnansweredError("it depends on a parameter")
+                raise UnansweredError(
+                    "it asks for the content of a tensor that depends on a parameter"
+                )
             continue
         op = value.op
         if op is None or op.draws or op.facts.random or _moves_more(op):
-            raise UnansweredError("it depends on what only a real step can make")
+            raise UnansweredError(
+                "it asks for the content of a tensor that only a real step can make"
+            )
         if op in found:
             continue
         found.add(op)
         nbytes += sum(made.nbytes for made in op.made())
         if nbytes > _MOST_BYTES:
-            raise UnansweredError("it takes much memory to find out")
+            raise UnansweredError("it takes much memory to find out what is in a tensor")
         stack.extend(op.values())
     return sorted(found, key=lambda op: op.sequence)
 
@@ -101,7 +105,7 @@ def _real_argument(
 ) -> Any:
     if isinstance(argument, Ref):
         if argument.value is None:
-            raise UnansweredError("it is written in place")
+            raise UnansweredError("it asks for the content of a tensor that is written in place")
         base = known[argument.value] if argument.value in known else real[argument.value]
         return argument.of(base.detach())
     if isinstance(argument, list):

@@ -248,7 +248,7 @@ class FakeRecorder(Recorder):
         """The content of a fake tensor as a real one, see `lowtide.dryrun.provenance`."""
         ref = self._reference(fake)
         if ref is None or ref.value is None:
-            raise UnansweredError("a tensor that nobody recorded is asked for what is in it")
+            raise UnansweredError("it asks for the content of a tensor that nobody recorded")
         base = evaluate(ref.value, self._real)
         with _compat.below_autograd(), _compat.no_overrides():
             return ref.of(base)

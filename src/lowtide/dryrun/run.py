@@ -24,7 +24,9 @@ import torch
 from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide._compat.switches import without_anomalies
+from lowtide.dryrun.lines import line_of_error
 from lowtide.dryrun.memory import FakeMemory
+from lowtide.dryrun.provenance import UnansweredError
 from lowtide.dryrun.recorder import Adding, FakeRecorder, FakeRecording
 from lowtide.dryrun.standins import Found, RealState, StandIns
 from lowtide.dryrun.traces import nothing_kept
@@ -173,7 +175,7 @@ def _fake_or_why_not(
     except LowtideError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = _why_not(error)
         if any(t.device.type == "meta" or fakes.is_fake(t) for t in stand.found.state()):
             raise UsageError(
                 f"the step cannot run on fake tensors ({reason}), and the model has "
@@ -186,6 +188,14 @@ def _fake_or_why_not(
         return reason
     finally:
         _compat.dry_run.outputs.clear()
+
+
+def _why_not(error: Exception) -> str:
+    """The error in a few words, with the user's line at which it was raised."""
+    known = isinstance(error, UnansweredError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    line = line_of_error(error)
+    return " ".join(text.split())[:300] + (f", at {line}" if line else "")
 
 
 @contextmanager
