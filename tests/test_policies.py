@@ -184,7 +184,7 @@ def test_a_named_tensor_that_is_kept_after_a_view() -> None:
 )
 def test_a_function_is_a_policy_for_a_type_checker_too(call: Callable[..., Any]) -> None:
     annotation = inspect.signature(call).parameters["policy"].annotation
-    assert annotation == "Policy | Callable[[OperationInfo], Any] | None"
+    assert annotation == "PolicyLike | None"
 
 
 def test_a_function_is_a_policy_in_every_call() -> None:

@@ -207,7 +207,6 @@ def test_a_region_inside_a_budget_marks_a_part_of_its_tape() -> None:
     check(scenario)
 
 
-@pytest.mark.usefixtures("short_search")
 def test_the_limit_of_a_fitted_part_holds_where_no_other_is_open() -> None:
     """As the docstring of `lowtide.fit` says: the one around it decides."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))

@@ -19,7 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide.errors import UsageError
 from lowtide.limits import whole_number
-from lowtide.policies import OperationInfo, Policy, check_policy, keeps, means_keep
+from lowtide.policies import OperationInfo, PolicyLike, check_policy, keeps, means_keep
 from lowtide.step import (
     RUNS_LATER,
     Nested,
@@ -165,21 +165,21 @@ def region(policy: Any = None) -> Recording | Nested:
 def checkpoint(
     function: Callable[..., R],
     *args: Any,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> R: ...
 
 
 @overload
 def checkpoint(
-    *, policy: Policy | Callable[[OperationInfo], Any] | None = None, **kwargs: Any
+    *, policy: PolicyLike | None = None, **kwargs: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run ``function(*args, **kwargs)`` without storing the activations inside it.
@@ -252,7 +252,7 @@ def _call(
     function: Callable[..., R],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    policy: Policy | Callable[[OperationInfo], Any] | None,
+    policy: PolicyLike | None,
     given: dict[str, Any],
 ) -> R:
     """Run a region; `given` has torch's keywords."""
@@ -298,7 +298,7 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     return without_defaults > 0 or code.co_kwonlyargcount > len(function.__kwdefaults__ or ())
 
 
-def _policy_of(context_fn: Any, policy: Policy | Callable[[OperationInfo], Any] | None) -> Any:
+def _policy_of(context_fn: Any, policy: PolicyLike | None) -> Any:
     check_policy(policy, "checkpoint")
     if context_fn is None:
         return policy
@@ -332,7 +332,7 @@ def checkpoint_sequential(
     segments: int,
     input: Any,  # noqa: A002 - the name that torch gave it
     *,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> Any:
     """Run a sequence of modules in ``segments`` checkpointed pieces.
@@ -402,9 +402,7 @@ def checkpoint_sequential(
     return value
 
 
-def _check_keywords(
-    kwargs: dict[str, Any], policy: Policy | Callable[[OperationInfo], Any] | None
-) -> None:
+def _check_keywords(kwargs: dict[str, Any], policy: PolicyLike | None) -> None:
     """Refuse here what `checkpoint` would refuse: with one segment it is never called."""
     unknown = [name for name in kwargs if name not in TORCH_KEYWORDS]
     if unknown:

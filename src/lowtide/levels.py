@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
 from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.policies import PolicyLike, check_policy
 from lowtide.texttable import count_of
 
 _TITLES = {
@@ -122,7 +120,7 @@ def checkpoint_levels(
     level: int,
     *,
     nested: bool = True,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 

@@ -34,7 +34,7 @@ from lowtide.models.override import (
     override_forward,
 )
 from lowtide.models.removable import Removable
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.policies import PolicyLike, check_policy
 from lowtide.selection import Which, is_container, select
 
 __all__ = [
@@ -103,7 +103,7 @@ def checkpoint_modules(
     model: nn.Module,
     which: Which,
     *,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` that `which` selects.
 
@@ -223,9 +223,7 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
 class _WrapperType(type):
     """Makes a call of the class return its argument, and `isinstance` recognise that module."""
 
-    def __call__(
-        cls, module: nn.Module, *, policy: Policy | Callable[[OperationInfo], Any] | None = None
-    ) -> nn.Module:
+    def __call__(cls, module: nn.Module, *, policy: PolicyLike | None = None) -> nn.Module:
         check_model(module, "ActivationCheckpointWrapper")
         if is_container(module):
             raise UsageError(

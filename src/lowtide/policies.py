@@ -14,7 +14,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -99,6 +99,10 @@ class Policy(abc.ABC):
 
     def __rand__(self, other: Callable[[OperationInfo], bool]) -> Policy:
         return Both(other, self)
+
+
+# What is taken as a policy wherever one is: a function of the user's own may answer as torch's do.
+PolicyLike: TypeAlias = Policy | Callable[[OperationInfo], Any]
 
 
 def keeps(policy: Any, operation: OperationInfo) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from lowtide import _compat
 from lowtide.errors import CompiledWarning, UnsupportedError
-from lowtide.policies import KeepNamed, OperationInfo, Policy, check_policy, keeps
+from lowtide.policies import KeepNamed, OperationInfo, Policy, PolicyLike, check_policy, keeps
 
 R = TypeVar("R")
 
@@ -27,7 +27,7 @@ def traced_region(
     function: Callable[..., R],
     args: Any,
     kwargs: dict[str, Any],
-    policy: Policy | Callable[[OperationInfo], Any] | None,
+    policy: PolicyLike | None,
     given: dict[str, Any],
 ) -> R:
     """Run a region while torch's compiler traces: its policy may be any of `lowtide.policies`."""
@@ -50,11 +50,11 @@ def traced_region(
     return result
 
 
-_traced_policies: list[Policy | Callable[[OperationInfo], Any]] = []
+_traced_policies: list[PolicyLike] = []
 
 
 @_compat.constant_while_compiling
-def _number_of(policy: Policy | Callable[[OperationInfo], Any]) -> int:
+def _number_of(policy: PolicyLike) -> int:
     """A number for a policy: while torch's checkpoint is traced, it takes only constants."""
     check_policy(policy, "checkpoint")
     if not _is_whole(policy):

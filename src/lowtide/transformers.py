@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.removable import Removable
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
 from lowtide.plans import Plan, limit_of
-from lowtide.policies import OperationInfo, Policy, check_policy
+from lowtide.policies import PolicyLike, check_policy
 from lowtide.report import logged
 from lowtide.selection import every
 from lowtide.texttable import count_of
@@ -79,7 +78,7 @@ def enable(
     model: nn.Module,
     *,
     limit: int | float | str | Plan | None = None,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
     every_n_layers: int = 1,
     device: torch.device | str | None = None,
     group: Any = None,
@@ -172,7 +171,7 @@ class _OwnFunction(Removable):
 def set_checkpointing_function(
     model: nn.Module,
     *,
-    policy: Policy | Callable[[OperationInfo], Any] | None = None,
+    policy: PolicyLike | None = None,
     every_n_layers: int = 1,
 ) -> Enabled:
     """Switch on the library's own checkpointing, with `lowtide.checkpoint` in place of torch's.
