@@ -140,7 +140,7 @@ def test_what_is_predicted_is_measured(share: float) -> None:
     """Without generated code nothing is estimated: exact to the byte, except for random states."""
     model = Net(norm=False)
     backend = lowtide.CompileBudget(share, compiler="aot_eager")
-    assert repr(backend) == f"<lowtide.CompileBudget of {share}>"
+    assert repr(backend) == f"<lowtide.CompileBudget of {share} of the plain peak>"
     compiled = torch.compile(model, backend=backend)
     step(model, compiled)
     (graph,) = backend.report().graphs

@@ -94,7 +94,8 @@ class CompileBudget:
         return made
 
     def __repr__(self) -> str:
-        return f"<lowtide.CompileBudget of {self.limit!r}>"
+        share = " of the plain peak" if isinstance(self.limit, float) else ""
+        return f"<lowtide.CompileBudget of {self.limit!r}{share}>"
 
     def report(self) -> CompileReport:
         """What has been planned so far; prints as text."""
