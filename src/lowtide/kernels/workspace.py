@@ -2,8 +2,8 @@
 
 Problem: a convolution may allocate many times its output as workspace, which only the allocator
 sees; a limit must be kept even before a step has been measured. Invariant: estimates err to the
-high side, and are used only until there is a measurement. Imports operators, `_compat`. Rejected: ignoring it:
-in a 3D U-Net, one such buffer is 182 MiB of a peak of 383 MiB.
+high side, and are used only until there is a measurement. Imports operators and `_compat`.
+Rejected: ignoring it: in a 3D U-Net, one such buffer is 182 MiB of a peak of 383 MiB.
 """
 
 from __future__ import annotations
