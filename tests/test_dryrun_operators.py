@@ -107,6 +107,28 @@ def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> 
     assert follows(lambda: recurrent(layer(x).tanh())[0].square().mean())
 
 
+def test_a_recurrent_layer_takes_what_its_plan_says() -> None:
+    # Its gates write to parts of one memory, of which autograd goes on with the new content.
+    recurrent, x = nn.GRU(32, 32, batch_first=True), torch.randn(32, 5, 32)
+
+    def step() -> Tensor:
+        return recurrent(x)[0].square().mean()
+
+    limit = int(0.7 * lowtide.plan(step).plain_peak)
+    plan = lowtide.plan(step, limit=limit)
+    budget = lowtide.budget(plan)
+
+    def trained() -> None:
+        with budget:
+            loss = step()
+        loss.backward()
+
+    peak = lowtide.measure(trained, device="cpu").peak_bytes
+    assert budget.report().planned
+    assert peak == pytest.approx(plan.peak, rel=0.01)
+    assert peak <= limit
+
+
 @pytest.mark.parametrize(
     "kind", [nn.ELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Softplus, nn.SiLU]
 )

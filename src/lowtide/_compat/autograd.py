@@ -123,6 +123,12 @@ def node_in_backward() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def name_of_node_in_backward() -> str:
+    """The class name of that node, which says whose formula runs; empty outside a backward."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The leaf that collects a gradient for `tensor`: itself, or the parameter it is a view of.
 

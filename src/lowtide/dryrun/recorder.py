@@ -31,6 +31,7 @@ from lowtide.tape.operators import facts_of
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
 from lowtide.tape.values import Handle, Value
+from lowtide.tape.writes import Behind
 
 # What these keep for their backward has no size on fake tensors.
 _SHAPELESS = frozenset({"aten::mkldnn_rnn_layer", "aten::_cudnn_rnn", "aten::miopen_rnn"})
@@ -263,6 +264,14 @@ class FakeRecorder(Recorder):
 
     def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # nothing reads the counters of fake tensors
+
+    def _follow_live(self, unnoticed: Behind, entry: Entry) -> None:
+        """As nothing is watched here, what can be replayed is still held. In a step its memory was
+        about to be written and it is not (`watch.overwriting`), so that autograd goes on with the
+        new content alone: with both, the gates of a recurrent cell would not let go of it."""
+        if unnoticed.handles and unnoticed.saved is not None and unnoticed.saved.op is not None:
+            unnoticed.saved.held = None
+        super()._follow_live(unnoticed, entry)
 
     def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
         with _compat.under_modes():

@@ -1,10 +1,12 @@
-"""Which backward formulas write into zeros that they have just made.
+"""Which backward formulas write into what they have just made.
 
 Problem: the gradient of what a `gather` or an index has read is zeros of its size, filled in. Of
 real tensors torch fills them in place; under a mode, and on tensors without memory, it makes a
-filled copy beside them. Invariant: only a call that reads the zeros made right before it is
-changed, so nothing else can have them. Imports `_compat` and the tape's facts. Rejected: leaving
-the copy out of the count, as the formula holds the zeros until it returns.
+filled copy beside them. So do the steps of a few other formulas. Invariant: only a call that reads
+the zeros made right before it is changed, so nothing else can have them; in a formula of several
+steps that is known to write in place, one that begins with what the same node has made.
+Imports `_compat` and the tape's facts. Rejected: leaving the copy out of the count, as the formula
+holds the zeros until it returns.
 """
 
 from __future__ import annotations
@@ -22,6 +24,12 @@ _FILLED = {
     for name in ("scatter", "scatter_add", "index_add", "index_put", "index_fill", "index_copy")
 }
 _INDEX_PUT = torch.ops.aten.index_put.default
+# Nodes whose formula is several steps, and those of them that write in place.
+_STEPS = {
+    "BinaryCrossEntropyWithLogitsBackward0": {
+        f"aten::{name}": getattr(torch.ops.aten, f"{name}_") for name in ("sub", "mul")
+    }
+}
 
 
 class Filled:
@@ -29,11 +37,20 @@ class Filled:
 
     _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
 
+    def __init__(self) -> None:
+        self._steps: set[int | None] = set()  # storages that a formula of several steps has made
+        self._node: int | None = None  # whose formula that is
+
     def as_real(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The operator that runs on real tensors."""
-        written = _FILLED.get(_compat.schema_of(func).name)
+        name = _compat.schema_of(func).name
+        written = _FILLED.get(name)
         if written and self._zeros is not None and _storage_of(args[0]) == self._zeros:
             return getattr(written, func._overloadname)
+        if self._steps and _storage_of(args[0]) in self._steps:
+            written = _STEPS.get(_compat.name_of_node_in_backward(), {}).get(name)
+            if written and self._node == _compat.node_in_backward():
+                return getattr(written, func._overloadname)
         return func
 
     def as_recorded(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -50,6 +67,12 @@ class Filled:
             self._zeros = _storage_of(result)
         elif not facts_of(func).view or _storage_of(result) == self._zeros:
             self._zeros = None  # views of other tensors may come in between
+        if _compat.name_of_node_in_backward() in _STEPS and not facts_of(func).view:
+            if self._node != _compat.node_in_backward():
+                self._node, self._steps = _compat.node_in_backward(), set()
+            self._steps.add(_storage_of(result))
+        elif self._steps:
+            self._steps = set()
 
 
 def _storage_of(tensor: Any) -> int | None:
