@@ -244,7 +244,7 @@ def _keeps_all_gates() -> bool:
 
 def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
     """An LSTM layer on the CPU: the gates of all time steps, and weights in other layouts. Measured
-    for 33 sizes; mostly a little too high."""
+    for 27 sizes; mostly a little too high."""
     source, *weights = tensors[:3]  # (steps, batch, channels), and twice (gates, channels)
     gates = bytes_of(source) // max(1, source.shape[-1]) * weights[0].shape[0]
     # Of the two biases no more is read, though torch gives a layer without any two of zeros that
