@@ -557,6 +557,11 @@ def test_kernels_of_several_steps_take_more_than_they_make() -> None:
         (aten._fft_c2r.default, (waves, [2], 0, 64)),
         (aten._fft_c2r.default, (waves, [1, 2], 0, 64)),
         (aten._fft_c2r.default, (waves, [1], 0, 30)),
+        *(
+            (resized.default, (torch.randn(2, 3, 40, 32), size, False))
+            for resized in (aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
+            for size in ((20, 16), (60, 48), (40, 16), (20, 32))
+        ),
         (aten._cdist_forward.default, (points, points + 1, 2.0, None)),
         (aten._cdist_forward.default, (points, points + 1, 2.0, 2)),
         (aten._cdist_forward.default, (points, points + 1, 1.0, None)),

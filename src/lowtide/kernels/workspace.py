@@ -210,6 +210,14 @@ def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return sum(bytes_of(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
 
 
+def _antialiased(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """The width is resized before the height, if both change."""
+    before, after = tensors[0].shape[-2:], args[1]
+    if before[0] == after[0] or before[1] == after[1]:
+        return 0
+    return made // max(1, after[0]) * before[0]
+
+
 _FEW_ROWS = 25
 _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::roll": _rolled,
@@ -217,6 +225,8 @@ _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::soft_margin_loss_backward": _soft_margins,
     "aten::_cdist_forward": _distances,
     "aten::affine_grid_generator": _base_grid,
+    "aten::_upsample_bilinear2d_aa": _antialiased,
+    "aten::_upsample_bicubic2d_aa": _antialiased,
 }
 
 
