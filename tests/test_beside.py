@@ -23,7 +23,7 @@ from lowtide.planner.retention import Retention, keep_all
 from lowtide.running.prepared import Prepared
 from once import on_one_recorder
 
-pytestmark = [pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
+pytestmark = [on_one_recorder, pytest.mark.beside, pytest.mark.usefixtures("one_thread")]
 
 
 def net() -> nn.Sequential:
@@ -237,7 +237,6 @@ def test_training_on_a_thread_after_the_main_one_has_ended() -> None:
     assert (done.stdout, done.stderr) == ("found\n", "")
 
 
-@on_one_recorder
 def test_a_program_ends_while_a_plan_is_looked_for() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=True

@@ -26,7 +26,7 @@ from lowtide.running.prepared import ANCHOR
 from once import on_one_recorder
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 FOLLOWED = [
     (name, way)
@@ -328,7 +328,6 @@ def test_parameters_can_be_swapped_once_their_budget_is_gone(way: str) -> None:
     assert not model.weight.any()
 
 
-@on_one_recorder
 @pytest.mark.parametrize(("name", "way"), FOLLOWED)
 def test_following_the_advice_ends_soon(name: str, way: str) -> None:
     case = CASES[name]

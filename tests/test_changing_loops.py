@@ -19,8 +19,9 @@ from by_hand import same
 from lowtide.learning import rests
 from lowtide.loop import Loop
 from lowtide.observing.observer import Observer
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 class Net(nn.Module):

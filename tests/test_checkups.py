@@ -19,8 +19,9 @@ from lowtide.learning.checkups import CheckUps
 from lowtide.learning.learned import Learned
 from lowtide.memory.marks import OwnEvents
 from lowtide.planner import Graph
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 SCHEDULE = [0, 50, 151, 354, 761, 1572, 2383]
 

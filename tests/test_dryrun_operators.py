@@ -18,8 +18,9 @@ from torch.func import functional_call, jvp, stack_module_state, vmap
 import lowtide
 from lowtide import _compat
 from lowtide._compat import fakes
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 def follows(step: Callable[..., Tensor], *args: Any, source: str = "fake") -> bool:

@@ -20,8 +20,9 @@ from lowtide.kernels.results import made_by
 from lowtide.learning.awaited import Awaited
 from lowtide.learning.effort import Effort, annealings
 from lowtide.memory.marks import OwnEvents
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 aten = torch.ops.aten
 

@@ -16,9 +16,10 @@ import lowtide
 from against_plain import budgeted
 from lowtide.backward import operation
 from lowtide.kernels.workspace import kernel_workspace
+from once import on_one_recorder
 from test_modelled import compare_memory, modelled_and_measured, others
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 class Normalized(nn.Module):

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import same
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 CALLS: list[type] = []  # not restored after a dry run, as what a net caches itself would be
 

@@ -23,7 +23,7 @@ from lowtide.planner import Graph, Simulator, Solution, keep_all
 from lowtide.report import refusal
 from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 # ---------------------------------------------------------------------------- whole steps
 
@@ -438,7 +438,6 @@ def test_a_refusal_says_what_the_program_has_in_memory() -> None:
     assert f"Your program itself has references to {held} that" in str(caught.value)
 
 
-@on_one_recorder
 @pytest.mark.full_search
 def test_the_minimum_of_a_long_chain_nests_its_anchors() -> None:
     """One level of k anchors takes at least k + 480 / k of 480 equal values, so 43 of them."""
@@ -510,7 +509,6 @@ def options(shape: Shape) -> tuple[Any, ...]:
     )
 
 
-@on_one_recorder
 @exact_workspaces
 @pytest.mark.parametrize("turned", [False, True], ids=["", "transposed gradient"])
 @pytest.mark.parametrize("name", KERNELS)
@@ -554,7 +552,6 @@ PERMUTED: dict[str, Shape] = {
 }
 
 
-@on_one_recorder
 @exact_workspaces
 @pytest.mark.parametrize("name", PERMUTED)
 def test_a_parameter_that_is_stored_in_another_order_is_copied(name: str) -> None:
@@ -580,7 +577,6 @@ def test_a_parameter_that_is_stored_in_another_order_is_copied(name: str) -> Non
         assert modelled == pytest.approx(peak, rel=0.01), operator
 
 
-@on_one_recorder
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", KERNELS)
 def test_room_for_a_convolution_is_not_less_than_it_takes(name: str, dtype: torch.dtype) -> None:
@@ -609,7 +605,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@on_one_recorder
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dims", [2, 3])
 def test_what_resampling_takes(dims: int, layout: str) -> None:

@@ -20,9 +20,10 @@ from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD, Graph, Retention
 from lowtide.tape.operators import facts_of
+from once import on_one_recorder
 from zoo import CASES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 NETS = (
     "hf_gpt2_sdpa",

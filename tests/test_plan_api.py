@@ -29,6 +29,8 @@ from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
 from lowtide.plans import plan_step
 from once import on_one_recorder
 
+pytestmark = on_one_recorder
+
 Step = Callable[[], Tensor]
 
 
@@ -324,7 +326,6 @@ def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
-@on_one_recorder
 def test_the_same_step_gives_the_same_file(planned: Plan, tmp_path: Path) -> None:
     code = (
         "import sys, lowtide; from test_plan_api import *;"
@@ -502,7 +503,6 @@ def test_a_plan_without_a_limit_can_be_run() -> None:
 # ---------------------------------------------------------------------------- the frontier
 
 
-@on_one_recorder
 def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     points = lowtide.curve(loss_on(network(8)), batch(512))
     peaks = [point.peak for point in points]
@@ -520,7 +520,6 @@ def test_a_curve_runs_from_the_plain_step_to_the_minimum() -> None:
     assert list(points[1:3]) == [points[1], points[2]]
 
 
-@on_one_recorder
 def test_times_of_a_device_that_is_not_here() -> None:
     step, images = loss_on(network(8)), batch(512)
     for points in (lowtide.curve(step, images, on="H100"), [lowtide.plan(step, images, on="h100")]):

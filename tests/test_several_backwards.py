@@ -18,8 +18,9 @@ from against_plain import tape_records
 from lowtide.errors import BudgetError, UncountedWarning
 from lowtide.running.earlier import Earlier
 from lowtide.running.where import Where
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 WIDTH, BATCH = 128, 1024
 Context = contextlib.AbstractContextManager[object]

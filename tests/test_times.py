@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 Times = Callable[[int, int, str], float]
 """Seconds of an operation, from the number of the step, its place in the step, and its name."""

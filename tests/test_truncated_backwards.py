@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 Context = contextlib.AbstractContextManager[object]
 PARTS, LENGTH, WIDTH = 4, 5, 64

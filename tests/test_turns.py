@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.learning import turns
 from lowtide.learning.turns import Turns
+from once import on_one_recorder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
 
 def plan(digest: int, place: int = 0) -> Any:

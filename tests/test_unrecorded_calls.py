@@ -18,6 +18,9 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.learning.learned import Learned
 from lowtide.loop import Loop
+from once import on_one_recorder
+
+pytestmark = on_one_recorder
 
 _LIBRARY = "lowtide_tests_unrecorded_calls"
 
