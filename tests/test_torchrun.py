@@ -61,11 +61,11 @@ def torchrun(processes: int, *arguments: str | Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("by", ["ddp", "fsdp2"])
-def test_the_example(by: str) -> None:
+def test_the_example() -> None:
+    """With FSDP2; the frameworks below train with DDP."""
     pytest.importorskip("sklearn")
     example = ROOT / "examples" / "train_distributed.py"
-    code, said = torchrun(2, example, "--by", by, "--steps", "4", "--depth", "3")
+    code, said = torchrun(2, example, "--by", "fsdp2", "--steps", "4", "--depth", "3")
     assert code == 0, said
     for what in ("losses", "gradients and weights"):
         assert f"{what + ' identical on every rank:':50}yes" in said

@@ -212,10 +212,8 @@ def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
 
 def _antialiased(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """The width is resized before the height, if both change."""
-    before, after = tensors[0].shape[-2:], args[1]
-    if before[0] == after[0] or before[1] == after[1]:
-        return 0
-    return made // max(1, after[0]) * before[0]
+    (height, width), (tall, wide) = tensors[0].shape[-2:], args[1]
+    return 0 if height == tall or width == wide else made // max(1, int(tall)) * height
 
 
 _FEW_ROWS = 25
