@@ -39,7 +39,7 @@ from models import (
 )
 
 STEPS = 8
-FIXED = 4 << 20
+FIXED = 256 << 10
 # Numbers of glibc's <malloc.h>; the values that its own adjustment ends with, and ours.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 SETTINGS = {
