@@ -10,7 +10,7 @@ import torch
 
 from by_hand import counted_replays
 from lowtide.learning.beside import Beside, Search
-from once import search_less
+from once import FULL, search_less
 
 # Files of tests that take up to a minute and a half each: most start processes or compile.
 LONG = (
@@ -39,6 +39,11 @@ def freeze() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run long tests first, so that at the end no process waits for another one's."""
+    if not FULL:
+        left_out = pytest.mark.skip(reason="takes long: LOWTIDE_FULL=1 runs it")
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(left_out)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 

@@ -20,11 +20,10 @@ from typing import Any
 
 import pytest
 
+FULL = os.environ.get("LOWTIDE_FULL") == "1"
 # Whether this run is the first of two, so that what it skips runs in the second.
 FIRST_OF_TWO = (
-    os.environ.get("LOWTIDE_ENGINE") == "python"
-    and shutil.which("c++") is not None
-    and os.environ.get("LOWTIDE_FULL") != "1"
+    os.environ.get("LOWTIDE_ENGINE") == "python" and shutil.which("c++") is not None and not FULL
 )
 
 on_one_recorder = pytest.mark.skipif(FIRST_OF_TWO, reason="runs with the compiled recorder")

@@ -454,6 +454,7 @@ def test_code_of_inductors_that_is_called_without_dynamo(kind: str) -> None:
     check_gradient(region, scale)
 
 
+@pytest.mark.slow
 @on_one_recorder
 def test_a_package_of_aotinductors(tmp_path: Path) -> None:
     """Of its products the recorder would see that they copy the bias, and nothing else."""

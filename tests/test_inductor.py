@@ -327,6 +327,7 @@ class Decoder(nn.Module):
 TOKENS = torch.randn(256, 32, generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.slow
 def test_the_limit_that_a_refusal_names_is_kept() -> None:
     limit = int(0.3 * compiled_peak(Decoder, TOKENS))
     model = Decoder()

@@ -25,8 +25,8 @@ from lowtide.learning.learned import Learned
 from lowtide.loop import Loop
 from lowtide.planner import HOLD, Graph, keep_all, minimum, plain_peak, simulate, solve
 from lowtide.running.prepared import Prepared
-from once import on_one_recorder
-from zoo import CASES, FULL, one_of_many
+from once import FULL, on_one_recorder
+from zoo import CASES, one_of_many
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from harness import Compute, Entry, Method, Trace, assert_same, plain, run_steps
-from once import FIRST_OF_TWO, on_one_recorder
+from once import FIRST_OF_TWO, FULL, on_one_recorder
 from ways import budgeted, whole_step_checkpoint, within
-from zoo import BY_MODULE, CASES, FULL, LIBRARIES, one_of_many
+from zoo import BY_MODULE, CASES, LIBRARIES, one_of_many
 from zoo.case import Batch, Case
 
 pytestmark = [

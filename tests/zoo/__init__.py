@@ -11,8 +11,6 @@ May import: `zoo` and torch. Rejected: one file for all, which nobody would read
 
 from __future__ import annotations
 
-import os
-
 from zoo import (
     monai_networks,
     monai_segmentation,
@@ -53,7 +51,6 @@ def _catalogue() -> dict[str, Case]:
 
 CASES: dict[str, Case] = _catalogue()
 
-FULL = os.environ.get("LOWTIDE_FULL") == "1"
 LIBRARIES = ("monai_", "hf_")
 
 # Where the way of applying lowtide goes by modules, these stand for their kinds.
