@@ -56,9 +56,9 @@ def status(field: str) -> int:
     raise LookupError(field)
 
 
-def train(name: str, limit: int | None) -> int:
+def train(name: str, limit: int | None, threads: int) -> int:
     """The largest resident size of some steps, above that before the first one."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     work = WORKLOADS[name]
     model, batch = work.make(), work.batch()
     step = timed_step(work, model, batch, None if limit is None else lowtide.budget(limit))
@@ -73,7 +73,7 @@ def in_a_process(name: str, limit: int | None, *, fixed: bool) -> int:
     env = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     if fixed:
         env["MALLOC_MMAP_THRESHOLD_"] = str(FIXED)
-    told = [sys.executable, __file__, "--train", json.dumps([name, limit])]
+    told = [sys.executable, __file__, "--train", json.dumps([name, limit, torch.get_num_threads()])]
     done = subprocess.run(told, env=env, check=True, stdout=subprocess.PIPE, text=True)
     return int(done.stdout.splitlines()[-1])
 

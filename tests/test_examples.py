@@ -32,9 +32,10 @@ Run = Callable[..., str]
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Run]:
-    """A function that runs an example with these arguments and returns what it printed."""
+    """A function that runs an example with these arguments and returns what it printed; if it is to
+    be quiet, nothing on stderr."""
 
-    def ran(name: str, *arguments: str) -> str:
+    def ran(name: str, *arguments: str, quiet: bool = False) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         monkeypatch.syspath_prepend(ROOT / "examples")
         monkeypatch.chdir(tmp_path)
@@ -42,6 +43,7 @@ def run(
             runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
         printed = capsys.readouterr()
         assert not ended.value.code, printed
+        assert not (quiet and printed.err)
         return printed.out
 
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -64,7 +66,7 @@ def test_segment_brain(run: Run, tmp_path: Path) -> None:
         pytest.importorskip(library)
     picture = tmp_path / "brain.png"
     short = ("--steps", "2", "--size", "40", "--limit", "0.6")
-    printed = run("segment_brain.py", *short, "--output", str(picture))
+    printed = run("segment_brain.py", *short, "--output", str(picture), quiet=True)
     assert "all 2 losses identical:          yes" in printed
     assert "all final parameters identical: yes" in printed
     assert "peak within the budget:         yes" in printed
