@@ -18,6 +18,8 @@ from torch.func import functional_call, jvp, stack_module_state, vmap
 import lowtide
 from lowtide import _compat
 from lowtide._compat import fakes
+from lowtide.backward.operation import costs, describe
+from lowtide.tape.operators import facts_of
 from once import on_one_recorder
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
@@ -143,6 +145,28 @@ def test_a_transposed_gradient_of_an_activation(kind: type[nn.Module]) -> None:
     peak = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
     model.zero_grad()
     assert lowtide.plan(step).plain_peak == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["max", "min", "median", "nanmedian"])
+def test_the_gradient_of_a_full_reduction(name: str, dtype: torch.dtype) -> None:
+    # Zeros are there while it counts the ties; without memory they are not. Modelled alike.
+    x = torch.randn(1 << 12, dtype=dtype, requires_grad=True)
+    one = getattr(x, name)()
+    backward = lowtide.measure(lambda: one.backward(retain_graph=True), device="cpu").peak_bytes
+    call = describe(facts_of(getattr(torch.ops.aten, name).default), (x,), {}, "cpu")
+    assert call is not None
+    modelled = costs([call])[call]
+    assert modelled is not None
+    assert modelled.peak == pytest.approx(backward, abs=64)
+
+    def step() -> Tensor:
+        out: Tensor = getattr(x.sin(), name)()
+        return out
+
+    peak = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    x.grad = None
+    assert lowtide.plan(step).plain_peak == pytest.approx(peak, abs=64)
 
 
 @pytest.mark.filterwarnings("ignore:the step cannot run on fake tensors")

@@ -130,6 +130,10 @@ def test_bytes_for_people() -> None:
     assert [format_bytes(n) for n in (None, 0, 1023, 1536, 5 << 20, 3 << 31, 1101863432)] == [
         "unknown", "0 B", "1023 B", "1.5 KiB", "5.0 MiB", "6.00 GiB", "1.03 GiB",
     ]  # fmt: skip
+    # 1024 of a unit are one of the next.
+    assert [format_bytes(n) for n in (1 << 40, 5 << 39, (1 << 20) - 1, -(1 << 30) + 9)] == [
+        "1.00 TiB", "2.50 TiB", "1.0 MiB", "-1.00 GiB",
+    ]  # fmt: skip
 
 
 # Contexts in the wrong place.

@@ -146,8 +146,8 @@ def format_bytes(nbytes: int | None) -> str:
     if nbytes is None:
         return "unknown"
     size = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
+    for unit, places in (("B", 0), ("KiB", 1), ("MiB", 1), ("GiB", 2)):
+        if round(abs(size), places) < 1024:  # else it would be written as 1024.0 of them
+            return f"{size:.{places}f} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"  # a tenth of one is more than most predictions err by
+    return f"{size:.2f} TiB"  # a tenth is more than most predictions err by, from a GiB on

@@ -214,6 +214,9 @@ class _AsReal(Counting):
         self._filled.ran(func, result)
         return result
 
+    def _workspace(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> int:
+        return self._filled.beside + super()._workspace(func, args, kwargs, result, made)
+
 
 def _noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,9 @@ class FakeMemory(Counting):
                 raise
             return self.ask(func, args, kwargs)
 
+    def _workspace(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> int:
+        return self._filled.beside + super()._workspace(func, args, kwargs, result, made)
+
     def _accumulates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a sum is that of two gradients that autograd makes in place, in the memory of the
         first. Of fake tensors, and under a mode, it makes a third.

@@ -1,10 +1,12 @@
-"""Which backward formulas write into what they have just made.
+"""What backward formulas do on real tensors that they do not under a mode or without memory.
 
 Problem: the gradient of what a `gather` or an index has read is zeros of its size, filled in. Of
 real tensors torch fills them in place; under a mode, and on tensors without memory, it makes a
-filled copy beside them. So do the steps of a few other formulas. Invariant: only a call that reads
-the zeros made right before it is changed, so nothing else can have them; in a formula of several
-steps that is known to write in place, one that begins with what the same node has made.
+filled copy beside them. So do the steps of a few other formulas. That of a maximum over everything
+makes its result at its end, and on real tensors zeros before it has counted the ties. Invariant:
+only a call that reads the zeros made right before it is changed, so nothing else can have them; in
+a formula of several steps that is known to write in place, one that begins with what the same node
+has made. What is there besides is counted where the formula has the most.
 Imports `_compat` and the tape's facts. Rejected: leaving the copy out of the count, as the formula
 holds the zeros until it returns.
 """
@@ -30,12 +32,26 @@ _STEPS = {
         f"aten::{name}": getattr(torch.ops.aten, f"{name}_") for name in ("sub", "mul")
     }
 }
+# Nodes that share a gradient evenly among all that equal the result. How many these are is summed
+# while the zeros are there that become the gradient; without memory, while two more masks are, as
+# torch cannot look whether the result is a NaN.
+_SHARING = frozenset(
+    f"{name}Backward{overload}"
+    for name, overload in (("Max", 1), ("Min", 1), ("Median", 0), ("Nanmedian", 0))
+)
 
 
 class Filled:
-    """Follows the calls of a backward, one after another."""
+    """Follows the calls of a backward, one after another.
+
+    Attributes:
+        beside: how many more bytes the formula has on real tensors while the call runs that
+            `as_real` was last asked about.
+    """
 
     _zeros: int | None = None  # the storage of zeros that the last operator made, if it did
+    _shared = 0  # bytes of the gradient that is shared evenly, less those of two masks
+    beside = 0
 
     def __init__(self) -> None:
         self._steps: set[int | None] = set()  # storages that a formula of several steps has made
@@ -44,6 +60,11 @@ class Filled:
     def as_real(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The operator that runs on real tensors."""
         name = _compat.schema_of(func).name
+        self.beside = 0
+        if name in ("aten::eq", "aten::sum") and _compat.name_of_node_in_backward() in _SHARING:
+            if name == "aten::eq":
+                self._shared = args[0].nbytes - 2 * args[0].numel()
+            self.beside = self._shared if name == "aten::sum" else 0
         written = _FILLED.get(name)
         if written and self._zeros is not None and _storage_of(args[0]) == self._zeros:
             return getattr(written, func._overloadname)

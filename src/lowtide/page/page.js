@@ -19,11 +19,11 @@
 
   function bytes(n) {
     let size = n;
-    for (const unit of ["B", "KiB", "MiB"]) {
-      if (Math.abs(size) < 1024) return unit === "B" ? `${size} B` : `${size.toFixed(1)} ${unit}`;
+    for (const [unit, places] of [["B", 0], ["KiB", 1], ["MiB", 1], ["GiB", 2]]) {
+      if (Number(Math.abs(size).toFixed(places)) < 1024) return `${size.toFixed(places)} ${unit}`;
       size /= 1024;
     }
-    return `${size.toFixed(2)} GiB`;
+    return `${size.toFixed(2)} TiB`;
   }
   const percent = (share, digits = 1) => `${(100 * share).toFixed(digits).replace(/^-(?=[0.]+$)/, "")} %`;
   const length = (share) => `${(100 * share).toFixed(2)}%`;
