@@ -497,6 +497,53 @@ def test_a_constant_that_is_saved_is_known_to_stay(monkeypatch: pytest.MonkeyPat
         assert pinned == ["aten::zeros"]
 
 
+class Circular(nn.Module):
+    """Padding that reads memory which nothing has written yet, so that it is not recorded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        around = {"padding": 1, "padding_mode": "circular"}
+        layers: dict[str, list[nn.Module]] = {
+            "read": [nn.Conv2d(4, 8, 3), nn.CircularPad2d(2), nn.Tanh()],
+            "saved": [
+                nn.Conv2d(4, 8, 3, **around), nn.ReLU(), nn.Conv2d(8, 8, 3, **around),
+                nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, **around),
+            ],
+            "copied": [
+                nn.CircularPad2d(1), nn.Conv2d(4, 16, 3), nn.GELU(),
+                nn.CircularPad2d(1), nn.Conv2d(16, 16, 3), nn.GELU(),
+                nn.CircularPad2d(1), nn.Conv2d(16, 4, 3),
+            ],
+        }  # fmt: skip
+        self.layers = nn.Sequential(*layers[kind])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@exact_workspaces
+@pytest.mark.parametrize(("kind", "share"), [("read", 1.005), ("saved", 0.75), ("copied", 0.8)])
+def test_what_calls_have_made_that_are_not_recorded_goes_with_its_readers(
+    kind: str, share: float
+) -> None:
+    """It is in memory as long as something may be replayed from it, or as autograd has saved it,
+    and its gradient waits for its node. What such a call overwrites is not copied for it."""
+    torch.manual_seed(0)
+    model, x = Circular(kind), torch.randn(4, 4, 32, 32)
+    budget, step = budgeted(model, x, share)
+    peaks = [step(), step()]
+    limit = budget.report().limit
+    assert limit is not None
+    assert max(peaks) <= limit
+
+
+def test_what_such_calls_have_made_is_there_until_a_backward_has_read_it() -> None:
+    torch.manual_seed(0)
+    _, step = budgeted(Circular("saved"), torch.randn(4, 4, 32, 32), 0.65)
+    with pytest.raises(lowtide.BudgetError):  # it was run, and 10 % over
+        step()
+
+
 def cost_of(func: Any, *args: Any, **kwargs: Any) -> Cost | None:
     call = describe(facts_of(func), args, kwargs, "cpu")
     return None if call is None else costs([call])[call]

@@ -157,6 +157,7 @@ from lowtide._compat.views import (
     gradient_through_views,
     is_view,
     made_anew,
+    made_by,
     way_to_leaf,
 )
 
@@ -229,6 +230,7 @@ __all__ = [
     "leaf_of",
     "leaves_behind",
     "made_anew",
+    "made_by",
     "modes_of_users",
     "name_of_node_in_backward",
     "names_aten_operator",

@@ -133,6 +133,15 @@ def arrives_at(tensor: torch.Tensor) -> int | None:
     return None if found is None else int(found._sequence_nr())
 
 
+def made_by(tensor: torch.Tensor) -> int | None:
+    """The number of the node that made what `tensor` is, or views as a whole; None for a leaf, and
+    if that cannot be told."""
+    node = _node_of(tensor)
+    while node is not None and _PASSING.fullmatch(node.name()):
+        node = node.next_functions[0][0]
+    return None if node is None or hasattr(node, "variable") else int(node._sequence_nr())
+
+
 class Way(NamedTuple):
     """How the gradient of a view reaches its leaf."""
 

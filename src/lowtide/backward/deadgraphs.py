@@ -74,7 +74,7 @@ def without(ops: Sequence[OpLog], dead: set[int]) -> list[OpLog]:
     """The operations for a backward that does not reach the dead ones."""
     return [
         replace(log, temporaries=0, left=0, besides=0, receivers=(), viewing=(), pieces=(),
-                piece_sizes=(), views=(), node=False)
+                piece_sizes=(), views=(), unmade=(), node=False)
         if index in dead else log
         for index, log in enumerate(ops)
     ]  # fmt: skip

@@ -90,6 +90,22 @@ def lifetimes(
     return found
 
 
+def of_unmade(ops: Sequence[OpLog], nodes: Sequence[int]) -> list[int]:
+    """As `Lifetimes.change`, for what calls have made that are not recorded, or that ran before the
+    recording: its gradient waits for their node. They pass on what is taken to be as large, for the
+    operation before them. `nodes`: for each operation, autograd's newest node when it ran."""
+    change = [0] * (len(ops) + 2)
+    readers: dict[int, tuple[int, int]] = {}
+    for index, log in enumerate(ops):
+        readers.update({node: (index, nbytes) for node, nbytes, _ in log.unmade})
+    for node, (start, nbytes) in readers.items():
+        end = max(0, bisect.bisect_right(nodes, node) - 1)
+        if start > end:
+            change[end] += nbytes
+            change[start] -= nbytes
+    return change
+
+
 def _copied(log: OpLog, number: int, sizes: Sequence[int]) -> int:
     """The copies that a kernel makes because the gradient of this result is transposed."""
     if "gelu" in log.name:

@@ -12,13 +12,12 @@ neighbours, which refuses limits that can be met.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.backward import deadgraphs, functions, reads
 from lowtide.backward.accumulation import accumulation
-from lowtide.backward.gradients import lifetimes
+from lowtide.backward.gradients import lifetimes, of_unmade
 from lowtide.backward.operation import Call, costs
 from lowtide.planner.graph import Event
 
@@ -49,13 +48,15 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
             log.saved = tuple(itertools.compress(log.outputs, cost.saved))
         log.astray = dict(cost.astray)
         if len(cost.given) == len(log.receivers):
+            log.unmade = tuple(read for read in log.unmade if cost.given[read[2]] is False)
             pairs = list(zip(log.receivers, cost.given, strict=True))
             log.lent = any(
                 n < 0 and given is not None and not fresh
                 for (n, given), fresh in zip(pairs, cost.fresh, strict=True)
             )
             log.receivers = tuple(n for n, given in pairs if given is not None)
-            log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
+            if log.through is None:  # a write through a view is given a copy of its own
+                log.viewing = tuple(n for n, given in pairs if given and n in log.whole)
             own = [
                 n
                 for (n, given), straight in zip(pairs, cost.contiguous, strict=True)
@@ -72,9 +73,10 @@ def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
 
 def modelled_events(
     seen: Observer, sizes: list[int], requests: list[tuple[int, int]] | None
-) -> tuple[tuple[Event, ...], int]:
-    """What a backward requests, and the memory that is not the tape's at each request; and the most
-    of it before the first of them.
+) -> tuple[tuple[Event, ...], int, list[int]]:
+    """What a backward requests, and the memory that is not the tape's at each request; the most of
+    it before the first of them; and for each request, the lowest operation whose backward is over
+    by its releases.
 
     Args:
         seen: the forward.
@@ -91,7 +93,10 @@ def modelled_events(
     given = frozenset[int]() if seen.sparing else seen.names.from_outside(sizes)
     gradients = lifetimes(ops, sizes, seen.carries_grad, given)
     leaves = accumulation(seen.leaves, ops, dead, watched=not seen.common)
-    crossing = list(itertools.accumulate(map(operator.add, gradients.change, leaves.change)))
+    unmade = of_unmade(ops, seen.leaves.nodes)
+    crossing = list(
+        itertools.accumulate(map(sum, zip(gradients.change, leaves.change, unmade, strict=True)))
+    )
     done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
     fixed += 0 if seen.sparing else seen.turnover
@@ -117,7 +122,7 @@ def modelled_events(
         if nbytes:  # what the operation was given is gone by now
             adds[k] = max(adds[k], (begins[k - 1] if k else fixed + done[0]) + nbytes)
     takes = list(map(max, runs, adds))
-    events = []
+    events, reached = [], []
     for index, (number, low, high) in enumerate(order):
         following = order[index + 1][2] if index + 1 < len(order) else -1
         # A write through a view copies gradients before it asks for what it saved.
@@ -129,7 +134,9 @@ def modelled_events(
         if index not in freed:
             peak, after = max(peak, after), 0
         events.append(Event(number, base, peak, releases, after))
-    return tuple(events), max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
+        reached.append(low)
+    most = max([0, *(event.other for event in events[:1]), *takes[_first(order) :]])
+    return tuple(events), most, reached
 
 
 def _first(order: list[tuple[int, int, int]]) -> int:

@@ -38,13 +38,15 @@ def look_at_reads(
         summed: dimensions along which the gradient that it gives is expanded, see `summed`.
         anew: whether the gradient of a value that is read as a whole is made anew for this read.
     """
-    receivers, whole, besides = [], [], 0
+    receivers: list[int] = []
+    whole, besides = [], 0
     views: list[tuple[int, int]] = []
     turned: list[int] = []
     remade: list[int] = []
     pieces: list[tuple[int, int]] = []
     split: list[int] = []
     arrived: Counter[int] = Counter()
+    unmade: list[tuple[int, int, int]] = []
     for ref, tensor in zip(refs, tensors, strict=True):
         if not tensor.requires_grad:
             continue
@@ -78,12 +80,16 @@ def look_at_reads(
                         split.append(number)
                 else:
                     besides += _made_for(tensor, value.nbytes, arrived)
+        elif value is not None and value.op is None and nbytes == value.nbytes:
+            maker = _compat.made_by(tensor)
+            if maker is not None:
+                unmade.append((maker, nbytes, len(receivers)))
         receivers.append(number)
     log.receivers, log.whole = tuple(receivers), tuple(whole)
     log.views, log.turned, log.remade = tuple(views), tuple(turned), tuple(remade)
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
-    log.split = tuple(split)
+    log.split, log.unmade = tuple(split), tuple(unmade)
     log.besides += besides
 
 

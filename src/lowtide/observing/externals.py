@@ -12,7 +12,7 @@ have to give one to each parameter that an operation reads.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ class External:
     """The event after which autograd had no handle on it, or -1 if it had none in backward."""
     place: int = -1
     """Where it was noted, see `Timeline.known`; -1 if it was not."""
+    pending: bool = False
+    """Whether autograd has handles on it: the release is not known."""
     measured: bool = True
     """Whether it was watched, so that what was measured contains it."""
 
@@ -52,6 +54,7 @@ class _Watched:
     nbytes: int
     place: int  # in `Timeline.known`
     copied: bool = False  # what the record has is a copy from before a write
+    ours: bool = False  # the forward has made it, in a call that is not recorded
     readers: list[int] = field(default_factory=list)
     ended: int | None = None  # operations of the forward by then
     last: int | None = None
@@ -160,6 +163,17 @@ class Externals:
             watched.copied = _compat.storage_id(storage) != watched.key
             self._await_release(watched, value.handles())
 
+    def are_ours(self, made: Container[int]) -> set[int]:
+        """The keys of those of them that are among the storages which the forward has `made` and
+        that are there: they go once nothing can be replayed from them."""
+        found = set()
+        for watched in self._known.values():
+            there = watched.nbytes and not watched.copied and watched.value() is not None
+            if there and watched.key in made:
+                watched.ours = True
+                found.add(watched.key)
+        return found
+
     def _await_release(self, watched: _Watched, handles: list[Handle]) -> None:
         if not handles:
             return
@@ -193,9 +207,11 @@ class Externals:
                 self._events if watched.last is None else watched.last,
                 max(self._events - 1, 0) if watched.release is None else watched.release,
                 watched.place,
+                watched.release is None,
             )
             for watched in (*self._left, *self._known.values())
-            if watched.nbytes and (watched.copied or any(known[watched.place : watched.place + 1]))
+            if watched.nbytes
+            and (watched.copied or watched.ours or any(known[watched.place : watched.place + 1]))
         ]
 
 

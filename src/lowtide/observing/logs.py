@@ -70,6 +70,9 @@ class OpLog:
     views: tuple[tuple[int, int], ...] = field(default=(), compare=False)
     """(input, node) for those that it reads whole, but through a view: where the gradients of all
     that reads the same view are added up. Not written into files."""
+    unmade: tuple[tuple[int, int, int], ...] = field(default=(), compare=False)
+    """Of what it reads whole and no recorded operation has made: autograd's node that did, bytes,
+    and which it is of the arguments that require grad. Not written into files."""
     besides: int = 0
     """Bytes that are made around its backward, besides its own: if it reads a part of a value, the
     gradient is made as large as the whole."""

@@ -110,19 +110,19 @@ class Names:
             if storage is not None
         ]
 
-    def over(self, ours: Container[int]) -> int:
-        """Backward begins. Bytes that the forward made and the program still has (an output, a
-        loss), except those with the keys `ours`."""
+    def over(self, ours: Container[int]) -> dict[int, int]:
+        """Backward begins. The bytes of each storage that the forward made and that is still there
+        (an output, a loss), by key, except those with the keys `ours`."""
         if self.table:
             self.forward_ends()
         left, self._left = self._left, []
         gradients, self._gradients = self._gradients, set()
         self.table, self._open = {}, {}
-        return sum(
-            nbytes
+        return {
+            key: nbytes
             for key, nbytes, storage in left
             if key not in ours and key not in gradients and storage() is not None
-        )
+        }
 
     def _look(self, operation: int) -> None:
         """Check the open storages. One that only the tape has is not checked again."""

@@ -348,7 +348,9 @@ class Observer(CutOff):
             if (value.op is None and not planned) or _compat.storage_holders(storage) > 2:
                 self.pinned.add(number)
         self.externals.begin_backward()
-        self.elsewhere = self.names.over(ours)
+        made = self.names.over(ours)
+        only_recorded = self.externals.are_ours(made)
+        self.elsewhere = sum(n for key, n in made.items() if key not in only_recorded)
         self.reached = set(self.held) - self.pinned
 
     def begins_again(self) -> None:

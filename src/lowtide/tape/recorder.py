@@ -209,6 +209,7 @@ class Recorder(Encoding, _compat.Mode):
         if statistics and reads_moved(args, statistics):
             known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:
+            read = self._read_of(written)
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])
             self._freeze(template, moved)
@@ -218,6 +219,8 @@ class Recorder(Encoding, _compat.Mode):
         through = None
         if known:
             through = {} if moved else self._write_refs(facts, written, refs, bool(statistics))
+        if through is None and refs:
+            self._not_read(written, read)
         if facts.random and through is not None and self.draws is not None:
             self.draws()
         draws = states_before(args, kwargs) if facts.random and known else ()

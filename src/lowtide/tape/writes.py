@@ -10,6 +10,7 @@ gradients of the wrong content.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -231,6 +232,21 @@ class Writes(Sharded):
                 return None
             through[entry.key] = ref
         return through
+
+    def _read_of(self, written: list[tuple[Entry, int | str]]) -> list[weakref.ref[Value]]:
+        """Which values in these storages a replay may read."""
+        values = [self.value_in(entry) for entry, _ in written]
+        return [weakref.ref(value) for value in values if value.read]
+
+    def _not_read(
+        self, written: list[tuple[Entry, int | str]], read: list[weakref.ref[Value]]
+    ) -> None:
+        """A call turns out not to be recorded, so that it has read nothing that a replay needs:
+        what it overwrites need not be copied for it. `read`: what others have read."""
+        for entry, _ in written:
+            value = self.value_in(entry)
+            if value.op is None and all(weak() is not value for weak in read):
+                value.read = False
 
     @staticmethod
     def _through(
