@@ -422,6 +422,27 @@ def test_two_graphs_under_one_limit() -> None:
     assert peak(model, compiled) <= limit
 
 
+def test_the_gradient_that_one_graph_hands_another_stays_until_that_returns() -> None:
+    """Autograd holds it, though the backward that gets it reads it first of all."""
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)),) * 2)
+
+    def loss(x: Tensor) -> Tensor:
+        x = stages(x)
+        torch._dynamo.graph_break()
+        return x.square().mean()
+
+    x = torch.randn(512, 32)
+    backend = lowtide.CompileBudget(0.7, compiler="aot_eager")
+    compiled = torch.compile(loss, backend=backend)
+    for _ in range(2):
+        measured = peak(stages, compiled, x)
+    report = backend.report()
+    assert report.planned_peak is not None
+    assert abs(measured - report.planned_peak) <= 64
+    assert report.limit is not None
+    assert measured <= report.limit
+
+
 def test_a_refusal_before_a_step_is_known_says_so() -> None:
     model, backend = Net(breaks=True), lowtide.CompileBudget("20 KiB", compiler="aot_eager")
     with pytest.raises(BudgetError, match=r"that would do for the graphs so far is \d+ bytes"):

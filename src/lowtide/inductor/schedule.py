@@ -104,7 +104,7 @@ class Scheduler:
         lasting = returned if self.joint.results_last else set()
         start = kept | lasting | given
         # Autograd holds the gradients that it passes to compiled code until that returns.
-        stays = gradients | lasting | (given if self.joint.fuse else set())
+        stays = gradients | lasting | given
         backward, profile, two = self._walk(order, start, stays)
         base = sum(self.nbytes[s] for s in start)
         profile = [base + level for level in profile]
