@@ -474,7 +474,7 @@ ERRORS = [
     (["saved", "torch.nn:Linear"], r"is a class: give the shape of its input, for instance --sha"),
     (["saved", "torch.nn:ReLU", "--shape", "2xa"], r"cannot read the shape '2xa': write sizes"),
     (["saved", "program.py:Never", "--shape", "2xx"], r"cannot read the shape '2xx': write sizes"),
-    (["saved", "program.py:Large", "--shape", "2x9"], r"as built has 3725.29 GiB of parameters,"
+    (["saved", "program.py:Large", "--shape", "2x9"], r"as built has 3.64 TiB of parameters,"
      r" but this machine has only .* Make it smaller with --set NAME=VALUE, or build it under "),
     (["saved", "program.py:build", "--set", "4"], r"cannot read --set '4': write name=value"),
     (["saved", "program.py:build", "--rows", "-1"], r"--rows is how many rows to print, 0 for all"),
