@@ -206,6 +206,16 @@ def test_torchs_checkpoint_around(use_reentrant: bool) -> None:
     check(scenario)
 
 
+@pytest.mark.parametrize(("use_reentrant", "times"), [(True, 2), (False, 1)])
+def test_how_often_torchs_checkpoint_around_counts_a_batch(use_reentrant: bool, times: int) -> None:
+    """What a region has saved is not asked of torch, whose replay stops before the region's end."""
+    norm, x = nn.BatchNorm1d(4), leaf(8, 4)
+    out = torch_checkpoint(lambda x: lowtide.checkpoint(norm, x), x, use_reentrant=use_reentrant)
+    assert isinstance(out, Tensor)
+    out.square().sum().backward()
+    assert norm.num_batches_tracked == times
+
+
 def test_a_budget_around_regions_around_torchs_checkpoint() -> None:
     def scenario(way: Way) -> list[Tensor | None]:
         model, x = net(), leaf(3, 4)

@@ -210,12 +210,10 @@ class _AsReal(Counting):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         func = self._filled.as_real(func, args)
+        self.beside = self._filled.beside
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._filled.ran(func, result)
         return result
-
-    def _workspace(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> int:
-        return self._filled.beside + super()._workspace(func, args, kwargs, result, made)
 
 
 def _noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

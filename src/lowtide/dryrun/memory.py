@@ -50,11 +50,13 @@ class FakeMemory(Counting):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.undone.calls(func, args, kwargs)
+        self.beside = 0
         if func is torch.ops.aten.add.Tensor and self._accumulates(args, kwargs):
             func = torch.ops.aten.add_.Tensor
         if _compat.node_in_backward() is None or torch.is_grad_enabled():
             return self._called(func, args, kwargs)
         func = self._filled.as_real(func, args)
+        self.beside = self._filled.beside
         result = self._called(func, args, kwargs)
         self._filled.ran(func, result)
         hold_rows(self, func, args, result)
@@ -67,9 +69,6 @@ class FakeMemory(Counting):
             if self.ask is None:
                 raise
             return self.ask(func, args, kwargs)
-
-    def _workspace(self, func: Any, args: Any, kwargs: Any, result: Any, made: int) -> int:
-        return self._filled.beside + super()._workspace(func, args, kwargs, result, made)
 
     def _accumulates(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a sum is that of two gradients that autograd makes in place, in the memory of the

@@ -26,6 +26,7 @@ class Counting(_compat.Mode):
         super().__init__()
         self.level = 0
         self.peak = 0  # the highest level so far, workspace included
+        self.beside = 0  # what else is there while the call runs that a subclass has begun
         self._device = device  # whose kernels' workspace to add; None: that of the tensors' device
         self._known: dict[int, _Block] = {}
 
@@ -54,7 +55,7 @@ class Counting(_compat.Mode):
             return result
         made = self._count(args, kwargs, result)
         self.ran(func, args, kwargs, result)
-        room = self._workspace(func, args, kwargs, result, made)
+        room = self.beside + self._workspace(func, args, kwargs, result, made)
         self.peak = max(self.peak, self.level + room)
         return result
 

@@ -209,7 +209,7 @@ class Recorder(Encoding, _compat.Mode):
         if statistics and reads_moved(args, statistics):
             known = False  # a replay moves scratch memory instead, and would read it unmoved
         if known:
-            read = self._read_of(written)
+            read = self._read_of(written) if written else []
             if facts.statistics is not None and not statistics:
                 self._freeze(template, facts.statistics[:2])
             self._freeze(template, moved)
