@@ -5,21 +5,23 @@
 A limit on the CPU counts what torch allocates. glibc keeps much of what torch frees: at first it
 maps each large tensor alone and returns it when it is freed, but every one that is freed raises the
 size from which it does so, up to 32 MiB. Tensors below that come from one heap, in whose gaps
-others may not fit. `MALLOC_MMAP_THRESHOLD_` in the environment fixes that size.
+others may not fit. Compared are glibc as it is; `MALLOC_MMAP_THRESHOLD_` in the environment, which
+fixes that size; and `lowtide.use_cpu_allocator`, with usual and with huge pages.
 
-Each figure is from a process of its own, that trains for some steps: the largest resident size,
-less what it was before the first one. What the setting costs in time is measured in one process,
-which switches between it and the state that glibc comes to by itself.
+Which allocator a process has, and what it has come to keep, cannot be undone: each figure is from a
+process of its own that trains for some steps, and the rounds run through all of them. Of the steps,
+the largest resident size, less what it was before the first one; and the median of their processor
+time (the kernel's included, which clears the pages), without those in which lowtide still learns.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import torch
@@ -27,10 +29,7 @@ import torch
 import lowtide
 from models import (
     WORKLOADS,
-    Workload,
     arguments,
-    interleave,
-    learn,
     markdown,
     measured_peak,
     mebibytes,
@@ -38,14 +37,8 @@ from models import (
     timed_step,
 )
 
-STEPS = 8
-FIXED = 256 << 10
-# Numbers of glibc's <malloc.h>; the values that its own adjustment ends with, and ours.
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-SETTINGS = {
-    "by itself": {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 64 << 20},
-    "fixed": {MMAP_THRESHOLD: FIXED, TRIM_THRESHOLD: 128 << 10},
-}
+STEPS, LEARNING = 10, 4
+WAYS = ("glibc", "setting", "lowtide", "huge pages")
 
 
 def status(field: str) -> int:
@@ -56,48 +49,34 @@ def status(field: str) -> int:
     raise LookupError(field)
 
 
-def train(name: str, limit: int | None, threads: int) -> int:
-    """The largest resident size of some steps, above that before the first one."""
+def train(name: str, limit: int | None, way: str, threads: int) -> tuple[int, float]:
+    """The largest resident size of some steps, above that before the first one; and a step's
+    processor time."""
     torch.set_num_threads(threads)
+    if way in ("lowtide", "huge pages"):
+        lowtide.use_cpu_allocator(huge_pages=way == "huge pages")
     work = WORKLOADS[name]
     model, batch = work.make(), work.batch()
     step = timed_step(work, model, batch, None if limit is None else lowtide.budget(limit))
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
+    times = []
     for _ in range(STEPS):
+        began = time.process_time()
         step()
-    return status("VmHWM") - before
+        times.append(time.process_time() - began)
+    return status("VmHWM") - before, statistics.median(times[LEARNING:])
 
 
-def in_a_process(name: str, limit: int | None, *, fixed: bool) -> int:
+def in_a_process(name: str, limit: int | None, way: str) -> tuple[int, float]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    if fixed:
-        env["MALLOC_MMAP_THRESHOLD_"] = str(FIXED)
-    told = [sys.executable, __file__, "--train", json.dumps([name, limit, torch.get_num_threads()])]
+    if way == "setting":
+        env["MALLOC_MMAP_THRESHOLD_"] = str(256 << 10)
+    asked = json.dumps([name, limit, way, torch.get_num_threads()])
+    told = [sys.executable, __file__, "--train", asked]
     done = subprocess.run(told, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    return int(done.stdout.splitlines()[-1])
-
-
-def seconds(work: Workload, limit: int, rounds: int) -> dict[str, float]:
-    """Of a step under the limit, and of a plain one, with each setting."""
-    mallopt = ctypes.CDLL(None).mallopt
-    model, batch = work.make(), work.batch()
-    steps = {
-        "plain": timed_step(work, model, batch),
-        "lowtide": timed_step(work, model, batch, lowtide.budget(limit)),
-    }
-    learn(steps["lowtide"])
-
-    def under(setting: str, step: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            for number, value in SETTINGS[setting].items():
-                assert mallopt(number, value) == 1
-            step()
-
-        return run
-
-    contenders = {f"{n} {s}": under(s, step) for s in SETTINGS for n, step in steps.items()}
-    return interleave(contenders, rounds)
+    resident, seconds = json.loads(done.stdout.splitlines()[-1])
+    return resident, seconds
 
 
 def main() -> None:
@@ -106,29 +85,34 @@ def main() -> None:
     parser.add_argument("--train", help="for the processes that this one starts")
     options = parser.parse_args()
     if options.train:
-        print(train(*json.loads(options.train)))
+        print(json.dumps(train(*json.loads(options.train))))
         return
+    torch.set_num_threads(options.threads)
     table = []
     with results(options) as rows:
         for name in options.models:
-            work = WORKLOADS[name]
-            peak = measured_peak(work, work.make())
-            limit = int(options.share * peak)
-            spent = seconds(work, limit, 3 if options.quick else 9)
-            for kind, most in (("plain", None), ("lowtide", limit)):
-                resident = [in_a_process(name, most, fixed=fixed) for fixed in (False, True)]
-                added = spent[f"{kind} fixed"] / spent[f"{kind} by itself"] - 1
-                counted = peak if most is None else most
+            peak = measured_peak(WORKLOADS[name], WORKLOADS[name].make())
+            for kind, limit in (("plain", None), ("lowtide", int(options.share * peak))):
+                counted = limit or peak
+                rounds = [
+                    {way: in_a_process(name, limit, way) for way in WAYS}
+                    for _ in range(3 if options.quick else 7)
+                ]
+                sizes, times = (
+                    {way: statistics.median(each[way][part] for each in rounds) for way in WAYS}
+                    for part in (0, 1)
+                )
                 rows.append({
-                    "network": name, "run": kind, "counted": counted, "resident": resident,
-                    "added": added,
+                    "network": name, "run": kind, "counted": counted, "resident": sizes,
+                    "seconds": times,
                 })  # fmt: skip
-                shares = [f"{mebibytes(size)} ({size / counted:.2f})" for size in resident]
-                table.append([name, kind, mebibytes(counted), *shares, f"{added:+.1%}"])
-        head = (
-            "network", "step", "plain peak or limit, MiB", "resident", "with the setting",
-            "time it adds",
-        )  # fmt: skip
+                cells = [f"{mebibytes(int(sizes['glibc']))} ({sizes['glibc'] / counted:.2f})"]
+                for way in WAYS[1:]:
+                    more = times[way] / times["glibc"] - 1
+                    share = sizes[way] / counted
+                    cells.append(f"{mebibytes(int(sizes[way]))} ({share:.2f}), {more:+.0%}")
+                table.append([name, kind, mebibytes(counted), *cells])
+        head = ("network", "step", "plain peak or limit, MiB", *WAYS)
         print(markdown(head, table))
 
 

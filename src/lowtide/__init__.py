@@ -17,6 +17,7 @@ from types import ModuleType
 from lowtide import policies
 from lowtide.budget import Budget, budget
 from lowtide.checkpoint import checkpoint, checkpoint_sequential, name
+from lowtide.cpu_allocator import CPUAllocator, use_cpu_allocator
 from lowtide.errors import (
     BudgetError,
     CompiledWarning,
@@ -72,6 +73,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "BudgetReport",
+    "CPUAllocator",
     "CheckpointedModules",
     "CompileBudget",
     "CompileReport",
@@ -112,4 +114,5 @@ __all__ = [
     "print_explanation",
     "print_saved_tensors",
     "saved_tensors",
+    "use_cpu_allocator",
 ]

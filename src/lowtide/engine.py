@@ -9,8 +9,6 @@ import, which makes `import lowtide` take a minute; a silent choice, which makes
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import logging
 import os
 import subprocess
@@ -258,13 +256,7 @@ def _load(path: Path) -> None:
         return
     from lowtide.compiled.recorder import recorder_class
 
-    build.check_owner(path)
-
-    loader = importlib.machinery.ExtensionFileLoader(build.MODULE, str(path))
-    spec = importlib.util.spec_from_loader(build.MODULE, loader)
-    assert spec is not None
-    core = importlib.util.module_from_spec(spec)
-    loader.exec_module(core)
+    core: Any = build.load(path, build.MODULE)
     if core.Ref is not Ref:  # Python loads such a module once, and it knows that import's classes
         raise ImportError("lowtide was imported before in this process, and that import has it")
     _compat.use_recorder_key(core.KEY)

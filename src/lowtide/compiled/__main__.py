@@ -1,4 +1,4 @@
-"""``python -m lowtide.compiled``: build the extension now; prints its path, or why it failed.
+"""``python -m lowtide.compiled``: build what is compiled now; prints the core's path, or why not.
 
 Problem: the first step of a program would wait a minute for the compiler, and where it fails the
 reason is not shown. Invariant: it builds what `lowtide` would build, and ends with 2 where nothing
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from lowtide.compiled.build import BuildError, build, possible
+from lowtide.compiled.build import BuildError, build, cpu_allocator, possible
 
 if __name__ == "__main__":
     try:
@@ -18,3 +18,7 @@ if __name__ == "__main__":
     except BuildError as failure:
         sys.stderr.write(f"{failure}\n")
         sys.exit(1 if possible() is None else 2)
+    try:
+        cpu_allocator()
+    except BuildError as failure:
+        sys.stderr.write(f"without the allocator: {failure}\n")

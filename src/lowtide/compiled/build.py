@@ -12,6 +12,8 @@ sources still change.
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import platform
 import shlex
@@ -21,11 +23,13 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-MODULE = "_lowtide_core"
+MODULE, CPU_MODULE = "_lowtide_core", "_lowtide_cpu"
 _HERE = Path(__file__).parent
+CPU_HEADERS = (_HERE / "cpu" / "pages.h",)
 # No fused multiply-add: the planner's seconds must have the bits that Python computes.
 _EXACT = "-ffp-contract=off"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", _EXACT, "-w")
@@ -72,7 +76,7 @@ def _place(module: str, paths: list[Path]) -> Path:
     return cache_directory() / digest.hexdigest()[:20] / f"{module}{suffix}"
 
 
-def check_owner(path: Path) -> None:
+def _check_owner(path: Path) -> None:
     """Refuse a build that another user could have put there."""
     for place in (path, path.parent):
         found = place.stat()
@@ -94,9 +98,9 @@ def _compiler() -> list[str] | None:
 def possible() -> str | None:
     """None if a build can be tried here, else the reason why not."""
     if os.name != "posix":
-        return f"the compiled recorder is not built on {platform.system()} yet"
+        return f"lowtide compiles nothing on {platform.system()} yet"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        return "the compiled recorder needs Python's global lock, which this build has not"
+        return "what lowtide compiles needs Python's global lock, which this build has not"
     if _compiler() is None:
         return "no C++ compiler was found (c++, g++, clang++ or $CXX)"
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -137,10 +141,33 @@ def build() -> Path:
     return _built(_HERE / "core.cpp", target())
 
 
-def library(source: Path, module: str) -> Path:
-    """Another extension of one file, compiled and cached like ours: the tests' own device is one.
-    Raises as `build` does."""
-    return _built(source, _place(module, [source]))
+def cpu_allocator() -> Path:
+    """The same for the allocator of `lowtide.use_cpu_allocator`, which takes some seconds."""
+    if sys.platform != "linux":
+        raise BuildError("the allocator for the CPU needs Linux")
+    return library(_HERE / "cpu" / "allocator.cpp", CPU_MODULE, *CPU_HEADERS)
+
+
+def library(source: Path, module: str, *headers: Path) -> Path:
+    """Another extension of one file, and the headers that it includes, compiled and cached like the
+    core. Raises as `build` does."""
+    return _built(source, _place(module, [source, *headers]))
+
+
+def load(path: Path, module: str) -> ModuleType:
+    """Import what `build` or `library` has built.
+
+    Raises:
+        BuildError: others can write the file.
+        ImportError: it was built for something else than what runs.
+    """
+    _check_owner(path)
+    loader = importlib.machinery.ExtensionFileLoader(module, str(path))
+    spec = importlib.util.spec_from_loader(module, loader)
+    assert spec is not None
+    loaded = importlib.util.module_from_spec(spec)
+    loader.exec_module(loaded)
+    return loaded
 
 
 def _built(source: Path, output: Path) -> Path:
