@@ -290,6 +290,23 @@ def test_removed_it_keeps_nothing_and_releases_what_it_has(
     assert allocator.active
 
 
+def test_what_no_machine_has_is_refused_as_by_torch(allocator: lowtide.CPUAllocator) -> None:
+    absurd = 1 << 46
+    allocator.remove()
+    try:
+        torch.empty(absurd, dtype=torch.uint8)
+    except RuntimeError as error:
+        own = str(error)
+    else:
+        pytest.skip("this system grants any size")
+    lowtide.use_cpu_allocator()
+    with pytest.raises(RuntimeError) as ours:
+        torch.empty(absurd, dtype=torch.uint8)
+    assert str(ours.value) == own
+    assert "can't allocate memory" in own
+    assert allocator.memory_allocated() == 0
+
+
 def test_storages_grow_shrink_and_are_shared(allocator: lowtide.CPUAllocator) -> None:
     x = torch.arange(SMALL)
     x.untyped_storage().resize_(16 * SMALL)

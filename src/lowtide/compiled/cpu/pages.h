@@ -6,7 +6,7 @@
 // process has no page of ours that is not counted in `live` or `dirty` (free and kept), and those are
 // together at most `bound()`, unless none of what is free is a whole `unit`. The kernel brings and takes
 // pages by that unit: of what is free, the parts of one are kept all or none, or it would bring more than
-// is counted. Addresses are never given back: they cost nothing.
+// is counted. Addresses are never given back: they cost next to nothing.
 // Knows the kernel's mmap and madvise, and nothing of torch. Not thread-safe.
 // Rejected: keeping blocks of equal size, which on the networks of `benchmarks/resident.py` has the kernel
 // clear 4 to 100 times the pages; moving pages together with mremap, which leaves thousands of mappings;
@@ -153,8 +153,9 @@ class Pages {
 
   bool grow(size_t size) {
     size = rounded(size, GROWTH);
-    // Addresses that begin with a unit: some before and after them remain unused.
-    void* made = mmap(nullptr, size + unit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    // Addresses that begin with a unit: some before and after them remain unused. Not MAP_NORESERVE, with
+    // which the kernel would grant more than the machine has, and end the process when that is written.
+    void* made = mmap(nullptr, size + unit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) return false;
     auto start = rounded(reinterpret_cast<uintptr_t>(made), unit);
     madvise(reinterpret_cast<void*>(start), size, unit == PAGE ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
