@@ -124,6 +124,48 @@ def test_a_retaining_backward_does_not_gather_what_regions_recompute() -> None:
     assert mine <= torchs < 0.6 * plain
 
 
+def test_a_retaining_backward_does_not_gather_what_nested_regions_read() -> None:
+    """An outer region recomputes the inputs of those inside, which are dropped as backward goes."""
+    w = [torch.randn(64, 64) for _ in range(6)]
+
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w).sin().exp()
+
+    def nested(x: Tensor, w: Tensor) -> Tensor:
+        y = lowtide.checkpoint(part, lowtide.checkpoint(part, x, w), w)
+        y = lowtide.checkpoint(torch.sin, lowtide.checkpoint(torch.tanh, y))
+        return lowtide.checkpoint(nn.functional.layer_norm, y, (64,))
+
+    def rows(way: Way, kept: list[Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            x = y = torch.randn(256, 64, requires_grad=True)
+            for each in w:
+                y = way(nested, y, each)
+            for row in range(3):
+                torch.autograd.grad(y[row].sum(), x, retain_graph=True)
+            kept.append(y)
+
+        return run
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = y = leaf(6, 64)
+        for each in w[:2]:
+            y = way(nested, y, each)
+        rows = [torch.autograd.grad(y[row].sum(), x, retain_graph=True) for row in range(2)]
+        return [gradient for row in rows for gradient in row]
+
+    graphs: list[Tensor] = []
+    flat, deep = (
+        lowtide.measure(rows(way, graphs), device="cpu")
+        for way in (lambda _, x, w: lowtide.checkpoint(part, x, w), lowtide.checkpoint)
+    )
+    size = 256 * 64 * 4
+    assert deep.peak_bytes <= flat.peak_bytes + 4 * size  # nested: one region has four inputs
+    assert deep.allocated_bytes <= flat.allocated_bytes + size
+    twice = check(scenario)
+    assert twice["mm"] == 2 * 2 * 2 * 2  # backwards, blocks, and once for each region around it
+
+
 @every_way
 def test_retain_graph_and_the_error_without_it(way: Way) -> None:
     def scenario(way: Way) -> list[Tensor | None]:

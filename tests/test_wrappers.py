@@ -86,6 +86,16 @@ def test_the_wrapper_loads_plain_and_wrapped_weights(prefix: str) -> None:
         model.load_state_dict({**weights, "0.module.nothing": torch.zeros(1)})
 
 
+def test_plain_weights_load_without_the_hooks_of_saving_them() -> None:
+    block = nn.Linear(2, 2)
+    weights, saved = block.state_dict(), list[str]()
+    block.register_state_dict_post_hook(lambda module, state, prefix, _: saved.append(prefix))
+    ActivationCheckpointWrapper(block).load_state_dict(weights)
+    assert saved == []
+    block.state_dict()
+    assert saved == [""]
+
+
 def test_a_child_that_is_called_module_keeps_its_name() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

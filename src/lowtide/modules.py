@@ -299,7 +299,8 @@ class _LoadEitherForm(InstanceEntry):
     attribute = "_load_from_state_dict"
 
     def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        without_wrapper_keys(state_dict, prefix, self.module().state_dict(keep_vars=True))
+        known_keys = functools.partial(self.module().state_dict, keep_vars=True)
+        without_wrapper_keys(state_dict, prefix, known_keys)
         self.plain()(state_dict, prefix, *args, **kwargs)
 
 

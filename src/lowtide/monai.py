@@ -10,6 +10,7 @@ deeper, which is small in a U-Net, and would be replayed once for each level abo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,5 +71,5 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        without_wrapper_keys(state_dict, prefix, self.state_dict(keep_vars=True))
+        without_wrapper_keys(state_dict, prefix, functools.partial(self.state_dict, keep_vars=True))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

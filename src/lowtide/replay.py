@@ -23,7 +23,7 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.errors import ReplayError
 from lowtide.tape import generators
-from lowtide.tape.retained import free_once_asked
+from lowtide.tape.retained import free_later, free_once_asked
 from lowtide.tape.retry import with_room
 from lowtide.tape.streams import hand_over, replaying
 from lowtide.tape.values import (
@@ -217,6 +217,7 @@ def rematerialize(value: Value, request: Handle) -> tuple[Tensor, list[Operation
                 if result.held is None and decisions.retained(result, request):
                     result.held = tensor
                     result.version = _compat.version_of(tensor)
+                    free_later(result, request.tape)
             made.clear()
     return live[value], operations
 

@@ -239,6 +239,8 @@ class Nested:
         # checkpoint, save_on_cpu) must see the same saves with and without a recording around them.
         self.recorder.met_unusual()
         _push_hooks(self.recorder)
+        if self.recorder.tape.passing is None:
+            self.recorder.tape.passing = []
         self._outer = self.recorder.region
         self.recorder.region = Region(self._outer, self.policy)
         return self.recorder.tape

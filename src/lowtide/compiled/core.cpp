@@ -408,6 +408,8 @@ PyObject* make_module() {
   python_run = forever("lowtide.replay", "run");
   draws_lock = forever("lowtide.tape.generators", "lock");
   python_lost = forever("lowtide.replay", "_lost");
+  python_free_later = forever("lowtide.tape.retained", "free_later");
+  python_free_passed = forever("lowtide.tape.retained", "free_passed");
   listeners = forever("lowtide.replay", "listeners");
   Owned module(checked(PyModule_Create(&definition)));
   add_types(module.get());

@@ -19,7 +19,8 @@
 
 namespace lowtide {
 
-inline PyObject *python_unpack, *keep_from_leaves_function, *listeners, *out_of_memory_error;
+inline PyObject *python_unpack, *python_free_passed;
+inline PyObject *keep_from_leaves_function, *listeners, *out_of_memory_error;
 
 // ---------------------------------------------------------------------- pack
 
@@ -220,6 +221,10 @@ inline void free_once_asked(Handle* handle) {
   if (slot(handle->tape, layout.tape_recorder) != Py_None) return;
   Locked locked(slot(handle->tape, layout.tape_lock));
   handle->asked_in = backward;
+  if (slot(handle->tape, layout.tape_passing) != Py_None) {  // regions are nested
+    Owned done(checked(PyObject_CallOneArg(python_free_passed, object_of(handle))));
+    return;
+  }
   Value* value = handle->value;
   if (value->op == nullptr || value->keep || value->scope != value->region) return;
   for (const Handle* other = value->handles; other != nullptr; other = other->after) {

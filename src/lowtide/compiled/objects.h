@@ -176,7 +176,7 @@ struct Layout {
   Offset ref_value, ref_dtype, ref_size, ref_stride, ref_offset, ref_blank;
   Offset operation_refs, operation_sequence, operation_facts;
   Offset region_depth, region_parent, region_policy;
-  Offset tape_lock, tape_decisions, tape_recorder, tape_events;
+  Offset tape_lock, tape_decisions, tape_recorder, tape_events, tape_passing;
 };
 
 inline Layout layout;
@@ -204,6 +204,7 @@ inline void find_layout(const py::module_& values, const py::module_& tape) {
   l.tape_decisions = offset_of(l.tape, "decisions");
   l.tape_recorder = offset_of(l.tape, "recorder");
   l.tape_events = offset_of(l.tape, "events");
+  l.tape_passing = offset_of(l.tape, "passing");
   l.ref_value = offset_of(l.ref, "value");
   l.ref_dtype = offset_of(l.ref, "dtype");
   l.ref_size = offset_of(l.ref, "size");

@@ -213,6 +213,7 @@ inline PyGetSetDef handle_getset[] = {
     {"tape", get_object<Handle, &Handle::tape>, nullptr},
     {"counter", get_object<Handle, &Handle::counter>, set_object<Handle, &Handle::counter>},
     {"sequence", get_number<Handle, &Handle::sequence>, nullptr},
+    {"asked_in", get_number<Handle, &Handle::asked_in>, nullptr},
     {}};
 
 inline PyType_Slot handle_slots[] = {

@@ -17,7 +17,7 @@
 
 namespace lowtide {
 
-inline PyObject *python_run, *python_lost;
+inline PyObject *python_run, *python_lost, *python_free_later;
 
 inline int64_t sequence_of(PyObject* op) {
   if (is_compiled_operation(op)) return as<Operation>(op)->sequence;
@@ -304,9 +304,19 @@ class Replay {
       if (!value->held.defined() && retained(value)) {
         value->version = version_of(tensor);
         value->held = tensor;
+        if (of_region_) free_later(owner.get());
       }
     }
     if (of_region_) settle_made(op, made);
+  }
+
+  // In a backward that retains its graph, what is held is to be dropped in time.
+  void free_later(PyObject* value) {
+    PyObject* tape = as<Handle>(request_)->tape;
+    if (slot(tape, layout.tape_passing) == Py_None) return;  // no regions are nested
+    if (!torch::autograd::get_current_graph_task_keep_graph()) return;
+    PyObject* arguments[] = {value, tape};
+    Owned done(checked(PyObject_Vectorcall(python_free_later, arguments, 2, nullptr)));
   }
 
   // As `RegionDecisions.replayed`: what is held needs its operation no more if that holds what a policy

@@ -10,6 +10,7 @@ Rejected: a global registry of steps.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.tape.regions import Region
@@ -118,9 +119,21 @@ class Tape:
             nothing observes; else None. The compiled hook then counts here instead of calling
             `requested` and `answered`, and a replay retains what it makes, if autograd still has a
             handle on it, from request `retain_from` on.
+        passing: None unless regions are nested: then what replays hold for a backward that retains
+            its graph, a heap of (place in the order of recording, negative; a number; the value),
+            see `tape/retained.py`.
     """
 
-    __slots__ = ("__weakref__", "decisions", "events", "lock", "recorder", "root", "timed")
+    __slots__ = (
+        "__weakref__",
+        "decisions",
+        "events",
+        "lock",
+        "passing",
+        "recorder",
+        "root",
+        "timed",
+    )
 
     def __init__(self, decisions: Decisions, root: Region, *, timed: bool = False) -> None:
         self.decisions = decisions
@@ -129,3 +142,4 @@ class Tape:
         self.lock = threading.RLock()
         self.recorder: Recorder | None = None
         self.events: list[int] | None = None
+        self.passing: list[tuple[int, int, weakref.ref[Value]]] | None = None
