@@ -124,7 +124,8 @@ class MemoryBudget(Callback):
 
     Attributes:
         budget: the budget of the last fit, whose ``report()`` tells what its last step took; None
-            before the first fit.
+            before the first fit, and in a process that has others run it (the strategies
+            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``): what is logged arrives there.
 
     Raises:
         UsageError: the limit cannot be read; or, at the start of a fit, the trainer has two of
