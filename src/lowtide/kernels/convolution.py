@@ -234,8 +234,8 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
     whole = channels >= CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
     halves = not whole and channels >= _UNBLOCKED
-    # The kernel for half blocks, which is that of AVX2, supports neither dilation nor volumes padded
-    # in depth, nor a kernel that is larger than what it slides over.
+    # The kernel for half blocks, which is that of AVX2, supports no dilation, no volumes padded in
+    # depth, and no kernel that is larger than what it slides over.
     rows = zip(read.shape[2:-1], weight.shape[2:-1], strict=True)
     larger = any(size < width for size, width in rows)
     lacking = halves and (dilated or larger or (volume and options.padding[0] > 0))
