@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 import lowtide
 from against_plain import budgeted
-from instructions import avx2_workspaces
 from lowtide.learning.effort import Effort
 from lowtide.running.prepared import ANCHOR
 from once import on_one_recorder
@@ -29,9 +28,8 @@ from zoo import CASES
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
 
-# With AVX-512, a first step of the tiny ResNet is 2 KiB (5 %) over what its refusal named.
 FOLLOWED = [
-    pytest.param(name, way, marks=(avx2_workspaces,) if name == "hf_resnet" else ())
+    (name, way)
     for name in ("hf_gpt2_sdpa", "monai_unet_3d", "hf_resnet", "monai_dense_net_121")
     for way in ("budget", "fit")
     if (name, way) != ("monai_dense_net_121", "fit")  # the slowest, and it covers nothing new

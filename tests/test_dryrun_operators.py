@@ -102,6 +102,35 @@ def test_fold() -> None:
     assert follows(step)
 
 
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("offsets", ["first", "last too", "none"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags(mode: str, offsets: str, padding: int | None) -> None:
+    """What is counted for the bags may lie in a storage of one number more than its tensor has."""
+    torch.manual_seed(0)
+    last = offsets == "last too"
+    bags = nn.EmbeddingBag(50, 16, mode=mode, include_last_offset=last, padding_idx=padding)
+    layers = nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(16, 16), nn.Tanh())))
+    indices = torch.randint(50, (64, 5) if offsets == "none" else (320,))
+    starts = None if offsets == "none" else torch.arange(0, 320 + last, 5)
+
+    def step(indices: Tensor) -> Tensor:
+        return layers(bags(indices, starts)).square().mean()
+
+    assert follows(step, indices)
+
+
+def test_unpooling_in_channels_last_format() -> None:
+    layer, x = nn.Conv2d(4, 4, 3, padding=1), torch.randn(2, 4, 16, 16)
+    x = x.to(memory_format=torch.channels_last)
+
+    def step(x: Tensor) -> Tensor:
+        pooled, places = F.max_pool2d(layer(x).tanh(), 2, return_indices=True)
+        return layer(F.max_unpool2d(pooled, places, 2)).tanh().square().mean()
+
+    assert follows(step, x)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
 def test_a_recurrent_layer_whose_input_is_transposed(kind: type[nn.RNNBase]) -> None:
     # It adds a bias in place, unless it is called under a mode or on fake tensors.

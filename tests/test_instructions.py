@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from instructions import avx2_workspaces, tile_workspaces
+from instructions import avx2_workspaces, avx512_workspaces, exact_workspaces, tile_workspaces
 from lowtide import _compat
 from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.workspace import _keeps_all_gates, kernel_workspace
@@ -147,7 +147,7 @@ def test_what_a_convolution_takes_with_avx2(name: str, threads: int) -> None:
         assert model == pytest.approx(peak, rel=0.02, abs=32 << 10), operator
 
 
-@avx2_workspaces
+@exact_workspaces
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize("padding", [0, 1])
@@ -164,6 +164,40 @@ def test_small_convolutions_take_at_most_their_workspace_and_scratchpad(
         peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
         most = modelled(operator, results, args) + scratchpad(operator, args)
         assert peak <= most, operator
+
+
+SMALL = {
+    "1x1, stride": Shape((2, 8, 4, 4), (16, 8, 1, 1), 2),
+    "3x3, stride": Shape((2, 4, 4, 4), (4, 4, 3, 3), 2, 1),
+    "stride that leaves a rest": Shape((4, 7, 17, 17), (24, 7, 3, 3), 2, 1),
+    "stride, one channel": Shape((4, 1, 8, 17), (40, 1, 3, 3), 2),
+    "stride, one channel, many points": Shape((8, 1, 12, 12, 9), (64, 1, 5, 5, 5), 3),
+    "a kernel larger than the image": Shape((8, 5, 4, 7), (16, 5, 7, 7), 1, 3),
+    "groups": Shape((2, 99, 14, 9), (96, 33, 3, 3), padding=1, groups=3),
+    "groups, in eights": Shape((4, 32, 8, 8), (64, 8, 3, 3), padding=1, groups=4),
+    "groups, in fours, stride": Shape((3, 80, 4, 17), (128, 20, 2, 2), 3, 1, groups=4),
+    "groups, stride": Shape((2, 40, 17, 17), (80, 20, 3, 3), 2, 1, groups=2),
+    "depthwise": Shape((3, 7, 9, 28), (7, 1, 3, 3), padding=1, groups=7),
+    "depthwise, 3D": Shape((8, 32, 6, 9, 8), (32, 1, 3, 3, 3), padding=1, groups=32),
+    "transposed": Shape((1, 3, 9, 16), (3, 64, 7, 7), padding=3, more=0),
+    "transposed, stride": Shape((4, 20, 20), (20, 5, 3), 3, 1, more=0),
+    "last, few results": Shape((2, 64, 9, 9), (1, 64, 7, 7), padding=3, last=True),
+    "last, stride": Shape((2, 64, 17, 16), (8, 64, 3, 3), 2, 1, last=True),
+    "last, depthwise": Shape((3, 24, 16, 8), (24, 1, 5, 5), groups=24, last=True),
+}  # fmt: skip
+
+
+@avx512_workspaces
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", SMALL)
+def test_what_a_small_convolution_takes_with_avx512(name: str) -> None:
+    """To some hundred bytes, as a small step is refused for a page that it does not take, and goes
+    over its limit by one that is not counted."""
+    for passes in (True, False):
+        for operator, (function, args) in SMALL[name].calls("cpu", passes=passes).items():
+            made = bytes_made(function(*args))
+            peak = lowtide.measure(lambda f=function, a=args: f(*a), device="cpu").peak_bytes
+            assert abs(modelled(operator, made, args) - peak) <= 512, (operator, passes)
 
 
 class RecurrentCalls(TorchDispatchMode):
@@ -246,7 +280,7 @@ def test_what_a_convolution_takes_with_amx(name: str, threads: int) -> None:
 # ---------------------------------------------------------------------------- on any CPU
 
 # MiB of the forward and of the backward on one thread: with AVX2 as measured, with AVX-512 by the
-# formulas that were fitted there.
+# formulas there, which for groups that fill no block may give more than is taken.
 FIGURES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "half blocks": ((5.50, 6.51), (6.500, 6.513)),
     "few, as they are": ((13.50, 9.01), (15.750, 13.518)),
@@ -254,12 +288,12 @@ FIGURES: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "stride": ((2.16, 4.50), (2.803, 4.500)),
     "stride that leaves a rest": ((1.97, 4.64), (2.630, 4.642)),
     "dilated": ((1.71, 2.84), (2.285, 3.129)),
-    "groups, not in blocks": ((4.50, 4.50), (6.026, 8.265)),
-    "depthwise, wide": ((5.01, 5.01), (6.012, 6.007)),
+    "groups, not in blocks": ((4.50, 4.50), (4.515, 6.765)),
+    "depthwise, wide": ((5.01, 5.01), (6.009, 6.009)),
     "pointwise": ((17.44, 19.70), (17.438, 20.824)),
-    "transposed": ((2.55, 2.55), (3.401, 3.129)),
+    "transposed": ((2.55, 2.55), (3.410, 3.129)),
     "transposed, stride": ((5.86, 3.52), (5.859, 4.508)),
-    "last": ((2.06, 1.61), (2.053, 1.606)),
+    "last": ((2.06, 1.61), (2.061, 1.614)),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from instructions import avx2_workspaces
+from instructions import exact_workspaces
 from lowtide import engine
 from lowtide.kernels import scratchpad, workspace
 from lowtide.tape import generators
@@ -115,7 +115,7 @@ def of_convolutions(batch: int) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(batch, 3, 8, 8)
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=avx2_workspaces)])
+@pytest.mark.parametrize("batch", [1, pytest.param(4, marks=exact_workspaces)])
 @pytest.mark.parametrize("more", [0, 2])
 def test_small_convolutions_fit_in_what_they_take(batch: int, more: int) -> None:
     """No scratchpad of oneDNN's is counted where none is taken: a limit is not refused for it."""

@@ -1,12 +1,15 @@
-"""Rule 13 where the optimizer's steps are hooks of the backward: its state is allocated once."""
+"""Rule 13 where steps run inside of a backward: those of the optimizer in its hooks, whose state is
+allocated once, and those of a budget that is entered there."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 
@@ -97,3 +100,38 @@ def test_one_that_leaves_more_each_time_is_refused_when_it_comes_again() -> None
     model.zero_grad()
     with pytest.raises(lowtide.BudgetError, match="its peak is in the backward"):
         train(model, budget, 1)
+
+
+@pytest.mark.parametrize("fraction", [0.6, 0.7, 0.9])
+def test_a_budget_inside_of_a_backward_is_planned_from_sizes(
+    fraction: float, replayed: Callable[[], int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch's reentrant checkpoint calls its function in the backward, whose end takes away a
+    profiler that was started there; torch then says on the terminal that it misses it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.Tanh())))
+    x = torch.randn(256, 64, requires_grad=True)
+
+    def step(budget: lowtide.Budget | None) -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            with budget or contextlib.nullcontext():
+                return model(x).square().mean()
+
+        model.zero_grad()
+        checkpoint(loss, x, use_reentrant=True, preserve_rng_state=False).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = lowtide.measure(lambda: step(None), device="cpu").peak_bytes
+    expected = [gradient.clone() for gradient in step(None)]
+    budget = lowtide.budget(int(fraction * plain))
+    for _ in range(3):
+        assert all(map(torch.equal, expected, step(budget)))
+    report = budget.report()
+    assert report.planned
+    assert report.measured_peak is None
+    assert report.planned_peak is not None
+    assert report.planned_peak <= budget.limit
+    assert replayed()
+    assert capfd.readouterr().err == ""
+    peak = lowtide.measure(lambda: step(budget), device="cpu").peak_bytes
+    assert peak <= budget.limit

@@ -19,7 +19,7 @@ from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.kernels import grouped, quick
 from lowtide.kernels.mixed import dtypes_of_results
-from lowtide.kernels.pointwise import kept_storage
+from lowtide.kernels.pointwise import kept_of_bags, kept_storage
 from lowtide.tape.operators import FACTS, facts_of
 from lowtide.tape.values import flatten
 
@@ -36,6 +36,7 @@ _CONTIGUOUS = frozenset(
 )  # fmt: skip
 _FOLLOWS = {
     "aten::channel_shuffle": 0,
+    "aten::max_unpool2d": 0,
     "aten::roll": 0,
     "aten::reflection_pad2d_backward": 1,
     "aten::replication_pad2d_backward": 1,
@@ -67,10 +68,12 @@ class Shapes:
             return self._laid_out(name, args, result)
         if name in _AS_GIVEN:
             return self._as_given(args[0], result)
-        nbytes = kept_storage(name, args)
-        if nbytes is not None and isinstance(result, torch.Tensor):
-            storage = result.untyped_storage()
-            storage.resize_(max(nbytes, storage.nbytes()))
+        if name == "aten::_embedding_bag" and args[0].device.type == "cpu":
+            for place, nbytes in kept_of_bags(args, result).items():
+                _enlarge(result[place], nbytes)
+        kept = kept_storage(name, args)
+        if kept is not None and isinstance(result, torch.Tensor):
+            _enlarge(result, kept)
         return result
 
     def _of_dtypes(
@@ -186,6 +189,12 @@ class Shapes:
                 [self._make(r, device) if isinstance(r, torch.Tensor) else r for r in result]
             )
         return result
+
+
+def _enlarge(result: torch.Tensor, nbytes: int) -> None:
+    """Give a result a storage of at least so many bytes."""
+    storage = result.untyped_storage()
+    storage.resize_(max(nbytes, storage.nbytes()))
 
 
 def _key(argument: Any) -> Any:

@@ -3,7 +3,8 @@
 Problem: blocks have eight channels there, and many convolutions run in other kernels, especially
 for gradients. Invariant: `avx2_kernels` says which kernel runs and in which layouts. This module
 adds what torch does around it: it copies tensors of other layouts, and copies the kernel's result
-into a tensor with the layout of the input. Imports `avx2_kernels`, blocks, `_compat`.
+into a tensor with the layout of the input. `width` is eight, or sixteen for kernels that there are
+with AVX-512 too, which `wide_products` tells. Imports `avx2_kernels`, blocks, `_compat`.
 Rejected: one flow for both instruction sets, whose formulas agree for few kernels.
 """
 
@@ -38,25 +39,31 @@ def narrow_workspace(
     biased: bool,
     last: bool,
     unfolds: bool = False,
+    width: int = WIDTH,
 ) -> int:
     """As `convolution.convolution_workspace`, without the copies of tensors whose layout no kernel
     reads.
 
     Args:
         last: whether the input is channels-last.
+        width: channels in a block.
         unfolds: whether to assume that only the unfolding kernel, which takes any shape, exists.
     """
     turned = _turned(weight) if last else 0
     if given is None:
-        g = _geometry(source, weight, options, out // source.element_size())
+        g = geometry(source, weight, options, out // source.element_size(), width)
         kernel = _maker(g, options.transposed, last, unfolds, True)
         read = nbytes(source)
         sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
-        made = _channels_made(weight, options)
-        if options.transposed and biased and not _adds_bias(kernel, g):  # added to a copy
-            kernel = kernel._replace(scratch=kernel.scratch + _laid(kernel.read, out, made))
-        return turned + _call(kernel, sides, (read, source.shape[1]), (out, made), last) - out
-    g = _geometry(source, weight, options, given.numel())
+        made = channels_made(weight, options)
+        if options.transposed and biased and not adds_bias(kernel, g):  # added to a copy
+            kernel = kernel._replace(scratch=kernel.scratch + _laid(kernel.read, out, made, width))
+        return (
+            turned
+            + call_bytes(kernel, sides, (read, source.shape[1]), (out, made), last, width)
+            - out
+        )
+    g = geometry(source, weight, options, given.numel(), width)
     into, parameter = nbytes(source), nbytes(weight)
     returned = parameter + (into if passes else 0)
     one, other = (into, source.shape[1]), (nbytes(given), given.shape[1])
@@ -64,12 +71,12 @@ def narrow_workspace(
     if passes:
         kernel = _maker(g, not options.transposed, last, unfolds)
         sides = (kernel.read, kernel.given) if options.transposed else (kernel.given, kernel.read)
-        first = _call(kernel, sides, other, one, last)
+        first = call_bytes(kernel, sides, other, one, last, width)
     biased = biased and not options.transposed  # its bias is summed up outside of the kernel
     kernel = unfolding_parameter(g, last) if unfolds else of_parameter(g, last, biased)
     sides = (kernel.given, kernel.read) if options.transposed else (kernel.read, kernel.given)
     second = kernel.scratch + sum(
-        _copy(side, *tensor, last) for side, tensor in zip(sides, (one, other), strict=True)
+        _copy(side, *tensor, last, width) for side, tensor in zip(sides, (one, other), strict=True)
     )
     second = kernel.parameter + max(second, (2 if last else 1) * parameter)
     return turned + max(first, second + (into if passes else 0)) - returned
@@ -82,41 +89,42 @@ def _maker(g: Geometry, back: bool, last: bool, unfolds: bool, transposed: bool 
     return backward(g, last, transposed) if back else forward(g, last)
 
 
-def _adds_bias(kernel: Kernel, g: Geometry) -> bool:
+def adds_bias(kernel: Kernel, g: Geometry) -> bool:
     """Whether a kernel itself adds the bias to a transposed convolution's result."""
     return kernel.name == "products" or (kernel.name == "strided" and g.even())
 
 
-def _call(
+def call_bytes(
     kernel: Kernel,
     sides: tuple[str, str],
     read: tuple[int, int],
     made: tuple[int, int],
     last: bool,
+    width: int,
 ) -> int:
     """Bytes of a call that reads one tensor and makes another, copies included.
 
     `read` and `made` are (bytes, channels) of the two, `sides` their layouts.
     """
     nbytes, channels = made
-    before = kernel.scratch + kernel.parameter + _copy(sides[0], *read, last)
+    before = kernel.scratch + kernel.parameter + _copy(sides[0], *read, last, width)
     if last and sides[1] == "last":  # made in place
         return nbytes + before
-    laid = _laid(sides[1], nbytes, channels)
+    laid = _laid(sides[1], nbytes, channels, width)
     # torch copies any result; a channels-last one is copied once more to be channels-first.
     copies = nbytes * (2 if sides[1] == "last" and channels > 1 else 1)
     return laid + max(before, copies)
 
 
-def _copy(layout: str, nbytes: int, channels: int, last: bool) -> int:
+def _copy(layout: str, nbytes: int, channels: int, last: bool, width: int) -> int:
     """The copy of a tensor that does not have the layout that a kernel reads."""
     if layout == ("last" if last else "plain") or (layout == "last" and channels == 1):
         return 0
-    return _laid(layout, nbytes, channels)
+    return _laid(layout, nbytes, channels, width)
 
 
-def _laid(layout: str, nbytes: int, channels: int) -> int:
-    return padded(nbytes, channels, WIDTH) if layout == "blocked" else nbytes
+def _laid(layout: str, nbytes: int, channels: int, width: int) -> int:
+    return padded(nbytes, channels, width) if layout == "blocked" else nbytes
 
 
 def _turned(weight: torch.Tensor) -> int:
@@ -125,11 +133,13 @@ def _turned(weight: torch.Tensor) -> int:
     return 0 if weight.is_contiguous(memory_format=form) else nbytes(weight)
 
 
-def _channels_made(weight: torch.Tensor, options: Options) -> int:
+def channels_made(weight: torch.Tensor, options: Options) -> int:
     return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
 
 
-def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made: int) -> Geometry:
+def geometry(
+    source: torch.Tensor, weight: torch.Tensor, options: Options, made: int, width: int
+) -> Geometry:
     """The geometry of a convolution; `made`: elements of its result."""
     dims = source.dim() - 2
     batch, channels, *space = source.shape
@@ -138,7 +148,7 @@ def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made
         for values in (options.stride, options.dilation, options.padding)
     )
     kernel, groups = tuple(weight.shape[2:]), options.groups
-    results = _channels_made(weight, options)
+    results = channels_made(weight, options)
     rows = list(zip(space, kernel, stride, dilation, padding, strict=True))
     if options.transposed:
         channels, results = results, channels
@@ -163,6 +173,7 @@ def _geometry(source: torch.Tensor, weight: torch.Tensor, options: Options, made
         dims == 3,
         torch.get_num_threads(),
         _compat.second_cache(),
+        width,
     )
 
 

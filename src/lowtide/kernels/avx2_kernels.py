@@ -32,8 +32,8 @@ _REGISTERS = 15
 _UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger
 _UNROLLED_DEPTHWISE = 4
 _WIDEST = 14  # the direct kernel makes the gradient of parameters narrower than this only
-_CHAINED = 128  # scratchpad bytes of a kernel that calls another one
-_TOO_MANY_POINTS = 440
+CHAINED = 128  # scratchpad bytes of a kernel that calls another one
+_TOO_MANY_POINTS = 28160  # over the square of the share of a block that is filled
 _GATHERED = 18  # blocks of channels that a pointwise kernel gathers for a gradient
 
 
@@ -66,18 +66,18 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
     if rows:
         return Kernel("depthwise", free, free, _by_channel(g))
     if last and not g.depthwise:
-        return Kernel("products", "last", "last", _for_products(g, False), list_of_products(g))
+        return Kernel("products", "last", "last", for_products(g, False), list_of_products(g))
     if g.pointwise():
-        blocks = g.channels + -g.channels % WIDTH
-        return Kernel("pointwise", free, free, _in_blocks(g), gathered(g, blocks))
-    flat = g.channels < WIDTH
+        blocks = g.channels + -g.channels % g.width
+        return Kernel("pointwise", free, free, in_blocks(g), gathered(g, blocks))
+    flat = g.channels < g.width
     if flat and g.groups > 1:
-        fits = (last or g.results % WIDTH == 0) and g.channels * g.groups < WIDTH
+        fits = (last or g.results % g.width == 0) and g.channels * g.groups < g.width
     else:
         fits = last or g.whole()
     wide = g.kernel[2] > 7 and max(g.padding[1:]) > 0 and max(g.stride[1:]) > 1
     if fits and g.pads_little() and g.padding[2] <= min(_UNROLLED, g.given[2]) and not wide:
-        parameter = _in_blocks(g, flat)
+        parameter = in_blocks(g, flat)
         return Kernel("direct", "plain" if flat and not last else free, free, parameter)
     return unfolding_forward(g, last)
 
@@ -85,62 +85,67 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
 def backward(g: Geometry, last: bool = False, transposed: bool = False) -> Kernel:
     """The kernel that makes `read` from `given`: a gradient, or a `transposed` one's result."""
     free = "last" if last else "blocked"
-    few = g.groups > 1 and g.results <= WIDTH
-    # The strided kernel refuses kernels of many points with few channels, which it would run too
-    # slowly. For between 225 and 440 points per channel squared it may run or not; it is assumed,
-    # as it takes more memory than the other.
-    few = few or g.points > _TOO_MANY_POINTS * min(g.channels, WIDTH) ** 2
-    if max(g.stride) > 1 == max(g.dilation) and not few:
-        scratch = strided_scratch(g) + (_CHAINED if transposed else 0)
-        return Kernel("strided", "last", "last", _for_products(g, True), scratch)
+    if runs_strided(g):
+        scratch = strided_scratch(g) + (CHAINED if transposed else 0)
+        return Kernel("strided", "last", "last", for_products(g, True), scratch)
     if last and max(g.stride) == 1 and not g.depthwise:
-        scratch = list_of_products(g) + _CHAINED
-        return Kernel("products", "last", "last", _for_products(g, True), scratch)
+        scratch = list_of_products(g) + CHAINED
+        return Kernel("products", "last", "last", for_products(g, True), scratch)
     if g.depthwise and not g.volume and max(g.dilation) == 1 and g.pads_little():
         return Kernel("depthwise", free, free, _by_channel(g))
     if g.pointwise() and not last:
-        return Kernel("pointwise", free, free, _in_blocks(g), gathered(g, _GATHERED * WIDTH))
+        return Kernel("pointwise", free, free, in_blocks(g), gathered(g, _GATHERED * g.width))
     rows = zip(g.dilation, g.stride, strict=True)
     fits = (last or g.whole()) and all(d == 1 or s == 1 for d, s in rows)
-    fits = fits and not (g.channels < WIDTH and g.kernel[2] > 3 and g.stride[2] > 1)
+    fits = fits and not (g.channels < g.width and g.kernel[2] > 3 and g.stride[2] > 1)
     fits = fits and g.stride[0] == 1 and g.stride[1] == g.stride[2] and g.pads_little()
     if fits and _row_fits(g):
-        return Kernel("direct", free, free, _in_blocks(g))
+        return Kernel("direct", free, free, in_blocks(g))
     return unfolding_backward(g, last)
+
+
+def runs_strided(g: Geometry) -> bool:
+    """Whether the strided kernel makes `read`. It refuses kernels of many points with few channels,
+    which it would run too slowly. For between half and all of so many it may run or not; it is
+    assumed, as it takes more memory than the other."""
+    few = g.groups > 1 and g.results <= g.width
+    few = few or g.points * g.width**2 > _TOO_MANY_POINTS * min(g.channels, g.width) ** 2
+    return max(g.stride) > 1 == max(g.dilation) and not few
 
 
 def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kernel:
     """The kernel that makes the parameter's gradient from `read` and `given`."""
     free = "last" if last else "blocked"
     if _depthwise_parameter(g):
-        blocks = up(g.groups, WIDTH)
-        sharing = g.threads if last else min(max(1, g.threads // (blocks // WIDTH)), g.batch)
+        blocks = up(g.groups, g.width)
+        sharing = g.threads if last else min(max(1, g.threads // (blocks // g.width)), g.batch)
         again = (sharing - 1) * blocks * g.points * FLOAT
         return Kernel("depthwise", free, free, _by_channel(g), again)
-    numbers = shared(g.threads, WIDTH, g.groups * -(-g.results // WIDTH), g.batch, 1 << 21)
+    numbers = shared(g.threads, g.width, g.groups * -(-g.results // g.width), g.batch, 1 << 21)
     bias = summed(numbers, 1) if biased else 0
     if g.pointwise():
         scratch = pointwise_sums(g, last) + bias
-        return Kernel("pointwise", free, free, _in_blocks(g), scratch)
+        return Kernel("pointwise", free, free, in_blocks(g), scratch)
     ends = [max(0, end) for end in g.ends]
     flat = g.channels == 3
     fits = g.padding[0] == ends[0] == 0 and max(g.dilation) == 1 and g.kernel[2] < _WIDEST
     rows = zip(g.reach[1:], g.padding[1:], ends[1:], strict=True)
     fits = fits and all(reach > max(pad, end) for reach, pad, end in rows)
-    fits = fits and g.kernel[0] <= g.read[0] and g.kernel[1] <= g.read[1]
+    within = g.kernel[0] <= g.read[0] and g.kernel[1] <= g.read[1]
+    fits = fits and (within or g.width > WIDTH)
     fits = fits and (g.groups == 1 or (3 not in (g.channels, g.channels * g.groups)))
     fits = fits and (flat or last or g.whole())
     if fits:
         parts = shared(
             g.threads,
-            g.points * (3 if flat else WIDTH) * WIDTH,
-            g.groups * -(-g.results // WIDTH) * (1 if flat else -(-g.channels // WIDTH)),
+            g.points * (3 if flat else g.width) * g.width,
+            g.groups * -(-g.results // g.width) * (1 if flat else -(-g.channels // g.width)),
             g.batch * g.given[0],
             1 << 21,
         )
         scratch = summed(parts, 1) + bias
         read = "plain" if flat and not last else free
-        return Kernel("direct", read, free, _in_blocks(g, flat), scratch)
+        return Kernel("direct", read, free, in_blocks(g, flat), scratch)
     return unfolding_parameter(g, last)
 
 
@@ -163,7 +168,7 @@ def _row_fits(g: Geometry) -> bool:
     over = max(0, (g.reach[2] - 1 - g.padding[2]) // stride)
     most, part = 0, 1
     for blocks in range(1, 5):
-        if -(-g.channels // WIDTH) % blocks:
+        if -(-g.channels // g.width) % blocks:
             continue
         points = stride
         while points * blocks + points // stride <= _REGISTERS and points < size + stride:
@@ -203,28 +208,32 @@ def unfolding_parameter(g: Geometry, last: bool) -> Kernel:
 # ---------------------------------------------------------------------------- parameters
 
 
-def _in_blocks(g: Geometry, flat: bool = False) -> int:
-    channels = g.channels if flat else up(g.channels, WIDTH)
-    return g.groups * channels * up(g.results, WIDTH) * g.points * FLOAT
+def in_blocks(g: Geometry, flat: bool = False) -> int:
+    channels = g.channels if flat else up(g.channels, g.width)
+    return g.groups * channels * up(g.results, g.width) * g.points * FLOAT
 
 
 def _by_channel(g: Geometry) -> int:
-    return up(g.groups, WIDTH) * g.points * FLOAT
+    return up(g.groups, g.width) * g.points * FLOAT
 
 
 def _as_is(g: Geometry, last: bool) -> int:
     return g.elements * FLOAT if last else 0
 
 
-def _for_products(g: Geometry, back: bool) -> int:
-    """Bytes of the parameter for a product, whose results are in blocks of one to four registers.
+def for_products(g: Geometry, back: bool) -> int:
+    """Bytes of the parameter for a product, whose results are in blocks of one to four registers of
+    channels.
 
     For more channels than four registers hold, oneDNN searches for the better of blocks of three
     and of four. The larger size is assumed: at most an eighth more than the true one (a fifth, for
     80 channels). A size that is over 30 % more than the channels was never seen."""
     made, of = (g.channels, g.results) if back else (g.results, g.channels)
-    fits = up(made, WIDTH)
-    if made > 4 * WIDTH:
-        least, most = sorted((up(made, 3 * WIDTH), up(made, 4 * WIDTH)))
+    fits = up(made, g.width)
+    if g.width > WIDTH:  # blocks of three and of four registers are taken only if they do not pad
+        fits = up(made, 2 * g.width) if made > g.width else fits
+        return g.groups * fits * of * g.points * FLOAT
+    if made > 4 * g.width:
+        least, most = sorted((up(made, 3 * g.width), up(made, 4 * g.width)))
         fits = most if 10 * most <= 13 * made else least
     return g.groups * fits * of * g.points * FLOAT

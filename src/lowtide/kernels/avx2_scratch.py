@@ -46,6 +46,8 @@ class Geometry(NamedTuple):
     threads: int
     cache: int
     """Bytes of each core's second-level cache."""
+    width: int = WIDTH
+    """Channels in a block of the kernels that are no plain products with unfolded images."""
 
     @property
     def reach(self) -> list[int]:
@@ -78,7 +80,7 @@ class Geometry(NamedTuple):
 
     def whole(self) -> bool:
         """Whether channels may be in blocks; with several groups they cannot be padded to one."""
-        return self.groups == 1 or not (self.channels % WIDTH or self.results % WIDTH)
+        return self.groups == 1 or not (self.channels % self.width or self.results % self.width)
 
     def pointwise(self) -> bool:
         if self.groups > 1 or self.points > 1 or max(self.padding) > 0:
@@ -131,15 +133,15 @@ def gathered(g: Geometry, channels: int) -> int:
 
 
 def pointwise_sums(g: Geometry, last: bool) -> int:
-    one, other = -(-g.channels // WIDTH), -(-g.results // WIDTH)
-    small = math.prod(g.read) <= 1024 and g.channels % WIDTH == 0
+    one, other = -(-g.channels // g.width), -(-g.results // g.width)
+    small = math.prod(g.read) <= 1024 and g.channels % g.width == 0
     into = _halved(one, 17 if last else 9) if small or not last else one
-    out = _halved(other, 32) if not last or g.results % WIDTH == 0 else other
-    job = into * out * WIDTH * WIDTH
+    out = _halved(other, 32) if not last or g.results % g.width == 0 else other
+    job = into * out * g.width * g.width
     jobs = -(-one // into) * -(-other // out)
     points = g.batch * math.prod(g.given)
     parts = shared(g.threads, job, jobs, points, g.threads * job * 8)
-    points_read = gathered(g, g.channels if last else into * WIDTH)
+    points_read = gathered(g, g.channels if last else into * g.width)
     return points_read + summed(parts, 0)
 
 

@@ -29,6 +29,7 @@ from lowtide.kernels.half import (
 )
 from lowtide.kernels.tiles import tiles_workspace
 from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
+from lowtide.kernels.wide_products import of_input, shared_width, shared_workspace, transposed
 
 _HALF_BLOCK = 8  # channels, for the gradient of a parameter with fewer input channels than a block
 _UNBLOCKED = 4  # fewer channels than this are read as they are
@@ -67,18 +68,22 @@ def convolution_workspace(
         copies = _copied(source, last) + (0 if given is None else _copied(given, last))
         copies += _ordered(weight, last)
         return copies + tiles_workspace(source, weight, out, options, given, passes, last)
-    oneself = half or itself
-    if instructions == "AVX512" or oneself:
-        return _wide_workspace(source, weight, out, options, given, passes, biased)
     call = (source, weight, out, options, given, passes, biased)
+    if half or itself:
+        return _wide_workspace(*call)
     copies = _copied(source, last) + (0 if given is None else _copied(given, last))
     copies += _ordered(weight, last)
+    width, certain = shared_width(source, weight, options, given is not None, last)
+    wide = copies + shared_workspace(*call, last, width) if width else 0
+    wide = wide if certain else max(wide, _wide_workspace(*call))
+    if instructions == "AVX512":
+        return wide
     narrow = copies + narrow_workspace(*call, last)
     if instructions == "AVX2":
         return narrow
     # Kernels of other CPUs were not measured. Where they lack one, images are unfolded instead. The
     # largest known figure is taken.
-    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), _wide_workspace(*call))
+    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), wide)
 
 
 def _wide_workspace(
@@ -104,7 +109,12 @@ def _wide_workspace(
         if given is not None:
             taken = _transposed_backward(source, weight, given, options)
         else:
-            taken = _transposed(source, weight, out, stride, biased)
+            wide = _products(source)
+            strided = transposed(source, weight, out, options, biased, last) if wide else None
+            if strided is None:
+                taken = _transposed(source, weight, out, stride, biased)
+            else:
+                taken = strided - out
         if back and half and options.groups == 1:
             taken = half_transposed(source, weight, out)
     elif source.dim() == 5 and _depthwise(source, weight):
@@ -199,7 +209,10 @@ def _backward(
     second = _summed(source, given, weight, options)
     if not passes:
         return second
-    if stride == 1:
+    strided = of_input(source, weight, given, options, False) if _products(source) else None
+    if strided is not None:
+        first = strided
+    elif stride == 1:
         first = padded(into, source.shape[1]) + padded(nbytes(given), weight.shape[0])
         first += _blocked(weight, CHANNEL_BLOCK, CHANNEL_BLOCK)
     else:
@@ -221,8 +234,11 @@ def _summed(read: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, optio
     gathers, dilated = _gathers(read, weight, stride), max(options.dilation) > 1
     whole = channels >= CHANNEL_BLOCK or gathers or _pointwise(weight, stride)
     halves = not whole and channels >= _UNBLOCKED
-    # The kernel for half blocks supports neither dilation nor volumes padded in depth.
-    lacking = halves and (dilated or (volume and options.padding[0] > 0))
+    # The kernel for half blocks, which is that of AVX2, supports no dilation, no volumes padded in
+    # depth, and no kernel that is larger than what it slides over.
+    rows = zip(read.shape[2:-1], weight.shape[2:-1], strict=True)
+    larger = any(size < width for size, width in rows)
+    lacking = halves and (dilated or larger or (volume and options.padding[0] > 0))
     if lacking or (dilated and volume) or _as_product(read, weight, options):
         columns = nbytes(given) // max(1, others * given.shape[0]) * math.prod(weight.shape[1:])
         if volume:  # one slice at a time
@@ -283,7 +299,10 @@ def _grouped_backward(
     made = parameter + (into if passes else 0)
     blocked_in, blocked_out = padded(into, channels), padded(out, weight.shape[0])
     first = 0
-    if passes and stride > 1 and (not depthwise or source.element_size() == 2):
+    strided = of_input(source, weight, given, options, False) if _products(source) else None
+    if passes and strided is not None:
+        first = strided - made
+    elif passes and stride > 1 and (not depthwise or source.element_size() == 2):
         first = 3 * into - made
     if _as_product(source, weight, options):
         columns = _columns(source, weight, out)
@@ -308,6 +327,11 @@ def _grouped_backward(
     if pointwise and torch.get_num_threads() > 1 and blocked > _SHARED * parameter:
         blocked += parameter * 9 // 8  # partial gradients of the threads
     return max(first, blocked, parameter)
+
+
+def _products(source: torch.Tensor) -> bool:
+    """Whether `wide_products` knows kernels for this dtype on this CPU."""
+    return source.dtype == torch.float32 and _compat.onednn_instructions() != "AVX2"
 
 
 def _depthwise(source: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -26,6 +26,8 @@ _REDUCED_IN_PLACE = {
     "aten::soft_margin_loss": 2,
 }
 
+_LAST_OFFSET = 7  # the position of `include_last_offset`
+
 
 def kept_storage(name: str, args: Any) -> int | None:
     """Bytes of the storage of a result that is as large as what it was reduced from; None if the
@@ -37,6 +39,19 @@ def kept_storage(name: str, args: Any) -> int | None:
     one, other = args[:2]
     shape = torch.broadcast_shapes(one.shape, other.shape)
     return int(math.prod(shape) * promoted(one.dtype, other.dtype).itemsize)
+
+
+def kept_of_bags(args: Any, results: tuple[Any, ...]) -> dict[int, int]:
+    """Bytes of the storages of an embedding bag's results, by position, that are larger than they:
+    the bag of each index is counted in one element more, and the size of each bag is the offsets,
+    of which the last may be no bag's."""
+    found = {}
+    bags, offsets = results[1], args[2]
+    if bags.numel():  # else the kernel needs none
+        found[1] = (bags.numel() + 1) * bags.element_size()
+    if len(args) > _LAST_OFFSET and args[_LAST_OFFSET]:
+        found[2] = offsets.numel() * offsets.element_size()
+    return found
 
 
 def reduced_in_place(name: str, args: Any) -> bool:

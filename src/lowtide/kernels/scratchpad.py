@@ -3,9 +3,9 @@
 Problem: most formulas for workspace say what grows with the tensors. Some kernels take some tens of
 KiB besides, which is a lot in a small step: counted where it is not taken, it refuses limits that
 can be met. Invariant: the largest scratchpad that was measured, unless torch is known to run the
-convolution itself, or the formulas for workspace contain it, as those for AVX2 and contiguous
-tensors do. Imports `_compat` and unfolding. Rejected: leaving it out, which exceeds limits of small
-steps.
+convolution itself, or the formulas for workspace contain it, as most of those for float32 and
+contiguous tensors do. Imports `_compat` and unfolding. Rejected: leaving it out, which exceeds
+limits of small steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lowtide import _compat
-from lowtide.kernels.unfolding import options_of, unfolded
+from lowtide.kernels.unfolding import Options, options_of, unfolded
 
 LARGEST = 40 << 10  # bytes on each thread
 _ROUNDED = 512  # bytes on each thread: what formulas that contain the rest were measured to miss
@@ -45,10 +45,24 @@ def _on_each_thread(name: str, args: Sequence[Any]) -> int:
     source, weight = read[:2]
     if source.device.type != "cpu":
         return LARGEST
-    if unfolded(source, weight, "cpu", options_of(args, backward)):
+    options = options_of(args, backward)
+    if unfolded(source, weight, "cpu", options):
         return 0
-    contained = _compat.onednn_instructions() == "AVX2" and source.dtype == torch.float32
-    return _ROUNDED if contained and _is_plain(source) and _is_plain(weight) else LARGEST
+    if source.dtype != torch.float32 or not (_is_plain(source) and _is_plain(weight)):
+        return LARGEST
+    by_channel = weight.shape[1] == 1 and not options.transposed
+    return _ROUNDED if _is_contained(options, by_channel, backward) else LARGEST
+
+
+def _is_contained(options: Options, by_channel: bool, backward: bool) -> bool:
+    """Whether the formulas for workspace contain the scratchpad, for contiguous float32 tensors.
+    With AVX-512 they lack what threads sum in part, and are not exact for some dilated and grouped
+    convolutions."""
+    instructions = _compat.onednn_instructions()
+    if instructions != "AVX512":
+        return instructions == "AVX2"
+    exact = max(options.dilation) == 1 and (options.groups == 1 or by_channel)
+    return exact and (not backward or torch.get_num_threads() == 1)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -211,11 +211,14 @@ class DeviceCounters:
 
 
 def start_marks(device: torch.device) -> Marks | None:
-    """Begin to measure a device; None if another profiler is in the way."""
+    """Begin to measure a device; None if another profiler is in the way, or a backward: its end
+    takes away the profiler of this thread, which torch then misses on the terminal."""
     if device.type != "cpu":
         return DeviceCounters(device)
     around = recording_on_this_thread()
     if around is not None:
         return SharedEvents(around)
+    if _compat.in_backward():
+        return None
     events = MemoryEvents()
     return OwnEvents(events) if events.start(patient=True) else None
