@@ -168,6 +168,17 @@ def test_exactly_what_is_too_much_goes_back() -> None:
     assert pages.figures()["highest"] == 10 * PAGE
 
 
+def test_places_that_touch_serve_one_block() -> None:
+    pages = driver().Pages(PAGE)
+    first, second = pages.take(32 << 20), pages.take(32 << 20)
+    if abs(first - second) != 32 << 20:
+        pytest.skip("the kernel has put something between them")
+    pages.give(first)
+    pages.give(second)
+    assert pages.take(64 << 20) == min(first, second)
+    assert pages.figures()["addresses"] == 64 << 20
+
+
 sizes = st.one_of(st.integers(1, 40 * PAGE), st.integers(1, 5 << 20))
 decisions = st.one_of(
     st.tuples(st.just("take"), sizes),
@@ -265,6 +276,9 @@ def test_what_is_kept_is_bounded(allocator: lowtide.CPUAllocator) -> None:
     assert allocator.memory_reserved() == 2 * SMALL
     lowtide.use_cpu_allocator(0)
     assert allocator.memory_reserved() == 0
+    lowtide.use_cpu_allocator("0")  # as a configuration file has it
+    block(SMALL)
+    assert allocator.memory_reserved() == 0
     lowtide.use_cpu_allocator(f"{16 * SMALL} B")
     block(9 * SMALL)
     block(12 * SMALL)
@@ -288,6 +302,52 @@ def test_removed_it_keeps_nothing_and_releases_what_it_has(
     assert allocator.memory_reserved() == 0
     assert lowtide.use_cpu_allocator().active
     assert allocator.active
+
+
+def test_removed_it_does_not_grow_a_storage(allocator: lowtide.CPUAllocator) -> None:
+    x = block(SMALL)
+    allocator.remove()
+    x.untyped_storage().resize_(4 * SMALL)
+    assert allocator.memory_allocated() == 0
+    assert bool((x == 1).all())
+
+
+def test_free_addresses_do_not_count_against_a_limit_on_them() -> None:
+    # 700 MiB fit into 1,600, but not beside addresses of 500 and 600 that are kept.
+    program = """
+import lowtide, resource, torch
+lowtide.use_cpu_allocator()
+kept = torch.ones(1 << 20)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (1600 << 20),) * 2)
+for size in (500, 600, 700, 800, 1000, 1300):
+    torch.empty(size << 20, dtype=torch.uint8)
+print(int(kept.sum()))
+"""
+    assert fresh(program) == str(1 << 20)
+
+
+def test_two_copies_of_lowtide_in_a_process() -> None:
+    program = """
+import shutil, tempfile
+from pathlib import Path
+import torch
+from lowtide.compiled import build
+path = build.cpu_allocator()
+with tempfile.TemporaryDirectory() as other:
+    shutil.copy(path, other)
+    first, second = (
+        build.load(each, build.CPU_MODULE) for each in (path, Path(other) / path.name)
+    )
+for core in (first, second, first, second):
+    assert core.install() is None
+    torch.ones(10), torch.ones(1 << 20)
+first.remove()
+second.remove()
+torch.ones(10), torch.ones(1 << 20)
+print(first.installed(), second.installed(), first.figures()["allocated"])
+"""
+    assert fresh(program) == "False False 0"
 
 
 def test_what_no_machine_has_is_refused_as_by_torch(allocator: lowtide.CPUAllocator) -> None:
@@ -492,9 +552,14 @@ def test_without_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_pages_of_another_size_are_refused(allocator: lowtide.CPUAllocator) -> None:
     if not gives_huge_pages():
         pytest.skip("this system gives no huge pages")
-    block(SMALL)
+    x = block(SMALL)
     with pytest.raises(lowtide.UsageError, match=r"pages of 2.0 MiB, .* in pages of 4.0 KiB"):
         lowtide.use_cpu_allocator(huge_pages=True)
+    del x
+    lowtide.use_cpu_allocator(huge_pages=True)
+    block(SMALL)
+    lowtide.use_cpu_allocator()
+    assert allocator.memory_reserved() == 0
 
 
 def test_huge_pages_serve_tensors() -> None:
@@ -511,7 +576,7 @@ print(used.memory_allocated(), used.memory_reserved(), int(x.sum()))
 
 @pytest.mark.parametrize("reserve", [0.5, "50%", -1, "some", True, torch.ones(2)])
 def test_a_reserve_that_is_no_size(reserve: Any) -> None:
-    with pytest.raises(lowtide.UsageError):
+    with pytest.raises(lowtide.UsageError, match=r"^lowtide\.use_cpu_allocator: reserve "):
         lowtide.use_cpu_allocator(reserve)
 
 

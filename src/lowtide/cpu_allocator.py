@@ -99,10 +99,12 @@ def use_cpu_allocator(
     Args:
         reserve: how much may be in use and kept together: bytes, or text such as "6 GiB"; 0 keeps
             nothing. Default: the most that was in use so far, so that a training that repeats
-            itself takes new pages only in its first steps. Another call changes it.
+            itself takes new pages only in its first steps; with less, steps are slower. Another
+            call changes it.
         huge_pages: ask the kernel for huge pages (2 MiB on most machines), which large networks
             often run faster with. What is kept may then exceed its bound by parts of such pages. It
-            cannot be changed once there are blocks.
+            cannot be changed while there are blocks.
+            Without it there are none, even where the kernel gives them to every program.
 
     Returns:
         The allocator, with its figures, named as those in `torch.cuda`.
@@ -125,14 +127,13 @@ def use_cpu_allocator(
     with _lock:
         core = _core()
         unit = _huge_page() if huge_pages else mmap.PAGESIZE
-        figures = core.figures()
-        if figures["addresses"] and figures["unit"] != unit:
+        if not core.set_unit(unit):
             raise UsageError(
                 f"lowtide.use_cpu_allocator: huge_pages={huge_pages} needs pages of "
                 f"{format_bytes(unit)}, and this process has blocks in pages of "
-                f"{format_bytes(figures['unit'])}. Ask for it in the first call."
+                f"{format_bytes(core.figures()['unit'])}. Ask for it in the first call."
             )
-        obstacle = core.install(unit)
+        obstacle = core.install()
         if obstacle is not None:
             raise UnsupportedError(
                 f"lowtide.use_cpu_allocator cannot replace the allocator in use: {obstacle}. Call "
@@ -156,9 +157,16 @@ def _core() -> ModuleType:
 
 
 def _size(reserve: object) -> int | None:
-    if reserve is None or whole_number(reserve) == 0:
-        return None if reserve is None else 0
-    size = parse_limit(reserve)
+    if reserve is None:
+        return None
+    if whole_number(reserve) == 0 or (isinstance(reserve, str) and reserve.strip() == "0"):
+        return 0  # which is no limit
+    try:
+        size = parse_limit(reserve)
+    except UsageError as error:
+        raise UsageError(
+            f"lowtide.use_cpu_allocator: reserve is read as limits are: {error}"
+        ) from error
     if isinstance(size, float):
         raise UsageError(
             f"lowtide.use_cpu_allocator: reserve is a size in bytes, or text such as '6 GiB'; got "

@@ -23,8 +23,10 @@ namespace {
 const size_t SMALL = 16 * PAGE;  // of which the rounding to pages is at most a 16th
 
 struct Allocator final : at::Allocator {
-  at::Allocator* before = nullptr;  // torch's own, or whatever was in use
+  at::Allocator* before = nullptr;    // torch's own, or whatever was in use; never changed, as it has blocks
+  at::Allocator* replaced = nullptr;  // what `remove` puts back
   std::mutex lock;
+  bool used = false;  // else it is still asked by storages that grow, and by an allocator on top of it
   Pages pages;
 
   at::DataPtr allocate(size_t size) override;
@@ -60,7 +62,7 @@ at::DataPtr Allocator::allocate(size_t size) {
   uintptr_t place = 0;
   if (size >= SMALL) {
     std::lock_guard guard(lock);
-    place = pages.take(size);
+    if (used) place = pages.take(size);
   }
   auto* block = place ? reinterpret_cast<void*>(place) : before->raw_allocate(size);
   if (place) c10::profiledCPUMemoryReporter().New(block, size);
@@ -75,39 +77,61 @@ void stay_usable_after_fork() {
                  [] { allocator().lock.unlock(); });
 }
 
-// Of the size in which pages come and go, which must not change any more. Returns what is in the way, or None.
-PyObject* install(PyObject*, PyObject* argument) {
-  auto& ours = allocator();
+// The size in which pages come and go. False if there are blocks in pages of another size.
+PyObject* set_unit(PyObject*, PyObject* argument) {
   size_t unit = PyLong_AsSize_t(argument);
   if (PyErr_Occurred()) return nullptr;
+  std::lock_guard guard(allocator().lock);
+  auto& pages = allocator().pages;
+  if (pages.unit != unit) {
+    pages.shed();
+    if (pages.addresses) Py_RETURN_FALSE;
+    pages.unit = unit;
+  }
+  Py_RETURN_TRUE;
+}
+
+// Returns what is in the way, or None.
+PyObject* install(PyObject*, PyObject*) {
+  auto& ours = allocator();
   auto* current = c10::GetCPUAllocator();
   if (current != &ours) {
     if (current->raw_deleter() == nullptr) {
       return PyUnicode_FromString("the allocator in use does not release blocks by their address");
     }
-    if (ours.before == nullptr) stay_usable_after_fork();
-    ours.before = current;
+    // Of two copies of this library, each may find the other in use: the first one found remains `before`, or
+    // they would ask each other for ever.
+    auto* before = ours.before;
+    if (before == nullptr) ours.before = current;
     c10::SetCPUAllocator(&ours, 0);
     if (c10::GetCPUAllocator() != &ours) {
+      ours.before = before;
       return PyUnicode_FromString("the allocator in use has a higher priority");
     }
+    if (before == nullptr) stay_usable_after_fork();
+    ours.replaced = current;
   }
   std::lock_guard guard(ours.lock);
-  ours.pages.unit = unit;
+  ours.used = true;
   Py_RETURN_NONE;
 }
 
 // Blocks that are in use remain until they are released; nothing is kept any more.
 PyObject* remove(PyObject*, PyObject*) {
   auto& ours = allocator();
-  if (c10::GetCPUAllocator() == &ours) c10::SetCPUAllocator(ours.before, 0);
+  if (c10::GetCPUAllocator() == &ours) c10::SetCPUAllocator(ours.replaced, 0);
   std::lock_guard guard(ours.lock);
+  ours.used = false;
   ours.pages.reserve = 0;
   ours.pages.fit();
   Py_RETURN_NONE;
 }
 
-PyObject* installed(PyObject*, PyObject*) { return PyBool_FromLong(c10::GetCPUAllocator() == &allocator()); }
+PyObject* installed(PyObject*, PyObject*) {
+  auto& ours = allocator();
+  std::lock_guard guard(ours.lock);
+  return PyBool_FromLong(ours.used && c10::GetCPUAllocator() == &ours);
+}
 
 PyObject* reserve(PyObject*, PyObject* most) {
   std::optional<size_t> bytes;
@@ -140,13 +164,13 @@ PyObject* reset_peaks(PyObject*, PyObject*) {
 PyObject* figures(PyObject*, PyObject*) {
   std::lock_guard guard(allocator().lock);
   auto& pages = allocator().pages;
-  return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "allocated", pages.live, "reserved", pages.live + pages.dirty,
-                       "peak_allocated", pages.peak, "peak_reserved", pages.highest, "unit", pages.unit,
-                       "addresses", pages.addresses);
+  return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n}", "allocated", pages.live, "reserved", pages.live + pages.dirty,
+                       "peak_allocated", pages.peak, "peak_reserved", pages.highest, "unit", pages.unit);
 }
 
 PyMethodDef functions[] = {
-    {"install", install, METH_O, nullptr},
+    {"set_unit", set_unit, METH_O, nullptr},
+    {"install", install, METH_NOARGS, nullptr},
     {"remove", remove, METH_NOARGS, nullptr},
     {"installed", installed, METH_NOARGS, nullptr},
     {"reserve", reserve, METH_O, nullptr},

@@ -6,7 +6,7 @@
 // process has no page of ours that is not counted in `live` or `dirty` (free and kept), and those are
 // together at most `bound()`, unless none of what is free is a whole `unit`. The kernel brings and takes
 // pages by that unit: of what is free, the parts of one are kept all or none, or it would bring more than
-// is counted. Addresses are never given back: they cost next to nothing.
+// is counted. Addresses cost next to nothing, and are given back only where a limit on them is in the way.
 // Knows the kernel's mmap and madvise, and nothing of torch. Not thread-safe.
 // Rejected: keeping blocks of equal size, which on the networks of `benchmarks/resident.py` has the kernel
 // clear 4 to 100 times the pages; moving pages together with mremap, which leaves thousands of mappings;
@@ -38,7 +38,7 @@ class Pages {
  public:
   size_t live = 0, peak = 0, dirty = 0, highest = 0, addresses = 0;
   std::optional<size_t> reserve;  // none: the most that was in use so far
-  size_t unit = PAGE;             // or the size of a huge page; fixed once a block was taken
+  size_t unit = PAGE;             // or the size of a huge page; changes only without addresses
 
   size_t bound() const { return std::max(live, reserve.value_or(peak)); }
 
@@ -48,7 +48,7 @@ class Pages {
     size = rounded(size, PAGE);
     auto place = kept(size);
     if (!place) place = window(size);
-    if (!place && grow(size)) place = window(size);
+    if (!place && (grow(size) || (shed() && grow(size)))) place = window(size);
     if (!place) return 0;
     bring(rounded_down(*place, unit), rounded(*place + size, unit));
     cut(*place, *place + size);
@@ -84,6 +84,24 @@ class Pages {
       auto [size, start] = *found;
       give_back(start + size - std::min(size, excess), start + size);
     }
+  }
+
+  // Give back addresses, too: `ulimit -v` and strict overcommit count them. Only those of large ranges, as each
+  // hole splits a mapping, of which the kernel allows a process some ten thousands. True if there were any.
+  bool shed() {
+    fit_to(0);
+    size_t before = addresses;
+    for (auto at = free_.begin(); at != free_.end();) {
+      auto [start, range] = *at;
+      size_t size = range.end - start;
+      if (range.dirty || size < GROWTH || munmap(reinterpret_cast<void*>(start), size)) {
+        ++at;
+      } else {
+        addresses -= size;
+        at = erase(at);
+      }
+    }
+    return addresses < before;
   }
 
  private:
@@ -153,11 +171,15 @@ class Pages {
 
   bool grow(size_t size) {
     size = rounded(size, GROWTH);
-    // Addresses that begin with a unit: some before and after them remain unused. Not MAP_NORESERVE, with
-    // which the kernel would grant more than the machine has, and end the process when that is written.
-    void* made = mmap(nullptr, size + unit, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    // Not MAP_NORESERVE, with which the kernel would grant more than the machine has, and end the process when
+    // that is written.
+    size_t more = unit - PAGE;
+    void* made = mmap(nullptr, size + more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) return false;
-    auto start = rounded(reinterpret_cast<uintptr_t>(made), unit);
+    auto low = reinterpret_cast<uintptr_t>(made), start = rounded(low, unit);
+    // Nothing unused remains around them: what is mapped next touches it, and blocks may lie across.
+    if (start > low) munmap(made, start - low);
+    if (low + more > start) munmap(reinterpret_cast<void*>(start + size), low + more - start);
     madvise(reinterpret_cast<void*>(start), size, unit == PAGE ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     addresses += size;
     add(start, start + size, false);
