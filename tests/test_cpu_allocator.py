@@ -168,6 +168,20 @@ def test_exactly_what_is_too_much_goes_back() -> None:
     assert pages.figures()["highest"] == 10 * PAGE
 
 
+def test_addresses_are_given_back_with_their_pages() -> None:
+    pages = driver().Pages(PAGE)
+    gone, kept = pages.take(64 << 20), pages.take(PAGE)
+    pages.give(gone)
+    assert pages.figures()["addresses"] == 96 << 20
+    assert pages.shed()
+    # What is beside the block in use goes too if it touches the rest; alone, it is too little.
+    assert pages.figures()["addresses"] in (PAGE, 32 << 20)
+    assert not pages.shed()
+    driver().fill(kept, PAGE, 1)
+    assert pages.resident() == PAGE
+    assert pages.flaw() is None
+
+
 def test_places_that_touch_serve_one_block() -> None:
     pages = driver().Pages(PAGE)
     first, second = pages.take(32 << 20), pages.take(32 << 20)
@@ -187,6 +201,7 @@ decisions = st.one_of(
     st.tuples(st.just("give"), st.integers(0, 99)),
     st.tuples(st.just("reserve"), st.none() | st.integers(0, 8 << 20)),
     st.tuples(st.just("fit_to"), st.integers(0, 4 << 20)),
+    st.tuples(st.just("shed"), st.just(0)),
 )
 
 
@@ -209,10 +224,12 @@ def test_the_kernel_has_what_is_counted(unit: int, program: list[tuple[str, Any]
             assert pages.give(blocks.pop(value % len(blocks))[0])
         elif what in ("reserve", "fit_to"):
             getattr(pages, what)(value)
+        elif what == "shed":
+            pages.shed()
         assert pages.flaw() is None
         figures = pages.figures()
         before, counted = counted, figures["live"] + figures["dirty"]
-        if what == "fit_to" and unit == PAGE:
+        if what in ("fit_to", "shed") and unit == PAGE:
             assert counted == max(figures["live"], min(before, value // PAGE * PAGE))
         # Exact where the kernel brings single pages; huge ones it may not have.
         assert pages.resident() == counted if unit == PAGE else pages.resident() <= counted

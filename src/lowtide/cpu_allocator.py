@@ -102,9 +102,9 @@ def use_cpu_allocator(
             itself takes new pages only in its first steps; with less, steps are slower. Another
             call changes it.
         huge_pages: ask the kernel for huge pages (2 MiB on most machines), which large networks
-            often run faster with. What is kept may then exceed its bound by parts of such pages. It
+            often run faster with. What is kept may then exceed its bound by parts of such pages.
+            Without it, these blocks get none, even where the kernel gives them to every program. It
             cannot be changed while there are blocks.
-            Without it there are none, even where the kernel gives them to every program.
 
     Returns:
         The allocator, with its figures, named as those in `torch.cuda`.
@@ -131,7 +131,8 @@ def use_cpu_allocator(
             raise UsageError(
                 f"lowtide.use_cpu_allocator: huge_pages={huge_pages} needs pages of "
                 f"{format_bytes(unit)}, and this process has blocks in pages of "
-                f"{format_bytes(core.figures()['unit'])}. Ask for it in the first call."
+                f"{format_bytes(core.figures()['unit'])}. Ask for it in the first call, or "
+                "once their tensors are gone."
             )
         obstacle = core.install()
         if obstacle is not None:

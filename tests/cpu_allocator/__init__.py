@@ -18,8 +18,8 @@ _MODULE = "_cpu_pages_driver"
 
 def driver() -> ModuleType:
     """`Pages(unit)`, an object with `take(size)`, `give(place)`, `reserve(size or None)`,
-    `fit_to(size)` and `figures()`; `fill` and `holds` write and read blocks. `flaw()` says what of
-    the bookkeeping is inconsistent, or None; `resident()` what the kernel has of it."""
+    `fit_to(size)`, `shed()` and `figures()`. `flaw()` says what of the bookkeeping is inconsistent,
+    or None; `resident()` what the kernel has of it. `fill` and `holds` write and read blocks."""
     source = Path(__file__).with_name("driver.cpp")
     path = build.library(source, _MODULE, *build.CPU_HEADERS)
     return build.load(path, _MODULE)

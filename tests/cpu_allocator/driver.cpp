@@ -59,6 +59,8 @@ PyObject* fit_to(PyObject* self, PyObject* most) {
   Py_RETURN_NONE;
 }
 
+PyObject* shed(PyObject* self, PyObject*) { return PyBool_FromLong(of(self).shed()); }
+
 PyObject* figures(PyObject* self, PyObject*) {
   auto& pages = of(self);
   return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:N}", "live", pages.live, "dirty", pages.dirty, "peak", pages.peak,
@@ -136,7 +138,8 @@ PyMethodDef methods[] = {
     {"take", take, METH_O, nullptr},           {"give", give, METH_O, nullptr},
     {"reserve", reserve, METH_O, nullptr},     {"fit_to", fit_to, METH_O, nullptr},
     {"figures", figures, METH_NOARGS, nullptr}, {"resident", kernel, METH_NOARGS, nullptr},
-    {"flaw", flaw, METH_NOARGS, nullptr},      {nullptr, nullptr, 0, nullptr},
+    {"flaw", flaw, METH_NOARGS, nullptr},      {"shed", shed, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyMethodDef functions[] = {
