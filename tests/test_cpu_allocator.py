@@ -180,6 +180,9 @@ def test_addresses_are_given_back_with_their_pages() -> None:
     driver().fill(kept, PAGE, 1)
     assert pages.resident() == PAGE
     assert pages.flaw() is None
+    pages.give(kept)
+    pages.shed()
+    assert pages.figures()["addresses"] == 0
 
 
 def test_places_that_touch_serve_one_block() -> None:

@@ -86,15 +86,17 @@ class Pages {
     }
   }
 
-  // Give back addresses, too: `ulimit -v` and strict overcommit count them. Only those of large ranges, as each
-  // hole splits a mapping, of which the kernel allows a process some ten thousands. True if there were any.
+  // Give back addresses, too: `ulimit -v` and strict overcommit count them. Beside blocks only those of large
+  // ranges, as each hole splits a mapping, of which the kernel allows a process some ten thousands. True if there
+  // were any.
   bool shed() {
+    size_t least = live ? GROWTH : PAGE;
     fit_to(0);
     size_t before = addresses;
     for (auto at = free_.begin(); at != free_.end();) {
       auto [start, range] = *at;
       size_t size = range.end - start;
-      if (range.dirty || size < GROWTH || munmap(reinterpret_cast<void*>(start), size)) {
+      if (range.dirty || size < least || munmap(reinterpret_cast<void*>(start), size)) {
         ++at;
       } else {
         addresses -= size;
