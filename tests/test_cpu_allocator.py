@@ -347,6 +347,25 @@ print(int(kept.sum()))
     assert fresh(program) == str(1 << 20)
 
 
+def test_tensors_are_released_where_the_heap_is_full() -> None:
+    program = """
+import ctypes, lowtide, resource, sys, torch
+lowtide.use_cpu_allocator()
+grant = ctypes.CDLL(None).malloc
+grant.restype = ctypes.c_void_p
+tensors = [torch.empty(70000) for _ in range(2000)]
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken, taken))
+for size in (1 << 20, 65536, 4096, 1024, 256, 120, 88, 72, 56, 40, 24):
+    while grant(size):
+        pass
+for index in range(0, 2000, 2):
+    tensors[index] = None
+sys.stdout.write("released")
+"""
+    assert fresh(program) == "released"
+
+
 def test_two_copies_of_lowtide_in_a_process() -> None:
     program = """
 import shutil, tempfile

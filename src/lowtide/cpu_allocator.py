@@ -31,8 +31,9 @@ class CPUAllocator:
     """The allocator that `use_cpu_allocator` has put in place; there is one in a process.
 
     All sizes are in bytes, of blocks of 64 KiB and more (on a machine with pages of 4 KiB): smaller
-    ones come from the allocator that was there before, and are not counted. A block is a whole
-    number of pages.
+    ones come from the allocator that was there before, and so do a `torch.UntypedStorage` that is
+    made directly and memory that processes share; they are not counted. A block is a whole number
+    of pages.
     """
 
     def __init__(self, core: ModuleType) -> None:

@@ -29,7 +29,7 @@ import torch
 
 MODULE, CPU_MODULE = "_lowtide_core", "_lowtide_cpu"
 _HERE = Path(__file__).parent
-CPU_HEADERS = (_HERE / "cpu" / "pages.h",)
+CPU_HEADERS = (_HERE / "cpu" / "nodes.h", _HERE / "cpu" / "pages.h")
 # No fused multiply-add: the planner's seconds must have the bits that Python computes.
 _EXACT = "-ffp-contract=off"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", _EXACT, "-w")

@@ -19,12 +19,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
-#include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "nodes.h"
 
 namespace lowtide::cpu {
 
@@ -46,6 +48,7 @@ class Pages {
   uintptr_t take(size_t size) {
     if (size > SIZE_MAX - GROWTH) return 0;
     size = rounded(size, PAGE);
+    if (!nodes(1)) return 0;
     auto place = kept(size);
     if (!place) place = window(size);
     if (!place && (grow(size) || (shed() && grow(size)))) place = window(size);
@@ -76,7 +79,7 @@ class Pages {
   // Give free pages back to the kernel until the bound is kept.
   void fit() { fit_to(bound()); }
   void fit_to(size_t most) {
-    while (!whole_.empty() && live + dirty > most) {
+    while (!whole_.empty() && live + dirty > most && nodes(0)) {
       // The range of which the fewest units suffice, of which the rest stays; else the largest.
       size_t excess = rounded(live + dirty - most, unit);
       auto found = whole_.lower_bound({excess, 0});
@@ -87,8 +90,7 @@ class Pages {
   }
 
   // Give back addresses, too: `ulimit -v` and strict overcommit count them. Beside blocks only those of large
-  // ranges, as each hole splits a mapping, of which the kernel allows a process some ten thousands. True if there
-  // were any.
+  // ranges, as each hole splits a mapping, of which the kernel allows a process 65,530. True if there were any.
   bool shed() {
     size_t least = live ? GROWTH : PAGE;
     fit_to(0);
@@ -111,11 +113,18 @@ class Pages {
     uintptr_t end;
     bool dirty;  // its pages are here; else they are the kernel's, and it begins and ends with a unit
   };
-  std::map<uintptr_t, Free> free_;                // neighbours differ in `dirty`, or have something between
-  using Sizes = std::set<std::pair<size_t, uintptr_t>>;
+  template <class Value>
+  using Map = std::map<uintptr_t, Value, std::less<uintptr_t>, Node<std::pair<const uintptr_t, Value>>>;
+  Map<Free> free_;                                // neighbours differ in `dirty`, or have something between
+  using Size = std::pair<size_t, uintptr_t>;
+  using Sizes = std::set<Size, std::less<Size>, Node<Size>>;
   Sizes sizes_;  // of the dirty ones
   Sizes whole_;  // of their whole units, where there are any
-  std::unordered_map<uintptr_t, size_t> blocks_;
+  Map<size_t> blocks_;
+
+  // Each block that is released may become a range, with three nodes; taking one, and giving pages back,
+  // changes a few ranges more.
+  bool nodes(size_t more) const { return Nodes::have(3 * (blocks_.size() + more) + 32); }
 
   // The smallest dirty range that the block fits in: the kernel has nothing to do.
   std::optional<uintptr_t> kept(size_t size) const {
@@ -144,8 +153,8 @@ class Pages {
     return best;
   }
 
-  using At = std::map<uintptr_t, Free>::iterator;
-  using ConstAt = std::map<uintptr_t, Free>::const_iterator;
+  using At = Map<Free>::iterator;
+  using ConstAt = Map<Free>::const_iterator;
 
   // Among the places that begin with a dirty range: one that begins before it, moved there, loses none.
   static std::pair<uintptr_t, size_t> window_in(ConstAt first, ConstAt end, size_t size) {
@@ -158,7 +167,8 @@ class Pages {
       before.push_back(before.back() + (at->second.end - at->first));
     }
     auto below = [&](uintptr_t place) {
-      size_t index = std::upper_bound(ranges.begin(), ranges.end(), std::pair(place, UINTPTR_MAX)) - ranges.begin();
+      auto after = std::upper_bound(ranges.begin(), ranges.end(), std::pair(place, UINTPTR_MAX));
+      size_t index = after - ranges.begin();
       if (index == 0) return size_t(0);
       return before[index - 1] + (std::min(ranges[index - 1].second, place) - ranges[index - 1].first);
     };
@@ -173,8 +183,8 @@ class Pages {
 
   bool grow(size_t size) {
     size = rounded(size, GROWTH);
-    // Not MAP_NORESERVE, with which the kernel would grant more than the machine has, and end the process when
-    // that is written.
+    // Not MAP_NORESERVE, with which the kernel would grant more than the machine has, and end the process
+    // when that is written.
     size_t more = unit - PAGE;
     void* made = mmap(nullptr, size + more, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) return false;
