@@ -184,6 +184,9 @@ SMALL = {
     "last, few results": Shape((2, 64, 9, 9), (1, 64, 7, 7), padding=3, last=True),
     "last, stride": Shape((2, 64, 17, 16), (8, 64, 3, 3), 2, 1, last=True),
     "last, depthwise": Shape((3, 24, 16, 8), (24, 1, 5, 5), groups=24, last=True),
+    "last, 3D": Shape((2, 32, 8, 9, 8), (32, 32, 3, 3, 3), padding=1, last=True),
+    "patches with a margin": Shape((1, 3, 112, 112), (128, 3, 16, 16), 16, 8),
+    "a wide kernel, stride": Shape((1, 16, 30, 30), (32, 16, 9, 9), 2, 4),
 }  # fmt: skip
 
 

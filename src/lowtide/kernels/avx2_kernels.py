@@ -30,6 +30,7 @@ from lowtide.kernels.blocks import FLOAT, up
 
 _REGISTERS = 15
 _UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger
+_UNROLLED_WIDE = 28  # with AVX-512
 _UNROLLED_DEPTHWISE = 4
 _WIDEST = 14  # the direct kernel makes the gradient of parameters narrower than this only
 CHAINED = 128  # scratchpad bytes of a kernel that calls another one
@@ -76,7 +77,8 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
     else:
         fits = last or g.whole()
     wide = g.kernel[2] > 7 and max(g.padding[1:]) > 0 and max(g.stride[1:]) > 1
-    if fits and g.pads_little() and g.padding[2] <= min(_UNROLLED, g.given[2]) and not wide:
+    at_once, wide = (_UNROLLED, wide) if g.width == WIDTH else (_UNROLLED_WIDE, False)
+    if fits and g.pads_little() and g.padding[2] <= min(at_once, g.given[2]) and not wide:
         parameter = in_blocks(g, flat)
         return Kernel("direct", "plain" if flat and not last else free, free, parameter)
     return unfolding_forward(g, last)
@@ -128,7 +130,10 @@ def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kerne
         return Kernel("pointwise", free, free, in_blocks(g), scratch)
     ends = [max(0, end) for end in g.ends]
     flat = g.channels == 3
-    fits = g.padding[0] == ends[0] == 0 and max(g.dilation) == 1 and g.kernel[2] < _WIDEST
+    deep = (
+        g.padding[0] == ends[0] == 0 or g.width > WIDTH
+    )  # AVX2's makes no volumes padded in depth
+    fits = deep and max(g.dilation) == 1 and g.kernel[2] < _WIDEST
     rows = zip(g.reach[1:], g.padding[1:], ends[1:], strict=True)
     fits = fits and all(reach > max(pad, end) for reach, pad, end in rows)
     within = g.kernel[0] <= g.read[0] and g.kernel[1] <= g.read[1]
