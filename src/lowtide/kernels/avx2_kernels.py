@@ -30,7 +30,7 @@ from lowtide.kernels.blocks import FLOAT, up
 
 _REGISTERS = 15
 _UNROLLED = 3  # points of a row that a kernel makes at once; its padding may not be larger
-_UNROLLED_WIDE = 28  # with AVX-512
+UNROLLED_WIDE = 28  # with AVX-512, where strides have to divide them
 _UNROLLED_DEPTHWISE = 4
 _WIDEST = 14  # the direct kernel makes the gradient of parameters narrower than this only
 CHAINED = 128  # scratchpad bytes of a kernel that calls another one
@@ -77,7 +77,7 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
     else:
         fits = last or g.whole()
     wide = g.kernel[2] > 7 and max(g.padding[1:]) > 0 and max(g.stride[1:]) > 1
-    at_once, wide = (_UNROLLED, wide) if g.width == WIDTH else (_UNROLLED_WIDE, False)
+    at_once, wide = (_UNROLLED, wide) if g.width == WIDTH else (UNROLLED_WIDE, False)
     if fits and g.pads_little() and g.padding[2] <= min(at_once, g.given[2]) and not wide:
         parameter = in_blocks(g, flat)
         return Kernel("direct", "plain" if flat and not last else free, free, parameter)

@@ -19,6 +19,7 @@ import torch
 from lowtide.kernels.avx2 import adds_bias, call_bytes, channels_made, geometry, narrow_workspace
 from lowtide.kernels.avx2_kernels import (
     CHAINED,
+    UNROLLED_WIDE,
     Kernel,
     backward,
     for_products,
@@ -31,7 +32,6 @@ from lowtide.kernels.unfolding import Options
 
 _WIDE = ("strided", "direct")
 _WIDEST = 14  # the direct kernel handles no wider ones than this
-_ROW = 28  # points of a row that it makes at once; strides have to divide them
 _LEAST = 4  # channels in the smallest block of a direct kernel for groups
 
 
@@ -91,12 +91,8 @@ def of_input(
     """Bytes taken while a strided convolution's gradient of its input is made, with that gradient;
     None if it is not known which kernel makes it."""
     g = geometry(source, weight, options, given.numel(), CHANNEL_BLOCK)
-    kernel = _strided(g, last)
-    if kernel is None:
-        return None
-    width = WIDTH if kernel.name not in _WIDE else g.width
     read, made = (nbytes(given), given.shape[1]), (nbytes(source), source.shape[1])
-    return call_bytes(kernel, (kernel.given, kernel.read), read, made, last, width)
+    return _called(_strided(g, last), g, read, made, last)
 
 
 def transposed(
@@ -105,12 +101,18 @@ def transposed(
     """The same for the result of a transposed convolution, of `out` bytes."""
     g = geometry(source, weight, options, out // source.element_size(), CHANNEL_BLOCK)
     kernel = _strided(g, last, CHAINED)
+    if kernel is not None and biased and not adds_bias(kernel, g):  # added to a copy
+        kernel = kernel._replace(scratch=kernel.scratch + out)
+    read, made = (nbytes(source), source.shape[1]), (out, channels_made(weight, options))
+    return _called(kernel, g, read, made, last)
+
+
+def _called(
+    kernel: Kernel | None, g: Geometry, read: tuple[int, int], made: tuple[int, int], last: bool
+) -> int | None:
     if kernel is None:
         return None
-    if biased and not adds_bias(kernel, g):  # added to a copy
-        kernel = kernel._replace(scratch=kernel.scratch + out)
     width = WIDTH if kernel.name not in _WIDE else g.width
-    read, made = (nbytes(source), source.shape[1]), (out, channels_made(weight, options))
     return call_bytes(kernel, (kernel.given, kernel.read), read, made, last, width)
 
 
@@ -119,7 +121,7 @@ def _strided(g: Geometry, last: bool, more: int = 0) -> Kernel | None:
         return Kernel("strided", "last", "last", for_products(g, True), strided_scratch(g) + more)
     if max(g.stride) == 1 or max(g.dilation) > 1 or g.groups > 1:
         return None
-    if last or g.kernel[2] > _WIDEST or (g.read[2] > _ROW and _ROW % g.stride[2]):
+    if last or g.kernel[2] > _WIDEST or (g.read[2] > UNROLLED_WIDE and UNROLLED_WIDE % g.stride[2]):
         narrow = backward(g._replace(width=WIDTH), last, more > 0)
         return narrow._replace(name=f"narrow {narrow.name}")
     return Kernel("direct", "blocked", "blocked", in_blocks(g))
