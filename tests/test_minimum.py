@@ -19,7 +19,7 @@ from lowtide.kernels.workspace import kernel_workspace, room_for
 from lowtide.limits import format_bytes
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
-from lowtide.planner import Graph, Simulator, Solution, keep_all
+from lowtide.planner import HOLD, Event, Graph, OpNode, Simulator, Solution, ValueNode, keep_all
 from lowtide.report import refusal
 from once import on_one_recorder
 
@@ -659,3 +659,40 @@ def test_what_is_named_is_a_little_more_than_the_peak_also_where_nothing_lowers_
     error = refusal(graph, 1, held, measured=measured)
     peak = Simulator(graph).run(held).peak
     assert peak < (error.minimum or 0) <= 1.02 * peak
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("graph", "retain", "text"),
+    [
+        (
+            (OpNode("f", 1.0, (0,), (1,)), Event(1, other=2 * MIB, peak_other=5 * MIB)),
+            HOLD,
+            "in the backward that reads the output of f, with 1.0 MiB of activations, 2.0 MiB of "
+            "gradients and other memory from before, and 3.0 MiB that it takes itself (new",
+        ),
+        (
+            (OpNode("f", 1.0, (0,), (1,), workspace=6 * MIB), Event(1, 2 * MIB, 4 * MIB)),
+            0,
+            "with 0 B of activations, 2.0 MiB of gradients and other memory from before, and "
+            "7.0 MiB that a replay for it takes (results",
+        ),
+        (
+            (OpNode("f", 1.0, (0,), (1,), peak_other=6 * MIB), Event(1, 2 * MIB, 4 * MIB)),
+            HOLD,
+            "of the forward, with 0 B of activations and 6.0 MiB of results, temporaries and",
+        ),
+    ],
+    ids=["backward", "replay", "forward"],
+)
+def test_a_refusal_tells_what_was_there_from_what_is_taken_at_its_peak(
+    graph: tuple[OpNode, Event], retain: int, text: str
+) -> None:
+    """Of 94 MiB that one convolution's backward took, it said "gradients, temporaries and kernel
+    workspace", as of the gradients of a large model."""
+    op, event = graph
+    values = (ValueNode(MIB, -1), ValueNode(MIB, 0))
+    whole = Graph(values, (op,), (replace(event, releases=(1,)),))
+    assert text in str(refusal(whole, 1, [HOLD, retain], measured=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.limits import format_bytes
-from lowtide.planner import Graph, Simulator, plain_peak
+from lowtide.planner import Graph, Simulation, Simulator, plain_peak
 from lowtide.texttable import count_of
 
 _DRIFT = 0.006  # share of a measured peak that a refusal adds, as steps differ a little
@@ -200,9 +200,7 @@ def refusal(
         f"{_does_not_fit(limit, before)} Its plain peak is {format_bytes(plain)}. "
         f"The smallest limit known to suffice is {minimum} bytes "
         f"({format_bytes(minimum)}): its peak is {_stands(graph, result.peak_at, modules)}, "
-        f"with {format_bytes(result.held_bytes_at_peak)} of activations and "
-        f"{format_bytes(result.peak - result.held_bytes_at_peak)} of gradients, temporaries and "
-        f"kernel workspace{_names(graph, result.peak_at)}.{known} {way_out}",
+        f"with {_consists_of(graph, result)}{_names(graph, result.peak_at)}.{known} {way_out}",
         limit=limit,
         minimum=minimum,
     )
@@ -298,6 +296,27 @@ def _stands(graph: Graph, peak_at: tuple[str, int], modules: Sequence[str]) -> s
     if phase == "forward":
         return f"at operation {index} ({graph.ops[index].name}) of the forward{module}"
     return f"in the backward that reads the output of {graph.ops[index].name}{module}"
+
+
+def _consists_of(graph: Graph, result: Simulation) -> str:
+    """What is in memory at a peak, in words. What was there before is told from what runs at that
+    moment takes: of the latter, no plan lowers anything."""
+    phase, index = result.peak_at
+    rest = result.peak - result.held_bytes_at_peak
+    activations = f"{format_bytes(result.held_bytes_at_peak)} of activations"
+    if phase == "forward":
+        others = "results, temporaries and kernel workspace"
+        return f"{activations} and {format_bytes(rest)} of {others}"
+    before = min(graph.events[index].other, rest)
+    takes = (
+        "a replay for it takes (results, temporaries, kernel workspace)"
+        if phase == "replay"
+        else "it takes itself (new gradients, temporaries, kernel workspace)"
+    )
+    return (
+        f"{activations}, {format_bytes(before)} of gradients and other memory from before, and "
+        f"{format_bytes(rest - before)} that {takes}"
+    )
 
 
 def _names(graph: Graph, peak_at: tuple[str, int]) -> str:
