@@ -24,6 +24,30 @@ if TYPE_CHECKING:
     from lowtide.memory.marks import Marks
 
 
+class _Saved(weakref.ref[Handle]):
+    """A weak reference to a handle, with what is done when it dies. One object, as Python's
+    collector looks at all there are again and again: a closure for each is six."""
+
+    __slots__ = ("lives", "meant", "sequence", "value")
+
+    lives: Lives | None  # None once it has died, as that has a list of these
+    meant: list[int]  # the number of the value that the handle is for
+    sequence: int
+    value: weakref.ref[Value]
+
+    @staticmethod
+    def of(handle: Handle, lives: Lives, meant: list[int], value: Value) -> _Saved:
+        saved = _Saved(handle, _has_died)
+        saved.lives, saved.meant = lives, meant
+        saved.sequence, saved.value = handle.sequence, weak_to(value)
+        return saved
+
+
+def _has_died(saved: Any) -> None:
+    lives, saved.lives = saved.lives, None
+    lives.released_one(saved)
+
+
 class Lives:
     """The lives of one step's values. What `Observer` adds is what its operations do.
 
@@ -81,25 +105,24 @@ class Lives:
         self.nodes.append(self.making.saving())
         self.handles[number] = self.handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
-        weak, sequence = weak_to(value), handle.sequence
+        self._refs.append(_Saved.of(handle, self, meant, value))
 
-        def dropped(_: Any, meant: list[int] = meant) -> None:
-            number = meant[0]
-            if number < 0:
-                return
-            self.handles[number] -= 1
+    def released_one(self, saved: _Saved) -> None:
+        """Autograd has released a handle."""
+        number = saved.meant[0]
+        if number < 0:
+            return
+        self.handles[number] -= 1
+        if self._saved is None:
+            self.dead[number, saved.sequence] += 1
+        if not self.handles[number]:
+            self._found(number)
+            self.released[number] = len(self.requests) - 1
             if self._saved is None:
-                self.dead[number, sequence] += 1
-            if not self.handles[number]:
-                self._found(number)
-                self.released[number] = len(self.requests) - 1
-                if self._saved is None:
-                    self._forgets(number, weak())
-                elif self.memory is not None and threading.get_ident() == self._asked_on:
-                    # No mark: the measurement is over, as one around the step may be before it.
-                    self.freed[number] = self._freed = self.memory.mark() or FOREVER
-
-        self._refs.append(weakref.ref(handle, dropped))
+                self._forgets(number, saved.value())
+            elif self.memory is not None and threading.get_ident() == self._asked_on:
+                # No mark: the measurement is over, as one around the step may be before it.
+                self.freed[number] = self._freed = self.memory.mark() or FOREVER
 
     def had(self, value: Value, handle: Handle) -> None:
         """Autograd has had a handle on `value` since before the step was watched: for which of its

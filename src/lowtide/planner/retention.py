@@ -77,10 +77,14 @@ class Retention:
 
 def keep_all(graph: Graph) -> Retention:
     """What plain autograd does: every saved value is held, everything else is dropped."""
-    return Retention(
-        tuple(
+    return Retention(all_held(graph), graph.fingerprint)
+
+
+def all_held(graph: Graph) -> tuple[int, ...]:
+    """The decisions of `keep_all`, without the hash of the graph, which takes longer to make."""
+    return tuple(
+        [
             HOLD if release >= 0 or node.pinned or value in graph.must_hold else NEVER
             for value, (node, release) in enumerate(zip(graph.values, graph.release, strict=True))
-        ),
-        graph.fingerprint,
+        ]
     )

@@ -13,105 +13,109 @@ from typing import TYPE_CHECKING
 from lowtide.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowtide.planner.graph import Graph
+    from lowtide.planner.graph import Event, Graph, OpNode, ValueNode
 
 EXTERNAL = -1
 """The producer of a value that was made outside the recorded operations."""
 
 
+class _FlawError(Exception):
+    """What is wrong with a part of a graph; which part it is, `check` adds. Each plan begins with a
+    check, so nothing says where it is before something is wrong."""
+
+
 def check(graph: Graph) -> None:
     """Raise `UsageError` unless the graph is well-formed."""
-    _check_ops(graph)
-    _check_values(graph)
-    _check_events(graph)
-
-
-def _check_ops(graph: Graph) -> None:
-    count = len(graph.values)
     made: set[int] = set()
-    for index, op in enumerate(graph.ops):
-        where = f"operation {index} ({op.name})"
-        _check_ids(where, (*op.inputs, *op.outputs), count)
-        _check_sizes(where, op.workspace, op.other, op.peak_other)
-        if not 0 <= op.seconds < float("inf"):
-            raise UsageError(
-                f"{where} takes {op.seconds} seconds; a time is finite and not negative"
-            )
-        for value in op.inputs:
-            if graph.values[value].producer >= index:
-                raise UsageError(
-                    f"{where} reads value {value}, which operation "
-                    f"{graph.values[value].producer} makes only later; list operations in "
-                    "recorded order"
-                )
-        for value in op.overwrites:
-            if value not in op.inputs:
-                raise UsageError(
-                    f"{where} writes value {value} in place, which is not one of its inputs"
-                )
-        for value in op.outputs:
-            if value in made or graph.values[value].producer != index:
-                raise UsageError(
-                    f"{where} lists value {value} as an output, whose producer is "
-                    f"{graph.values[value].producer}; a value has one producer"
-                )
-            made.add(value)
-
-
-def _check_values(graph: Graph) -> None:
-    made = {value for op in graph.ops for value in op.outputs}
-    for value, node in enumerate(graph.values):
-        _check_sizes(f"value {value}", node.nbytes)
-        for what, until, end in (
-            ("named", node.named, 1),
-            ("saved", node.forgotten, node.owned),
-            ("there", node.cut, 0),
-        ):
-            if not -1 <= until < len(graph.ops) + end:
-                raise UsageError(
-                    f"value {value} is {what} up to operation {until}; the graph has "
-                    f"{len(graph.ops)} operations"
-                )
-        if node.producer != EXTERNAL and value not in made:
-            raise UsageError(
-                f"value {value} names producer {node.producer}, which does not list it"
-            )
-        if node.cut >= 0 and (node.producer == EXTERNAL or node.pinned):
-            raise UsageError(
-                f"value {value} is said to be cut off from its operation: that can be said of "
-                "values that an operation makes and that are not pinned"
-            )
-        if node.owned and (node.producer != EXTERNAL or node.pinned or value < graph.recorded):
-            raise UsageError(
-                f"value {value} is said to be in memory only for the record: that can be said of "
-                "externals that are not pinned, and they follow all other values"
-            )
-
-
-def _check_events(graph: Graph) -> None:
-    _check_sizes("what follows the forward", graph.turn)
     released: dict[int, int] = {}
-    for index, event in enumerate(graph.events):
-        where = f"event {index}"
-        _check_ids(where, (event.value, *event.releases), len(graph.values))
-        _check_sizes(where, event.other, event.peak_other, event.after)
-        if event.value in released:
-            raise UsageError(
-                f"{where} unpacks value {event.value}, which event {released[event.value]} released"
+    kind, index = "operation", 0
+    try:
+        for index, op in enumerate(graph.ops):
+            _check_op(graph, index, op, made)
+        kind = "value"
+        for index, node in enumerate(graph.values):
+            _check_value(graph, index, node, made)
+        kind = "event"
+        for index, event in enumerate(graph.events):
+            _check_event(graph, index, event, released)
+    except _FlawError as flaw:
+        name = f" ({graph.ops[index].name})" if kind == "operation" else ""
+        raise UsageError(f"{kind} {index}{name} {flaw}") from None
+    if graph.turn < 0:
+        raise UsageError(
+            f"what follows the forward has a size of {graph.turn} bytes; sizes are not negative"
+        )
+
+
+def _check_op(graph: Graph, index: int, op: OpNode, made: set[int]) -> None:
+    values = graph.values
+    _check_ids((*op.inputs, *op.outputs), len(values))
+    _check_sizes(op.workspace, op.other, op.peak_other)
+    if not 0 <= op.seconds < float("inf"):
+        raise _FlawError(f"takes {op.seconds} seconds; a time is finite and not negative")
+    for value in op.inputs:
+        if values[value].producer >= index:
+            raise _FlawError(
+                f"reads value {value}, which operation {values[value].producer} makes only later; "
+                "list operations in recorded order"
             )
-        for value in event.releases:
-            if value in released:
-                raise UsageError(f"{where} releases value {value} a second time")
-            released[value] = index
+    for value in op.overwrites:
+        if value not in op.inputs:
+            raise _FlawError(f"writes value {value} in place, which is not one of its inputs")
+    for value in op.outputs:
+        if value in made or values[value].producer != index:
+            raise _FlawError(
+                f"lists value {value} as an output, whose producer is {values[value].producer}; a "
+                "value has one producer"
+            )
+        made.add(value)
 
 
-def _check_ids(where: str, ids: tuple[int, ...], count: int) -> None:
+def _check_value(graph: Graph, value: int, node: ValueNode, made: set[int]) -> None:
+    _check_sizes(node.nbytes)
+    for what, until, end in (
+        ("named", node.named, 1),
+        ("saved", node.forgotten, node.owned),
+        ("there", node.cut, 0),
+    ):
+        if not -1 <= until < len(graph.ops) + end:
+            raise _FlawError(
+                f"is {what} up to operation {until}; the graph has {len(graph.ops)} operations"
+            )
+    if node.producer != EXTERNAL and value not in made:
+        raise _FlawError(f"names producer {node.producer}, which does not list it")
+    if node.cut >= 0 and (node.producer == EXTERNAL or node.pinned):
+        raise _FlawError(
+            "is said to be cut off from its operation: that can be said of values that an "
+            "operation makes and that are not pinned"
+        )
+    if node.owned and (node.producer != EXTERNAL or node.pinned or value < graph.recorded):
+        raise _FlawError(
+            "is said to be in memory only for the record: that can be said of externals that are "
+            "not pinned, and they follow all other values"
+        )
+
+
+def _check_event(graph: Graph, index: int, event: Event, released: dict[int, int]) -> None:
+    _check_ids((event.value, *event.releases), len(graph.values))
+    _check_sizes(event.other, event.peak_other, event.after)
+    if event.value in released:
+        raise _FlawError(
+            f"unpacks value {event.value}, which event {released[event.value]} released"
+        )
+    for value in event.releases:
+        if value in released:
+            raise _FlawError(f"releases value {value} a second time")
+        released[value] = index
+
+
+def _check_ids(ids: tuple[int, ...], count: int) -> None:
     for value in ids:
         if not 0 <= value < count:
-            raise UsageError(f"{where} names value {value}; the graph has values 0 to {count - 1}")
+            raise _FlawError(f"names value {value}; the graph has values 0 to {count - 1}")
 
 
-def _check_sizes(where: str, *sizes: int) -> None:
+def _check_sizes(*sizes: int) -> None:
     for size in sizes:
         if size < 0:
-            raise UsageError(f"{where} has a size of {size} bytes; sizes are not negative")
+            raise _FlawError(f"has a size of {size} bytes; sizes are not negative")
