@@ -635,6 +635,12 @@ def report(cache: Path, **environment: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
+def assert_said_once(message: str, why: str) -> None:
+    """A recorder that is many times slower, for a whole training, was told by nothing."""
+    assert message.count("lowtide goes on without its compiled recorder: " + why) == 1
+    assert message.count("`python -m lowtide.compiled`") == 1
+
+
 def script(path: Path, text: str) -> str:
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -664,14 +670,17 @@ def test_it_is_built_beside_training_and_then_used(tmp_path: Path, extension: Pa
 
 def test_a_compiler_that_fails_is_named(tmp_path: Path) -> None:
     compiler = script(tmp_path / "compiler", "echo 'core.cpp:1: error: no such key' >&2; exit 1\n")
-    said, _ = report(tmp_path / "cache", CXX=compiler)
+    said, message = report(tmp_path / "cache", CXX=compiler)
     assert said == ("python python | the C++ compiler failed: core.cpp:1: error: no such key")
+    assert_said_once(message, "the C++ compiler failed: core.cpp:1: error: no such key. Steps are")
 
 
 def test_without_a_compiler_python_records(tmp_path: Path) -> None:
     said, message = report(tmp_path, CXX="", PATH=str(tmp_path))
     assert said == ("python python | no C++ compiler was found (c++, g++, clang++ or $CXX)")
-    assert message == ""
+    assert_said_once(message, "no C++ compiler was found (c++, g++, clang++ or $CXX). Steps are")
+    said, message = report(tmp_path, CXX="", PATH=str(tmp_path), LOWTIDE_ENGINE="python")
+    assert (said, message) == ("python python | the engine 'python' was asked for", "")
 
 
 def build_now(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -702,8 +711,9 @@ def test_a_damaged_build_is_not_used(tmp_path: Path) -> None:
     damaged = tmp_path / build.target().relative_to(build.cache_directory())
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"not an extension")
-    said, _ = report(tmp_path)
+    said, message = report(tmp_path)
     assert said.startswith("python python | the compiled recorder cannot be loaded: ")
+    assert_said_once(message, "the compiled recorder cannot be loaded: ")
 
 
 def test_what_cannot_be_built_is_said_when_it_is_asked_for(tmp_path: Path) -> None:

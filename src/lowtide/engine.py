@@ -208,7 +208,7 @@ def _look_for_it() -> None:
         return
     impossible = build.possible()
     if impossible is not None:
-        _choice.reason = impossible
+        _python_stays(impossible)
         return
     _choice.reason = "the compiled recorder is being built"
     if _choice.building is None:
@@ -232,20 +232,35 @@ def _build_beside() -> None:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
     except (OSError, TypeError) as error:  # no executable, as where Python is embedded
-        _choice.reason = f"the build could not be started: {error}"
+        _python_stays(f"the build could not be started: {error}")
         return
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     if done.returncode == 0 and said:
         _choice.built = Path(said[-1])
     else:
-        _choice.reason = said[-1] if said else "the build failed without a word"
+        _python_stays(said[-1] if said else "the build failed without a word")
+
+
+def _python_stays(why: str) -> None:
+    """There will be no compiled recorder in this process: say so once, as it can be many times
+    slower where operations are small."""
+    if _choice.reason == why:
+        return
+    _choice.reason = why
+    _log.warning(
+        "lowtide goes on without its compiled recorder: %s. Steps are recorded in Python, with the "
+        "same results and about 50 microseconds more for each operation. `python -m "
+        "lowtide.compiled` tries again and shows what the compiler says; LOWTIDE_ENGINE=python "
+        "does without, and without this line.",
+        why,
+    )
 
 
 def _load_or_say_why(path: Path) -> None:
     try:
         _load(path)
     except (build.BuildError, ImportError, RuntimeError, OSError) as error:
-        _choice.reason = f"the compiled recorder cannot be loaded: {error}"
+        _python_stays(f"the compiled recorder cannot be loaded: {error}")
         return
     _choice.active = _choice.compiled
     _choice.reason = "it has been built for this version of torch"
