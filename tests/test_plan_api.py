@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -437,6 +438,11 @@ def test_a_budget_follows_a_plan_from_the_first_step_on(tmp_path: Path) -> None:
     assert run(model, x, lowtide.budget(found))[0] == pytest.approx(found.peak, rel=0.02)
 
 
+def another_step(text: str) -> AbstractContextManager[Any]:
+    """That the budget's first step is not the planned one; said when its backward has run."""
+    return pytest.warns(lowtide.PlanWarning, match=f"first step of this budget is not.*{text}")
+
+
 def test_a_step_of_another_graph_is_planned_anew() -> None:
     small, large = network(4), network(8)
     found = lowtide.plan(loss_on(small), batch(), limit=halfway(loss_on(small), batch()))
@@ -446,17 +452,55 @@ def test_a_step_of_another_graph_is_planned_anew() -> None:
     limit = halfway(loss_on(large), batch())
     budget = lowtide.budget(replace(found, limit=limit))
     left = []
-    for _ in range(3):
+    for step in range(3):
         peak, gradients = run(large, batch(), budget)
         assert peak <= limit
         assert all(map(torch.equal, gradients, plain))
-        left.append(budget.report().left_plan_at)
+        with another_step("is aten::addmm, and aten::pow in") if not step else nullcontext():
+            left.append(budget.report().left_plan_at)
         if left[-1] is not None:
             said = f"1, the last one unplanned: it left its plan at operation {left[-1]}"
             assert said in str(budget.report())
     assert left[0] is not None
     assert left[1:] == [None, None]
     assert len(found.step.graph.ops) - 2 <= left[0] <= len(found.step.graph.ops)
+
+
+def layers(width: int, count: int) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(64, width), nn.Tanh())
+    for _ in range(count - 1):
+        net.extend([nn.Linear(width, width), nn.Tanh()])
+    return net
+
+
+@pytest.mark.parametrize(
+    ("width", "count", "text"),
+    [
+        (64, 4, "operation 0 of its forward, aten::addmm, makes 128.0 KiB, and 64.0 KiB in the"),
+        (32, 9, "operation 8 of its forward is aten::addmm, and aten::pow in the plan"),
+    ],
+    ids=["wider", "deeper"],
+)
+def test_a_refusal_says_that_the_plan_was_made_for_another_step(
+    width: int, count: int, text: str
+) -> None:
+    """Of a plan from a file that had gone stale, only the refusal of its limit was seen."""
+    model, x = layers(32, 4), batch(512)
+    found = lowtide.plan(loss_on(model), x, limit=halfway(loss_on(model), x))
+    budget = lowtide.budget(replace(found, limit=found.minimum_peak // 2))
+    with pytest.raises(BudgetError) as refused:
+        run(layers(width, count), x, budget)
+    assert any(text in note for note in refused.value.__notes__)
+
+
+def test_a_plan_of_frozen_parameters_is_another_steps() -> None:
+    model, x = layers(32, 4), batch(512)
+    model[0].requires_grad_(requires_grad=False)
+    budget = lowtide.budget(lowtide.plan(loss_on(model), x, limit=0.9))
+    model[0].requires_grad_(requires_grad=True)
+    run(model, x, budget)
+    with another_step("needs gradients of 8.1 KiB, and of 0 B in the plan"):
+        budget.report()
 
 
 def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path) -> None:
@@ -466,8 +510,9 @@ def test_a_loaded_plan_survives_a_step_that_parts_from_it_halfway(tmp_path: Path
     longer = nn.Sequential(*model[:4], nn.Tanh(), *model[4:])
     _, plain = run(longer, x, None)
     budget = lowtide.budget(lowtide.load_plan(tmp_path / "plan"))
-    for _ in range(3):
-        _, gradients = run(longer, x, budget)
+    for step in range(3):
+        with another_step("tanh, and aten::addmm") if step == 1 else nullcontext():
+            _, gradients = run(longer, x, budget)
         assert all(map(torch.equal, gradients, plain))
 
 

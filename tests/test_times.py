@@ -113,7 +113,7 @@ def test_a_slow_step_is_made_up_for_by_the_other(timed: Callable[[Times], None],
 
 def test_modelled_times_are_not_mixed_with_measured_ones(timed: Callable[[Times], None]) -> None:
     model = Tower()
-    plan = lowtide.plan(model, torch.ones(128, 64), limit=0.6)
+    plan = lowtide.plan(lambda: model(torch.ones(128, 64)), limit=0.6)
     assert 1.0 not in {op.seconds for op in plan.step.graph.ops}
     timed(lambda step, place, name: 1.0)
     graph = planned(model, lowtide.budget(plan), 1)

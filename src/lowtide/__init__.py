@@ -13,6 +13,7 @@ if their package is there, which takes seconds that most programs do not need.
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from lowtide import policies
 from lowtide.budget import Budget, budget
@@ -25,6 +26,7 @@ from lowtide.errors import (
     DryRunWarning,
     KeptWarning,
     LowtideError,
+    PlanWarning,
     ReplayError,
     UncountedWarning,
     UnsupportedError,
@@ -51,6 +53,12 @@ from lowtide.saved import (
     saved_tensors,
 )
 from lowtide.selection import every
+
+if TYPE_CHECKING:  # of what `__getattr__` gives, a type checker knows no more than a module
+    from lowtide import lightning as lightning
+    from lowtide import monai as monai
+    from lowtide import tracing as tracing
+    from lowtide import transformers as transformers
 
 __version__ = "0.1.0.dev0"
 
@@ -88,6 +96,7 @@ __all__ = [
     "LowtideError",
     "Measurement",
     "Plan",
+    "PlanWarning",
     "ReplayError",
     "SavedTensors",
     "UncountedWarning",

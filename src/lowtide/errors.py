@@ -94,3 +94,8 @@ class UncountedWarning(UserWarning):
 class DryRunWarning(UserWarning):
     """A real step was run, because the step cannot run on fake tensors; real steps that were asked
     for have moved parameters; or the step returned no loss, so that its backward is left out."""
+
+
+class PlanWarning(UserWarning):
+    """The first step of a budget is not the one that the budget's plan was made for. Its limit is
+    kept all the same (rule 13)."""

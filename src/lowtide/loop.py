@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from lowtide import _compat
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
+from lowtide.learning.given import Given
 from lowtide.learning.hidden import Hidden
 from lowtide.learning.known_plans import PLACES
 from lowtide.learning.ranks import Ranks
@@ -49,6 +50,7 @@ class Loop(Unrecorded):
     Attributes:
         where: the device whose bytes count.
         steps: how many have begun.
+        given: the plan that it was given, if any.
         model: the model whose forward is recorded, if that is known: gradients of its parameters
             are still to come.
     """
@@ -65,12 +67,14 @@ class Loop(Unrecorded):
         self._earlier = Earlier(self.where)  # finished steps of this context
         self._waiting = Waiting()
         self._hidden = Hidden()
+        self.given = Given()
         self._finishing = threading.RLock()  # a report may be asked for on another thread
         self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
     def follow(self, plan: Prepared) -> None:
         """Let steps like the plan's follow it, from the first one on."""
         self._plans.add(plan)
+        self.given.plan = plan
         self.allowance.plain_peak = plan.plain_peak
 
     # ------------------------------------------------------------------ the context
@@ -176,6 +180,7 @@ class Loop(Unrecorded):
         recording, decisions = self._recording, self._recorded
         assert recording is not None
         assert decisions is not None
+        self.given.refused(decisions, error)
         early = error is not None and not decisions.idle and ends_early(error)
         try:
             try:
@@ -333,6 +338,7 @@ class Loop(Unrecorded):
             decisions.discard()
             return
         self._last = decisions
+        self.given.ended(decisions)
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._learn_alone(decisions)

@@ -21,11 +21,19 @@ from lowtide.errors import (
     DeviceWarning,
     DryRunWarning,
     KeptWarning,
+    PlanWarning,
     UncountedWarning,
 )
 from lowtide.limits import parse_limit
 
-_OWN = CompiledWarning, DeviceWarning, DryRunWarning, KeptWarning, UncountedWarning
+_OWN = (
+    CompiledWarning,
+    DeviceWarning,
+    DryRunWarning,
+    KeptWarning,
+    PlanWarning,
+    UncountedWarning,
+)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

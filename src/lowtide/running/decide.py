@@ -142,6 +142,7 @@ class StepDecisions(ForwardDecisions):
             begin()
         except BaseException as error:
             self.begun = False  # refused or interrupted: a second call of backward begins anew
+            self.owner.given.refused(self, error)
             if isinstance(error, BudgetError) and self.where.device.type != "cpu":
                 leftover.leaves(self, self.where.device)
             raise
