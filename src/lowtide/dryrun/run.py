@@ -226,7 +226,7 @@ def _fake(
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    witness: Witness | None = None,
+    witness: Witness | None,
 ) -> Dry:
     memory = FakeMemory(costs, stand.mode)
     if witness is not None:
@@ -277,7 +277,7 @@ def _real(
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    witness: Witness | None = None,
+    witness: Witness | None,
 ) -> tuple[Dry, int]:
     """The step, and how many parameters it wrote."""
     with RealState(found) as state:

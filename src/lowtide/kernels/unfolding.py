@@ -45,10 +45,7 @@ def options_of(args: Sequence[Any], backward: bool) -> Options:
 
 
 def unfolded(
-    source: torch.Tensor | Like,
-    weight: torch.Tensor | Like,
-    device: str,
-    options: Options = Options(),  # noqa: B008 (immutable)
+    source: torch.Tensor | Like, weight: torch.Tensor | Like, device: str, options: Options
 ) -> bool:
     """Whether torch runs a convolution itself: on the CPU, for dtypes that oneDNN does not take and
     for small single images."""
