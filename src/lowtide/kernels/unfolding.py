@@ -44,6 +44,11 @@ def options_of(args: Sequence[Any], backward: bool) -> Options:
     return Options(stride, dilation, bool(transposed), groups, padding)
 
 
+def channels_made(weight: torch.Tensor, options: Options) -> int:
+    """The channels of a convolution's result."""
+    return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
+
+
 def unfolded(
     source: torch.Tensor | Like, weight: torch.Tensor | Like, device: str, options: Options
 ) -> bool:
