@@ -140,7 +140,7 @@ def test_a_better_plan_that_takes_more_than_predicted_is_followed_once(
             choice if value in graph.must_hold or graph.values[value].pinned else max(choice, 0)
             for value, choice in enumerate(keep_all(graph).retain)
         ]
-        return learned.prepared(Retention(tuple(at_once), graph.fingerprint), limit)
+        return learned.prepared(Retention(tuple(at_once)), limit)
 
     monkeypatch.setattr(Learned, "search", mislead)
     model, x = net(), rows(500)

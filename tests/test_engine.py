@@ -21,8 +21,8 @@ import lowtide
 from against_plain import counted
 from lowtide import engine
 from lowtide._compat import devices
-from lowtide.checkpoint import RegionDecisions
 from lowtide.compiled import build
+from lowtide.region import RegionDecisions
 from lowtide.running.decide import StepDecisions
 from lowtide.step import Recording, current_recorder
 from lowtide.tape.operators import facts_of

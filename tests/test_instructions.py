@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from instructions import avx2_workspaces, avx512_workspaces, exact_workspaces, tile_workspaces
 from lowtide import _compat
+from lowtide.kernels.recurrent import keeps_all_gates
 from lowtide.kernels.scratchpad import scratchpad
-from lowtide.kernels.workspace import _keeps_all_gates, kernel_workspace
+from lowtide.kernels.workspace import kernel_workspace
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
@@ -237,7 +238,7 @@ def test_recurrent_layers_take_at_most_their_workspace(
 
 
 @avx2_workspaces
-@pytest.mark.skipif(_keeps_all_gates(), reason="measured with oneDNN 3.12")
+@pytest.mark.skipif(keeps_all_gates(), reason="measured with oneDNN 3.12")
 @pytest.mark.parametrize("channels", [(128, 128), (256, 128), (120, 96), (64, 256)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_recurrent_layers_take_little_less_than_their_workspace(

@@ -432,7 +432,7 @@ def plans_that_hold_sums(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         graphs.append(graph)
         whole = next(op.outputs[0] for op in graph.ops if op.name == "aten::add")
         held = tuple(HOLD if v == whole else max(0, c) for v, c in enumerate(plan.retain))
-        return Retention(held, plan.fingerprint), peak
+        return Retention(held), peak
 
     monkeypatch.setattr(Learned, "solve", holding)
     return graphs

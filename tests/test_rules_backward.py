@@ -333,7 +333,7 @@ def test_two_threads_replay_under_two_default_dtypes() -> None:
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     assert usual == torch.float32
-    assert all(dtype == seen for dtype, seen in found.items())
+    assert found == {dtype: dtype for dtype in begun}
 
 
 def test_both_recorders_set_the_default_dtype_there(monkeypatch: pytest.MonkeyPatch) -> None:

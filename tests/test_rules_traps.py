@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 from against_plain import WAYS, Way, bits, check, counted, gradients, leaf
-from lowtide.checkpoint import region
+from lowtide.region import region
 from lowtide.step import current_recorder
 from lowtide.tape.recorder import Recorder
 

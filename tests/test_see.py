@@ -266,7 +266,6 @@ def test_backward_is_traced_to_the_line_of_its_forward() -> None:
     assert set(gradients) == {"wide.weight", "wide.bias", "narrow.weight", "narrow.bias"}
     assert gradients["wide.weight"].site.module == "wide"
     assert gradients["narrow.weight"].nbytes == 4 * 256 * 4
-    assert all(block.backward for block in gradients.values())
 
 
 def test_backward_of_a_write_through_a_view_is_traced_as_well() -> None:
@@ -476,12 +475,13 @@ def test_where_half_is_out_of_reach_the_nearest_comes_first() -> None:
 
 
 def test_a_peak_of_gradients_has_advice_about_gradients() -> None:
-    """Four samples and a megabyte of parameters: halving the batch is not worth advising."""
+    """Four samples and a megabyte of parameters: nothing that could be changed is worth advising,
+    not even halving the batch."""
     model, batch = wide(8), torch.randn(4, 32)
     told = lowtide.explain(model, batch)
     share = told.plain.by_kind()["gradient"] / told.plain.peak
     assert share > 0.9
-    assert all(change.peak <= 0.98 * told.plain.peak for change in told.changes)
+    assert not told.changes
     assert f"{share:.0%} of the peak are gradients of parameters and inputs" in str(told)
     many = torch.randn(4096, 32)
     assert "gradients of parameters and inputs, which" not in str(lowtide.explain(model, many))

@@ -261,16 +261,10 @@ def test_a_step_that_is_refused_may_clear_its_gradients_after_its_forward() -> N
                 model.zero_grad()
                 loss.backward()
 
-    whole = lowtide.measure(step, device="cpu").peak_bytes
-    refused = 0
+    lowtide.measure(step, device="cpu")
     for _ in range(4):
-        try:
-            peak = lowtide.measure(step, device="cpu").peak_bytes
-        except BudgetError:
-            refused += 1
-        else:
-            assert peak <= 0.7 * whole
-    assert refused == 4
+        with pytest.raises(BudgetError):
+            lowtide.measure(step, device="cpu")
 
 
 @pytest.mark.parametrize("make", LOOPS)

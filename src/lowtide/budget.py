@@ -192,7 +192,8 @@ def budget(
             far, if steps differ; the first step, whose peak is not known yet, may take more than
             later ones); or a `Plan`, which is followed from the first step on. A step other than
             the planned one is noticed at the first operation that differs, and planned like any
-            unknown step; of the first step, a `PlanWarning` says so. The limit is then the plan's; the peak of a plan without one.
+            unknown step; of the first step, a `PlanWarning` says so. The limit is then the plan's;
+            the peak of a plan without one.
         device: the device whose bytes are counted. Default: the first accelerator device (CUDA,
             ROCm, XPU, MPS, ...) on which a step makes something, else the CPU. What a step makes on
             other devices is kept and does not count.

@@ -2,8 +2,8 @@
 
 Problem: `torch.utils.checkpoint` runs the function twice, so counters, statistics, hooks and random
 state move twice. Invariant: here the function runs once (rule 2), and what its backward needs is
-replayed operation by operation. Imports step, traced, limits, texttable and policies. Rejected:
-torch's two modes (`use_reentrant`); there is one behaviour, which needs no such choice.
+replayed operation by operation. Imports region, step, traced, limits, texttable and policies.
+Rejected: torch's two modes (`use_reentrant`); there is one behaviour, which needs no such choice.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 
 from lowtide import _compat
 from lowtide.errors import UsageError
 from lowtide.limits import whole_number
-from lowtide.policies import OperationInfo, PolicyLike, check_policy, keeps, means_keep
+from lowtide.policies import PolicyLike, check_policy
+from lowtide.region import Selective, region
 from lowtide.step import (
     RUNS_LATER,
-    Nested,
-    Recording,
     called_inside,
     current_recorder,
     recordable,
@@ -31,11 +30,6 @@ from lowtide.step import (
 )
 from lowtide.texttable import count_of
 from lowtide.traced import traced_region
-
-if TYPE_CHECKING:
-    from lowtide.tape.operators import Facts
-    from lowtide.tape.regions import Region
-    from lowtide.tape.values import Handle, Operation, Value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,115 +44,6 @@ TORCH_KEYWORDS = (
     "context_fn",
     "respect_saved_tensors_hooks",
 )
-
-
-class RegionDecisions:
-    """Decisions of a recording opened by a region: its policy, and nothing else."""
-
-    __slots__ = ()
-    asks = False
-    where = None
-
-    def produced(
-        self, op: Operation, made: list[Value], region: Region, args: Any, kwargs: Any
-    ) -> None:
-        policy = region.policy
-        if policy is None:
-            return
-        if isinstance(policy, Selective):
-            keep = policy.select(op.facts.func, args, kwargs)
-            for value in made:
-                value.keep = keep
-            return
-        for value in made:
-            value.keep = keeps(policy, OperationInfo(op.facts.name, op.facts.func, value.nbytes))
-
-    def saved(self, value: Value, region: Region) -> bool:
-        return False
-
-    def packed(self, handle: Handle, value: Value) -> None:
-        pass
-
-    def gathered(self, keys: list[int], nbytes: int, parts: int) -> None:
-        pass
-
-    def cut_off(self, numbers: int) -> None:
-        pass
-
-    def forgotten(self, value: Value) -> None:
-        pass
-
-    def requested(self, handle: Handle) -> None:
-        pass
-
-    def answered(self, value: Value) -> None:
-        pass
-
-    def retained(self, value: Value, request: Handle) -> bool:
-        """What the request's region, or one around it, needs; not the insides of others (rule 9).
-
-        The inputs of an inner region are needed by the region around it, although nothing saved
-        them there.
-        """
-        scope = value.scope
-        if scope is None or not scope.contains(request.region):
-            return False
-        return scope is not value.region or value.pending()
-
-    def replayed(self, operations: list[Operation], seconds: float) -> None:
-        """What a policy keeps is needed to make other values. Once one of these is made and held,
-        it needs its operation no more, which would hold what is kept until the last handle on it
-        is gone: beside what a plain step holds, as a ReLU saves its result and not its input."""
-        based: set[Value] = set()
-        for op in operations:
-            if not any(value in based or _kept(value) for value in op.values()):
-                continue
-            for value in op.made():
-                if value.held is None:
-                    based.add(value)
-                elif value.op is op:
-                    value.settle()
-
-    def out_of_memory(self, facts: Facts, func: Any, args: Any, kwargs: Any, attempt: int) -> bool:
-        return False  # everything held here is needed
-
-    def replay_out_of_memory(self, attempt: int) -> bool:
-        return False
-
-    def woken(self, at: int) -> None:
-        pass  # its recorder never idles
-
-    def kept_whole(self) -> None:
-        pass  # regions hold no limit
-
-
-_DECISIONS = RegionDecisions()
-
-
-def _kept(value: Value) -> bool:
-    """Whether it was made in the region and is held for good."""
-    return value.op is None and value.number >= 0
-
-
-class Selective:
-    """torch's selective-checkpoint policy function, asked once per operator call."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
-
-    def select(self, func: Any, args: Any, kwargs: Any) -> bool:
-        from torch.utils.checkpoint import SelectiveCheckpointContext
-
-        context = SelectiveCheckpointContext(is_recompute=False)
-        return means_keep(self.function(context, func, *args, **kwargs))
-
-
-def region(policy: Any = None) -> Recording | Nested:
-    """A context manager that makes what runs inside it one region."""
-    recorder = current_recorder()
-    if recorder is not None:
-        return Nested(recorder, policy)
-    return Recording(_DECISIONS, policy)
 
 
 @overload
@@ -355,6 +240,24 @@ def checkpoint_sequential(
         UsageError: ``segments`` is out of range, ``functions`` is empty, not a sequence of
             callables or an ``nn.Sequential`` with a forward of its own, or as for `checkpoint`.
     """
+    modules = _callables_of(functions)
+    pieces = _number_of_pieces(segments, len(modules))
+    _check_keywords(kwargs, policy)
+    size = len(modules) // pieces
+    starts = [size * piece for piece in range(pieces)] + [len(modules)]
+    value = input
+    for start, end in itertools.pairwise(starts):
+        piece = functools.partial(_apply, modules[start:end])
+        if end == len(modules):
+            value = piece(value)
+        else:
+            value = checkpoint(piece, value, policy=policy, **kwargs)
+    return value
+
+
+def _callables_of(
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+) -> list[Callable[..., Any]]:
     if isinstance(functions, torch.nn.Sequential):
         if type(functions).forward is not torch.nn.Sequential.forward:
             raise UsageError(
@@ -375,6 +278,10 @@ def checkpoint_sequential(
                 "checkpoint_sequential takes an nn.Sequential or a sequence of callables; number "
                 f"{position} of them is of type {type(function).__name__}."
             )
+    return modules
+
+
+def _number_of_pieces(segments: object, functions: int) -> int:
     pieces = whole_number(segments)
     if pieces is None or pieces < 1:
         got = f"{segments!r}."
@@ -382,24 +289,14 @@ def checkpoint_sequential(
             order = "checkpoint_sequential(functions, segments, input)"
             got = f"an object of type {type(segments).__name__}. The order is {order}."
         raise UsageError(f"segments must be a positive int; got {got}")
-    if not modules:
+    if not functions:
         raise UsageError("functions is empty: there is nothing to checkpoint.")
-    if pieces > len(modules):
+    if pieces > functions:
         raise UsageError(
-            f"segments={pieces} is more than the {count_of(len(modules), 'function')} given; "
-            f"use at most {len(modules)}."
+            f"segments={pieces} is more than the {count_of(functions, 'function')} given; "
+            f"use at most {functions}."
         )
-    _check_keywords(kwargs, policy)
-    size = len(modules) // pieces
-    starts = [size * piece for piece in range(pieces)] + [len(modules)]
-    value = input
-    for start, end in itertools.pairwise(starts):
-        piece = functools.partial(_apply, modules[start:end])
-        if end == len(modules):
-            value = piece(value)
-        else:
-            value = checkpoint(piece, value, policy=policy, **kwargs)
-    return value
+    return pieces
 
 
 def _check_keywords(kwargs: dict[str, Any], policy: PolicyLike | None) -> None:

@@ -142,9 +142,7 @@ def retention(graph: Graph, data: dict[str, Any]) -> Retention:
         raise UsageError(
             f"damaged document: 'retain' must be a list of {len(graph.values)} decisions"
         )
-    found = Retention(
-        tuple(NEVER if choice is None else choice for choice in choices), graph.fingerprint
-    )
+    found = Retention(tuple(NEVER if choice is None else choice for choice in choices))
     for value in graph.must_hold:
         if found.retain[value] >= 0:
             raise UsageError(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 
 def table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0, total: bool = False
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: int, total: bool = False
 ) -> list[str]:
     """Lines of a table whose first `right` columns are right-aligned.
 

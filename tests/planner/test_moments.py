@@ -70,7 +70,7 @@ def test_no_prices_prove_more_than_the_best_plan_takes(
     model = Moments(Simulator(graph), moments, limit)
     seconds, _ = model.bound(prices[: len(moments)])
     assert seconds <= best + 1e-9
-    raised, _ = raise_bound(model, [0.0] * len(moments), 0.0, best, 12)
+    raised, _ = raise_bound(model, [0.0] * len(moments), best, 12)
     assert raised <= best + 1e-9
 
 

@@ -113,7 +113,7 @@ def test_what_is_no_network_is_refused(
 
 
 def test_what_is_no_number_at_all_is_refused(cut_with: CutWith) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="integer"):
         cut_with(3, [2, 0], ["1", 0])  # type: ignore[list-item]
 
 

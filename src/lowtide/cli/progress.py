@@ -32,7 +32,6 @@ class Progress:
         self._began = time.monotonic()
         self._stage_began = self._began
         self._over = threading.Event()
-        self._shown = False
         self._thread: threading.Thread | None = None
         self._notes: list[str] = []
 

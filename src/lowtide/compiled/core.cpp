@@ -10,6 +10,7 @@
 #include "entry_types.h"
 #include "planning.h"
 #include "reached.h"
+#include "script_types.h"
 
 namespace lowtide {
 namespace {
@@ -148,85 +149,6 @@ PyType_Spec state_spec = {
     0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     state_slots};
-
-void read_numbers(PyObject* tuple, std::vector<int64_t>& into) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    into.push_back(integer(PyTuple_GET_ITEM(tuple, i)));
-  }
-}
-
-void read_lists(PyObject* tuple, std::vector<std::vector<int64_t>>& into) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
-    into.emplace_back();
-    read_numbers(PyTuple_GET_ITEM(tuple, i), into.back());
-  }
-}
-
-PyObject* all_interned(PyObject* names) {
-  Owned made(checked(PyTuple_New(PyTuple_GET_SIZE(names))));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-    PyObject* name = Py_NewRef(PyTuple_GET_ITEM(names, i));
-    PyUnicode_InternInPlace(&name);
-    PyTuple_SET_ITEM(made.get(), i, name);
-  }
-  return made.release();
-}
-
-// Script(names, sizes, reads, wanted, needs, choices, by_size): tuples with one item per operation;
-// `choices` has one per value, and `by_size` lists operations.
-PyObject* new_script(PyTypeObject* type, PyObject* args, PyObject*) {
-  HANDLE_TH_ERRORS
-  PyObject *names, *sizes, *reads, *wanted, *needs, *choices, *by_size;
-  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!", &PyTuple_Type, &names, &PyTuple_Type, &sizes,
-                        &PyTuple_Type, &reads, &PyTuple_Type, &wanted, &PyTuple_Type, &needs,
-                        &PyTuple_Type, &choices, &PyTuple_Type, &by_size)) {
-    return nullptr;
-  }
-  Owned owner(checked(type->tp_alloc(type, 0)));
-  auto* script = reinterpret_cast<Script*>(owner.get());
-  new (&script->sizes) std::vector<std::vector<int64_t>>();
-  new (&script->reads) std::vector<std::vector<int64_t>>();
-  new (&script->wanted) std::vector<int64_t>();
-  new (&script->needs) std::vector<int64_t>();
-  new (&script->choices) std::vector<int64_t>();
-  new (&script->looked_at) std::vector<size_t>();
-  new (&script->by_size) std::unordered_set<int64_t>();
-  script->names = all_interned(names);
-  read_lists(sizes, script->sizes);
-  read_lists(reads, script->reads);
-  read_numbers(wanted, script->wanted);
-  read_numbers(needs, script->needs);
-  read_numbers(choices, script->choices);
-  std::vector<int64_t> indices;
-  read_numbers(by_size, indices);
-  script->by_size.insert(indices.begin(), indices.end());
-  script->looked_at.resize(script->sizes.size());
-  return owner.release();
-  END_HANDLE_TH_ERRORS
-}
-
-void delete_script(PyObject* self) {
-  auto* script = reinterpret_cast<Script*>(self);
-  Py_XDECREF(script->names);
-  script->sizes.~vector();
-  script->reads.~vector();
-  script->wanted.~vector();
-  script->needs.~vector();
-  script->choices.~vector();
-  script->looked_at.~vector();
-  script->by_size.~unordered_set();
-  PyTypeObject* type = Py_TYPE(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyType_Slot script_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(new_script)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(delete_script)},
-    {0, nullptr}};
-
-PyType_Spec script_spec = {
-    "lowtide.compiled.Script", sizeof(Script), 0, Py_TPFLAGS_DEFAULT, script_slots};
 
 // Call `function(*args)` while no recorder sees this thread's operators.
 PyObject* aside(PyObject*, PyObject* args) {

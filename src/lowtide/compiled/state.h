@@ -8,7 +8,7 @@
 #pragma once
 
 #include "table.h"
-#include "operation.h"
+#include "operation_types.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>

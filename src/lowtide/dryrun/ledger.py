@@ -37,7 +37,6 @@ class Block:
     shape: tuple[int, ...]
     dtype: str
     born: int
-    backward: bool
     died: int = FOREVER
     values: list[int] = field(default_factory=list)
     saved: bool = False

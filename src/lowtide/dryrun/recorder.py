@@ -265,13 +265,13 @@ class FakeRecorder(Recorder):
     def _uncounted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor  # nothing reads the counters of fake tensors
 
-    def _follow_live(self, unnoticed: Behind, entry: Entry) -> None:
+    def _follow_live(self, unnoticed: Behind, entry: Entry, before: tuple[int, bool]) -> None:
         """As nothing is watched here, what can be replayed is still held. In a step its memory was
         about to be written and it is not (`watch.overwriting`), so that autograd goes on with the
         new content alone: with both, the gates of a recurrent cell would not let go of it."""
         if unnoticed.handles and unnoticed.saved is not None and unnoticed.saved.op is not None:
             unnoticed.saved.held = None
-        super()._follow_live(unnoticed, entry)
+        super()._follow_live(unnoticed, entry, before)
 
     def _hold(self, entry: Entry, value: Value, tensor: torch.Tensor) -> None:
         with _compat.under_modes():

@@ -90,31 +90,12 @@ def dry_run(
         UsageError: `function` cannot be called; called inside a budget or region, or with grad
             disabled; or a real step is needed, but the model has no memory, or `real` is false.
     """
-    if not callable(function):
-        raise UsageError(
-            "the step must be a callable (a module, or a function of its arguments); got "
-            f"{type(function).__name__}."
-        )
-    if isinstance(function, type) and issubclass(function, torch.nn.Module):
-        raise UsageError(
-            f"the step is a module or a function, not the class {function.__name__}: make one of "
-            f"it, {function.__name__}(...), and pass that."
-        )
-    if current_recorder() is not None or not recordable():
-        raise UsageError(
-            "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
-            "or under torch.compile: there would be no backward to plan for. Call it outside."
-        )
+    _check_step(function)
     found = Found(function, args, kwargs)
     device = _device(found)
     costs = CostModel(device, on)
     tensors = [*found.state(), *found.tensors]
-    lazy = sum(isinstance(tensor, _WITHOUT_SIZE) for tensor in tensors)
-    if lazy:
-        raise UsageError(
-            f"{lazy} of the step's parameters and buffers have no size yet (LazyLinear and other "
-            "lazy modules). Call the model once on a batch, under torch.no_grad(): that makes them."
-        )
+    _refuse_unsized(tensors)
     ours = not any(map(fakes.is_fake, tensors))
     mode = fakes.fake_mode(tensors)
     with nothing_kept(mode) if ours else nullcontext():
@@ -131,6 +112,40 @@ def dry_run(
         step, moved = _real(found, device, function, args, kwargs, witness)
     finally:
         _compat.dry_run.outputs.clear()
+    _tell_of_a_real_step(reason, moved)
+    _tell_of_no_loss(step)
+    return step
+
+
+def _check_step(function: object) -> None:
+    """Refuse what is no step, and where none can be recorded."""
+    if not callable(function):
+        raise UsageError(
+            "the step must be a callable (a module, or a function of its arguments); got "
+            f"{type(function).__name__}."
+        )
+    if isinstance(function, type) and issubclass(function, torch.nn.Module):
+        raise UsageError(
+            f"the step is a module or a function, not the class {function.__name__}: make one of "
+            f"it, {function.__name__}(...), and pass that."
+        )
+    if current_recorder() is not None or not recordable():
+        raise UsageError(
+            "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "
+            "or under torch.compile: there would be no backward to plan for. Call it outside."
+        )
+
+
+def _refuse_unsized(tensors: list[torch.Tensor]) -> None:
+    lazy = sum(isinstance(tensor, _WITHOUT_SIZE) for tensor in tensors)
+    if lazy:
+        raise UsageError(
+            f"{lazy} of the step's parameters and buffers have no size yet (LazyLinear and other "
+            "lazy modules). Call the model once on a batch, under torch.no_grad(): that makes them."
+        )
+
+
+def _tell_of_a_real_step(reason: str, moved: int) -> None:
     stays = ""
     if moved:
         stays = (
@@ -144,8 +159,6 @@ def dry_run(
         DryRunWarning,
         stacklevel=users_frame(),
     )
-    _tell_of_no_loss(step)
-    return step
 
 
 def _tell_of_no_loss(step: Dry) -> None:
@@ -226,7 +239,7 @@ def _fake(
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    witness: Witness | None = None,
+    witness: Witness | None,
 ) -> Dry:
     memory = FakeMemory(costs, stand.mode)
     if witness is not None:
@@ -277,7 +290,7 @@ def _real(
     function: Callable[..., Any],
     args: Any,
     kwargs: Any,
-    witness: Witness | None = None,
+    witness: Witness | None,
 ) -> tuple[Dry, int]:
     """The step, and how many parameters it wrote."""
     with RealState(found) as state:

@@ -173,13 +173,6 @@ class StandIns:
         self._read.clear()
         self._saved.restore()
 
-    def real(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor whose storage a fake one stands for; a real tensor is returned as is."""
-        if not fakes.is_fake(tensor):
-            return tensor
-        storage = _compat.storage_of(tensor)
-        return None if storage is None else self.behind(storage)
-
     def behind(self, storage: Any) -> torch.Tensor | None:
         """The real tensor that stands behind a fake storage."""
         return self._real.get(_compat.storage_id(storage))

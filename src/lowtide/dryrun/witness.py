@@ -81,10 +81,10 @@ class Witness:
                 for name, tensor in tensors.items():
                     if tensor is not None:
                         label = ".".join(filter(None, (prefix, name)))
-                        counts[kind] += self._stands(kind, label, tensor, seen_as(tensor))
+                        counts[kind] += self._stands(kind, label, seen_as(tensor))
                         parameters.setdefault(label, tensor)
         for place, tensor in enumerate(found.tensors):
-            counts["input"] += self._stands("input", f"input {place}", tensor, seen_as(tensor))
+            counts["input"] += self._stands("input", f"input {place}", seen_as(tensor))
             parameters.setdefault(f"input {place}", tensor)
         seen: set[int] = set()
         for name, tensor in parameters.items():
@@ -101,7 +101,7 @@ class Witness:
             if isinstance(t, torch.nn.Parameter)
         ]  # fmt: skip
 
-    def _stands(self, kind: str, name: str, tensor: torch.Tensor, seen: torch.Tensor) -> int:
+    def _stands(self, kind: str, name: str, seen: torch.Tensor) -> int:
         storage = _compat.storage_of(seen)
         if storage is None or _compat.storage_id(storage) in self._named:
             return 0
@@ -359,7 +359,6 @@ class _Counted(FakeMemory):
                         tuple(tensor.shape),
                         _dtype(tensor.dtype),
                         len(self.steps),
-                        self._witness._backward,
                     )
                     self._open[_compat.storage_id(storage)] = block
                     self.blocks.append(block)

@@ -10,7 +10,7 @@ FX graph; and torch's own way, a knapsack of independent items.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,16 +110,19 @@ class Search:
         def over(choice: Choice) -> int:
             return max(0, choice.outcome.forward - forward, choice.outcome.backward - backward)
 
+        def cost(choice: Choice) -> tuple[float, ...]:
+            return over(choice), choice.outcome.seconds
+
         if not over(self.plain):
             return self.plain
         candidates = [*self.by_torch(), *self.known()]
-        best = min(candidates, key=lambda c: (over(c), c.outcome.seconds))
+        best = min(candidates, key=cost)
         room = min(forward, backward)
         asked = room
         for _ in range(_ROUNDS):
             solution = solve(self.graph, max(asked, 1))
             found = self._try(_held(self.graph, solution.plan), "planner")
-            best = min(best, found, key=lambda c: (over(c), c.outcome.seconds))
+            best = min(best, found, key=cost)
             if over(found):
                 asked -= max(over(found), room // 100)
             elif room - found.outcome.peak > room // 50:
@@ -129,8 +132,8 @@ class Search:
             if solution.status != "fits" or asked <= 0:
                 break
         if over(best):
-            best = min(best, self.least(), key=lambda c: (over(c), c.outcome.seconds))
-        return self._improved(best, over)
+            best = min(best, self.least(), key=cost)
+        return self._descended(best, cost)
 
     def smallest(self, room: int) -> Choice:
         """The choice that saves the fewest bytes, with peaks of at most `room` where possible."""
@@ -214,30 +217,21 @@ class Search:
         able = (touched | choice.saved) & self.savable - self.joint.bound
         yield from sorted(able, key=lambda s: (-nbytes[s], s))
 
-    def _improved(self, best: Choice, over: object) -> Choice:
-        """Make single changes as long as one makes the choice faster within the limits."""
-        assert callable(over)
-        stop = self.scheduler.evaluations + self.allowed
-        changed = True
-        while changed and self.scheduler.evaluations < stop:
-            changed = False
-            for storage in list(self._moves(best)):
-                found = self._try(best.saved ^ {storage}, best.method)
-                if (over(found), found.outcome.seconds) < (over(best), best.outcome.seconds):
-                    best, changed = found, True
-                if self.scheduler.evaluations >= stop:
-                    break
-        return best
-
     def _lowered(self, best: Choice) -> Choice:
-        """Make single changes as long as one lowers the peak."""
+        return self._descended(best, lambda choice: (choice.outcome.peak,), "least")
+
+    def _descended(
+        self, best: Choice, cost: Callable[[Choice], tuple[float, ...]], method: str = ""
+    ) -> Choice:
+        """Make single changes as long as one costs less. The method is that of the choice that is
+        changed, unless one is given."""
         stop = self.scheduler.evaluations + self.allowed
         changed = True
         while changed and self.scheduler.evaluations < stop:
             changed = False
             for storage in list(self._moves(best)):
-                found = self._try(best.saved ^ {storage}, "least")
-                if found.outcome.peak < best.outcome.peak:
+                found = self._try(best.saved ^ {storage}, method or best.method)
+                if cost(found) < cost(best):
                     best, changed = found, True
                 if self.scheduler.evaluations >= stop:
                     break

@@ -26,7 +26,7 @@ from lowtide.kernels.avx2_kernels import (
 )
 from lowtide.kernels.avx2_scratch import WIDTH, Geometry
 from lowtide.kernels.blocks import nbytes, padded
-from lowtide.kernels.unfolding import Options
+from lowtide.kernels.unfolding import Options, channels_made
 
 
 def narrow_workspace(
@@ -131,10 +131,6 @@ def _turned(weight: torch.Tensor) -> int:
     """The copy of a parameter in the input's channels-last format, made before anything else."""
     form = torch.channels_last if weight.dim() == 4 else torch.channels_last_3d
     return 0 if weight.is_contiguous(memory_format=form) else nbytes(weight)
-
-
-def channels_made(weight: torch.Tensor, options: Options) -> int:
-    return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
 
 
 def geometry(

@@ -55,7 +55,7 @@ class Kernel(NamedTuple):
 # ---------------------------------------------------------------------------- which kernel
 
 
-def forward(g: Geometry, last: bool = False) -> Kernel:
+def forward(g: Geometry, last: bool) -> Kernel:
     """The kernel that makes `given` from `read`; `last`: the tensors are channels-last."""
     free = "last" if last else "blocked"
     rows = g.pads_little() and g.padding[2] <= min(_UNROLLED_DEPTHWISE, g.given[2])
@@ -84,7 +84,7 @@ def forward(g: Geometry, last: bool = False) -> Kernel:
     return unfolding_forward(g, last)
 
 
-def backward(g: Geometry, last: bool = False, transposed: bool = False) -> Kernel:
+def backward(g: Geometry, last: bool, transposed: bool) -> Kernel:
     """The kernel that makes `read` from `given`: a gradient, or a `transposed` one's result."""
     free = "last" if last else "blocked"
     if runs_strided(g):
@@ -115,7 +115,7 @@ def runs_strided(g: Geometry) -> bool:
     return max(g.stride) > 1 == max(g.dilation) and not few
 
 
-def of_parameter(g: Geometry, last: bool = False, biased: bool = False) -> Kernel:
+def of_parameter(g: Geometry, last: bool, biased: bool) -> Kernel:
     """The kernel that makes the parameter's gradient from `read` and `given`."""
     free = "last" if last else "blocked"
     if _depthwise_parameter(g):

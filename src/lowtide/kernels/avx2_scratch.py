@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from lowtide.kernels.blocks import FLOAT, up
+from lowtide.kernels.blocks import FLOAT, PAGE, up
 
 WIDTH = 8  # channels in a block
-_PAGE = 4096
 _BATCHED = 40  # bytes for each entry of a batch of small products
 _MANY_ROWS, _FEW_POINTS = 512, 256  # with fewer points per image and thread, threads divide a batch
 _LARGE_PRODUCT = 64 << 10  # or with fewer multiplications per thread than this
@@ -103,12 +102,12 @@ class Geometry(NamedTuple):
 
 
 def _paged(g: Geometry, nbytes: int) -> int:
-    return g.threads * nbytes + _PAGE
+    return g.threads * nbytes + PAGE
 
 
 def list_of_products(g: Geometry) -> int:
     """The list of products of each thread."""
-    listed = up(up(g.points * _BATCHED, _PAGE), _BATCHED)
+    listed = up(up(g.points * _BATCHED, PAGE), _BATCHED)
     return _paged(g, listed)
 
 
@@ -119,11 +118,11 @@ def strided_scratch(g: Geometry) -> int:
     edges = zip(g.given, g.reach, g.padding, g.ends, g.stride, strict=True)
     for size, reach, pad, end, stride in edges:
         image *= size + max(0, reach - 1 - pad) // stride + max(0, reach - 1 - end) // stride
-    scratch = list_of_products(g) + _paged(g, up(image, _PAGE) * FLOAT)
-    scratch += _paged(g, up(g.read[0] * g.read[1] * g.groups, _PAGE))
+    scratch = list_of_products(g) + _paged(g, up(image, PAGE) * FLOAT)
+    scratch += _paged(g, up(g.read[0] * g.read[1] * g.groups, PAGE))
     if g.read[2] % g.stride[2]:
         row = up(g.read[2], g.stride[2]) * g.stride[2] * g.channels * g.groups
-        scratch += _paged(g, up(row, _PAGE) * FLOAT)
+        scratch += _paged(g, up(row, PAGE) * FLOAT)
     return scratch
 
 
@@ -157,7 +156,7 @@ def summed(parts: tuple[int, int, int], own: int) -> int:
     """Bytes of the partial sums that the threads of a group make of the same part of a gradient;
     `own` is 1 if one thread of each group writes to the result instead."""
     groups, threads, size = parts
-    return groups * (threads - own) * size * FLOAT + 3 * _PAGE if threads > 1 else 0
+    return groups * (threads - own) * size * FLOAT + 3 * PAGE if threads > 1 else 0
 
 
 def shared(threads: int, job: int, jobs: int, sums: int, most: int) -> tuple[int, int, int]:

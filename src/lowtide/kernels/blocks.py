@@ -13,6 +13,8 @@ CHANNEL_BLOCK = 16
 """oneDNN pads channels to a multiple of this when it reorders a tensor."""
 FLOAT = 4
 """Bytes of a float32, in which sums are accumulated, even those of half-precision tensors."""
+PAGE = 4096
+"""oneDNN begins some parts of its scratchpads at a multiple of this."""
 
 
 def nbytes(tensor: torch.Tensor) -> int:

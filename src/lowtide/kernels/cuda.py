@@ -19,7 +19,7 @@ import torch
 
 from lowtide.kernels.blocks import FLOAT
 from lowtide.kernels.results import bytes_of
-from lowtide.kernels.unfolding import Options
+from lowtide.kernels.unfolding import Options, channels_made
 
 _PROCESSORS = 132
 _SPLIT = 33 << 19  # bytes of partial gradients of a convolution's parameter, at most
@@ -99,7 +99,7 @@ def convolution(
     size = source.element_size()
     multiple = 8 if size == 2 else 4
     parameter, each = bytes_of(weight), weight.shape[1] if weight.dim() > 1 else 1
-    channels, others = source.shape[1], _channels_out(weight, options)
+    channels, others = source.shape[1], channels_made(weight, options)
     copied = _aligned(parameter, each, multiple)
     last = _channels_last(source)
     for nbytes, count in ((bytes_of(source), channels), (given, others)):
@@ -115,10 +115,6 @@ def convolution(
         copied = 0  # a product of matrices
     floats = parameter // size * FLOAT
     return copied + min(_SPLIT, _PROCESSORS * floats) + 2 * floats
-
-
-def _channels_out(weight: torch.Tensor, options: Options) -> int:
-    return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
 
 
 def _aligned(nbytes: int, channels: int, multiple: int) -> int:

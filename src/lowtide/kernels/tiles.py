@@ -17,12 +17,11 @@ import math
 
 import torch
 
-from lowtide.kernels.blocks import FLOAT, nbytes, up
+from lowtide.kernels.blocks import FLOAT, PAGE, nbytes, up
 from lowtide.kernels.unfolding import Options
 
 _BLOCK = 16  # channels in a block
 _TILE = 32  # points in a tile, and channels in a parameter's block
-_PAGE = 4096
 _BATCH = 32  # bytes for each pair of matrices that a call multiplies
 _FIXED = 72 << 10  # bytes on each thread, whatever the size
 _EACH = 1536  # and for each input channel
@@ -112,7 +111,7 @@ def _of_parameter(
     transposed += threads * (of_points * short * math.prod(high)) + length * _BLOCK
     volume = math.prod(kernel)
     sums = threads * FLOAT * of_read * (of_points // groups) * volume
-    fixed = threads * (up(math.prod(high) * _BATCH, _PAGE) + 2 * _PAGE)
+    fixed = threads * (up(math.prod(high) * _BATCH, PAGE) + 2 * PAGE)
     padded = last and len(kernel) > 2 and max(options.dilation) > 1 and max(options.padding) > 0
     copies = 0 if last and not padded else _copy(read) + _copy(points)
     return copies + _in_blocks(weight, groups) + half * transposed + sums + fixed

@@ -44,11 +44,13 @@ def options_of(args: Sequence[Any], backward: bool) -> Options:
     return Options(stride, dilation, bool(transposed), groups, padding)
 
 
+def channels_made(weight: torch.Tensor, options: Options) -> int:
+    """The channels of a convolution's result."""
+    return weight.shape[1] * options.groups if options.transposed else weight.shape[0]
+
+
 def unfolded(
-    source: torch.Tensor | Like,
-    weight: torch.Tensor | Like,
-    device: str,
-    options: Options = Options(),  # noqa: B008 (immutable)
+    source: torch.Tensor | Like, weight: torch.Tensor | Like, device: str, options: Options
 ) -> bool:
     """Whether torch runs a convolution itself: on the CPU, for dtypes that oneDNN does not take and
     for small single images."""

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from lowtide.kernels.avx2 import adds_bias, call_bytes, channels_made, geometry, narrow_workspace
+from lowtide.kernels.avx2 import adds_bias, call_bytes, geometry, narrow_workspace
 from lowtide.kernels.avx2_kernels import (
     CHAINED,
     UNROLLED_WIDE,
@@ -28,7 +28,7 @@ from lowtide.kernels.avx2_kernels import (
 )
 from lowtide.kernels.avx2_scratch import WIDTH, Geometry, strided_scratch
 from lowtide.kernels.blocks import CHANNEL_BLOCK, nbytes
-from lowtide.kernels.unfolding import Options
+from lowtide.kernels.unfolding import Options, channels_made
 
 _WIDE = ("strided", "direct")
 _WIDEST = 14  # the direct kernel handles no wider ones than this

@@ -2,13 +2,12 @@
 
 Problem: a convolution may allocate many times its output as workspace, which only the allocator
 sees; a limit must be kept even before a step has been measured. Invariant: estimates err to the
-high side, and are used only until there is a measurement. Imports operators and `_compat`.
+high side, and are used only until there is a measurement. Imports operators and other kernels.
 Rejected: ignoring it: in a 3D U-Net, one such buffer is 182 MiB of a peak of 383 MiB.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Callable, Hashable
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lowtide import _compat
 from lowtide.kernels import cuda
 from lowtide.kernels.blocks import padded
 from lowtide.kernels.convolution import convolution_workspace
@@ -25,8 +23,9 @@ from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.pointwise import pointwise_workspace
 from lowtide.kernels.products import product_workspace
 from lowtide.kernels.promotion import converted, out_of_place
+from lowtide.kernels.recurrent import kept_for_backward, recurrent_workspace
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
-from lowtide.kernels.scratchpad import of_recurrence, scratchpad
+from lowtide.kernels.scratchpad import scratchpad
 from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
@@ -170,7 +169,7 @@ def workspace_of(
     if "attention" in name and "flash" not in name:
         return made
     if name.startswith("aten::mkldnn_rnn_layer") and len(tensors) >= 5:
-        return _recurrent(tensors, name.endswith("_backward"))
+        return recurrent_workspace(tensors, name.endswith("_backward"))
     return converted(name, tensors, args) if tensors and tensors[0].device.type == "cpu" else 0
 
 
@@ -243,36 +242,6 @@ def _in_one_format(gradient: torch.Tensor, *others: torch.Tensor) -> int:
     return _copy_of(gradient) + (sum(map(bytes_of, others)) if last[0] != last[1] else 0)
 
 
-@functools.cache
-def _keeps_all_gates() -> bool:
-    """Whether oneDNN's recurrent layers keep more: version 3.7 (torch 2.10) does, 3.12 does not."""
-    version = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())
-    return version is not None and (int(version[1]), int(version[2])) < (3, 12)
-
-
-def _recurrent(tensors: list[torch.Tensor], backward: bool) -> int:
-    """An LSTM layer on the CPU: the gates of all time steps, and weights in other layouts. Measured
-    for 27 sizes; mostly a little too high."""
-    source, *weights = tensors[:3]  # (steps, batch, channels), and twice (gates, channels)
-    gates = bytes_of(source) // max(1, source.shape[-1]) * weights[0].shape[0]
-    # Of the two biases no more is read, though torch gives a layer without any two of zeros that
-    # are as large as the weights.
-    parameters = sum(bytes_of(w) + w.shape[0] * w.element_size() for w in weights)
-    more = gates * 9 // 2 if _keeps_all_gates() else 0
-    if backward:
-        second = sum(bytes_of(w) for w in weights if _copied_again(w.shape[1]))
-        return of_recurrence() + (parameters + second) * 21 // 20 + gates * 11 // 8 + more
-    return of_recurrence() + parameters * 21 // 20 + gates + bytes_of(source) + more
-
-
-def _copied_again(channels: int) -> bool:
-    """Whether a recurrent layer's backward copies a weight of so many channels a second time. Rows
-    that fill cache lines, and no pages, are read where they are; known of what was measured."""
-    if _compat.onednn_instructions() != "AVX2" or _keeps_all_gates():
-        return True
-    return channels % 16 != 0 or channels % 256 == 0
-
-
 def _convolution(
     source: torch.Tensor,
     weight: torch.Tensor,
@@ -294,18 +263,6 @@ def _convolution(
         blocked += padded(bytes_of(source), source.shape[1])
     again = made if options.transposed else 0
     return blocked + again + 2 * bytes_of(weight)
-
-
-def _kept_for_backward(tensors: list[torch.Tensor]) -> int:
-    """The extra output of an LSTM layer on the CPU, of which torch gives no size for fake tensors:
-    gates and states of all time steps, padded. For the measured sizes at most a fifth too high."""
-    source, weight = tensors[:2]
-    steps, batch, channels = source.shape
-    hidden = weight.shape[0] // 4
-    states = 8 * (steps + 1) * batch * (max(hidden, channels) + 16)
-    if _keeps_all_gates():
-        states += 4 * (steps + 1) * batch * hidden
-    return source.element_size() * (steps * batch * (8 * hidden + 16) + states)
 
 
 def kernel_workspace(
@@ -399,7 +356,7 @@ def room_for(
     tensors = tensors_in(args, kwargs)
     made = made_by(func, args, kwargs)
     if name == "aten::mkldnn_rnn_layer":
-        made += _kept_for_backward(tensors)
+        made += kept_for_backward(tensors)
     near = kernel_workspace(name, tensors, args, made)
     if nearest:
         return made + near

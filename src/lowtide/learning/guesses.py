@@ -6,8 +6,8 @@ the gradients are that a loss outside gives (a sum gives one number); and convol
 without the scratchpads that are counted for them. A guess that is too high would refuse the step
 whenever it comes, and it would never be measured. Invariant: a step is refused before it was
 measured only if it does not fit even where these take the least they may; then the refusal says
-which of them it was, but for scratchpads, which are small. Imports planner, observer, logs and
-graphs. Rejected: one guess in between, which makes too little room for a Function that
+which of them it was, but for scratchpads, which are small. Imports planner, observer, logs,
+graphs and margins. Rejected: one guess in between, which makes too little room for a Function that
 runs all of its forward again.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.memory import margins
 from lowtide.observing.graphs import graph_before
 from lowtide.observing.logs import OpLog
 from lowtide.observing.observer import Observer
@@ -76,7 +77,7 @@ def what_was_guessed(observer: Observer) -> list[str]:
     return [reason for applies, reason in reasons if applies]
 
 
-def least_peak(graph: Graph, held: set[int], limit: int, margin: float) -> int:
+def least_peak(graph: Graph, held: set[int], limit: int) -> int:
     """The peak of what is left of this step under the limit, or the smallest above it."""
-    found = with_margin(forward_over(graph, held), held, limit, margin, search=True)
+    found = with_margin(forward_over(graph, held), held, limit, margins.MODELLED, search=True)
     return found.result.peak

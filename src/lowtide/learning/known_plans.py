@@ -140,8 +140,8 @@ class KnownPlans:
         seen: list[Signature],
         place: int,
         *,
-        whole: bool = False,
-        other_than: Prepared | None = None,
+        whole: bool,
+        other_than: Prepared | None,
     ) -> Prepared | None:
         """The plan for a step that began with these operations, or consists of them if `whole`."""
         count = len(seen)
@@ -155,8 +155,8 @@ class KnownPlans:
         seen: list[Signature],
         place: int,
         *,
-        whole: bool = False,
-        other_than: Prepared | None = None,
+        whole: bool,
+        other_than: Prepared | None,
     ) -> Prepared | None:
         """The plan for the smallest of the larger steps: those with the same operations so far,
         none of which made fewer bytes."""

@@ -160,7 +160,7 @@ class Learned:
         cut = frozenset(graph.cut)  # held whatever the plan said, if FSDP2 freed more than before
         chosen = [HOLD if value in cut else choice for value, choice in enumerate(ran)]
         retain = (*chosen, *(HOLD,) * len(graph.owned))
-        return Simulator(graph).run(retain), Retention(retain, graph.fingerprint)
+        return Simulator(graph).run(retain), Retention(retain)
 
     @property
     def peak_as_it_ran(self) -> int | None:

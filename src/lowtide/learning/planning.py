@@ -93,7 +93,7 @@ class Planning(Resizing):
         return self._fitting(found)
 
     def covering(
-        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
+        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None
     ) -> Prepared | None:
         """The same for a larger step, than which this one has no more in memory at any moment."""
         found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)

@@ -147,7 +147,7 @@ class Settling(Planning):
         sparing = sparing_graph(observer, decisions.first) if prepared is None else None
         if sparing is not None:
             limit = self.allowance.planned(plain, before)
-            least = least_peak(sparing, held, limit, margins.MODELLED)
+            least = least_peak(sparing, held, limit)
             if least <= allowed:
                 return
             graphs.append(sparing)

@@ -39,6 +39,8 @@ _FLAGS = (
     "with_cp",
 )
 
+_NAMED = 4  # modules named in a refusal, for each way in which they checkpoint themselves
+
 # Wrapper classes by (home, name); a home is a module or a package.
 _WRAPPERS = (
     (_compat.CHECKPOINT_WRAPPER_HOME, "CheckpointWrapper"),
@@ -71,9 +73,9 @@ def refuse_active_checkpointing(model: nn.Module, caller: str) -> None:
     )
 
 
-def _first(names: list[str], count: int = 4) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _found_on(module: nn.Module) -> Iterator[str]:

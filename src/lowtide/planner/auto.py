@@ -43,6 +43,8 @@ from lowtide.planner.simulate import Simulation, Simulator
 from lowtide.planner.small import holding_small
 from lowtide.planner.solution import Solution
 
+TIME_LIMIT = 60.0
+"""Seconds after which a search ends early, on a machine too slow for it."""
 EXCHANGE_WORK = 400_000
 """Operations and events that the exchanges may simulate, as `search.WORK` for the rest."""
 CONSTANT = 100
@@ -67,7 +69,7 @@ def solve(
     limit: int,
     *,
     margin: int = 0,
-    time_limit: float = 60.0,
+    time_limit: float = TIME_LIMIT,
     prove: bool = False,
     polish_with: Polish | None = None,
     cut_with: CutWith | None = None,
@@ -125,14 +127,14 @@ def solve(
     return search.solution(began)
 
 
-def minimum(graph: Graph, *, time_limit: float = 60.0) -> Solution:
+def minimum(graph: Graph) -> Solution:
     """The plan with the lowest peak that the planner can reach.
 
     Greedy and anchored plans are shrunk as far as they go; then single moves lower the best of them
     further. `solve` follows the same path, so it finds a plan for a limit of this peak.
     """
     began = perf_counter()
-    search = lowest(Problem(Simulator(graph)), 0, began + time_limit)
+    search = lowest(Problem(Simulator(graph)), 0, began + TIME_LIMIT)
     # The peak that was found is the limit, so that the status is "fits".
     search.limit = search.best.result.peak
     return search.solution(began)

@@ -226,9 +226,9 @@ class Tree:
         self.leaves: list[tuple[float, int, Held, list[float], list[int]]] = []
         self.done = 0  # work so far: cuts times nodes of the network
         model.decide(model.start())
-        raised = [raise_bound(model, prices, 0.0, target, FIRST_CLIMBS) for prices in starts]
+        raised = [raise_bound(model, prices, target, FIRST_CLIMBS) for prices in starts]
         best, prices = max(raised)
-        self._add(model.start(), prices, best, CLIMBS)
+        self._add(model.start(), prices, best)
 
     @property
     def moments(self) -> list[int]:
@@ -251,15 +251,15 @@ class Tree:
             bound, _, held, prices, candidates = heappop(self.leaves)
             value = self._choose(held, prices, bound, candidates)
             for choice in (True, False):
-                self._add({**held, value: choice}, prices, bound, CLIMBS)
+                self._add({**held, value: choice}, prices, bound)
         spent = model.cuts * nodes - self.done
         self.done += spent
         return spent
 
-    def _add(self, held: Held, prices: list[float], least: float, climbs: int) -> None:
+    def _add(self, held: Held, prices: list[float], least: float) -> None:
         model = self.model
         if model.decide(held):
-            bound, prices = raise_bound(model, prices, 0.0, self.target, climbs)
+            bound, prices = raise_bound(model, prices, self.target, CLIMBS)
             leaf = max(bound, least), model.cuts, held, prices, model.candidates()
             heappush(self.leaves, leaf)
 

@@ -140,14 +140,14 @@ class Moments:
 
 
 def raise_bound(
-    model: Moments, prices: list[float], best: float, target: float, cuts: int
+    model: Moments, prices: list[float], target: float, cuts: int
 ) -> tuple[float, list[float]]:
     """Raise the bound by moving the prices, for at most `cuts` cuts; returns the best bound and its
     prices.
 
     `target` is the time of a plan that fits: the bound cannot rise above it.
     """
-    found, pace = prices, 1.0
+    best, found, pace = 0.0, prices, 1.0
     for _ in range(cuts):
         seconds, over = model.bound(prices)
         if seconds > best:

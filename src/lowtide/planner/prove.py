@@ -37,7 +37,7 @@ def prove(
     best: Candidate,
     main: tuple[int, float],
     bound: float,
-    cut_with: CutWith | None = None,
+    cut_with: CutWith | None,
 ) -> float:
     """The best lower bound found, at least `bound`.
 

@@ -97,7 +97,7 @@ class Search:
         result, sim = self.best.result, self.problem.sim
         return Solution(
             status="fits" if self.fits else "infeasible",
-            plan=Retention(tuple(self.best.retain), sim.graph.fingerprint),
+            plan=Retention(tuple(self.best.retain)),
             peak=result.peak,
             seconds=result.seconds,
             plain_peak=self.plain.result.peak,

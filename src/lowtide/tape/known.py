@@ -19,13 +19,12 @@ from lowtide import _compat
 from lowtide.tape.pieces import Pieces
 from lowtide.tape.regions import common_region
 from lowtide.tape.values import Kept, Operation, Ref, Value, tensors_in
-from lowtide.tape.watch import hold, overwriting, watch
+from lowtide.tape.watch import PLAIN, hold, overwriting, watch
 
 if TYPE_CHECKING:
     from lowtide.tape.tape import Decisions, Tape
 
 Tensor = torch.Tensor
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 # mypy cannot see that calling `weakref.ref` on a slotted class is typed
 weak_value: Callable[[Value], weakref.ref[Value]] = weakref.ref
 

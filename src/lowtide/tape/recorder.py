@@ -269,9 +269,7 @@ class Recorder(Encoding, _compat.Mode):
             self._rewritten(op, self._through(through, entry, place, kwargs), entry, made)
             unnoticed = behind.get(entry.key)
             if unnoticed is not None:
-                if unnoticed.elsewhere:
-                    entry.version, entry.loose = version  # the known counter did not move
-                self._follow_live(unnoticed, entry)
+                self._follow_live(unnoticed, entry, version)
             elif old is not None:
                 self._rebind(old, self.value_in(entry))
                 filled = entry
@@ -367,9 +365,7 @@ class Recorder(Encoding, _compat.Mode):
             self._rewritten(None, None, entry, [])
             unnoticed = behind.get(entry.key)
             if unnoticed is not None:
-                if unnoticed.elsewhere:
-                    entry.version, entry.loose = version  # the known counter did not move
-                self._follow_live(unnoticed, entry)
+                self._follow_live(unnoticed, entry, version)
         self._fsdp_may_end(facts.name, args, written)
         self._register(None, result, [])
         if self.kept is not None:

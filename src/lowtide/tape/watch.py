@@ -19,7 +19,7 @@ import torch
 from lowtide import _compat
 from lowtide.tape.values import Value
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _weak: Callable[[Value], weakref.ref[Value]] = weakref.ref
 
 
@@ -149,7 +149,7 @@ def hold(value: Value, tensor: torch.Tensor) -> None:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return _compat.detached_alias(tensor)
     with _compat.disable_torch_function_subclass():
         return _compat.detached_alias(tensor)

@@ -146,8 +146,11 @@ class Writes(Sharded):
                 hidden = facts.unversioned or bool(unnoticed and unnoticed.handles)
                 self._overwriting(entry, hidden)
 
-    def _follow_live(self, unnoticed: Behind, entry: Entry) -> None:
-        """After a write that autograd did not notice: what it saved is the new content."""
+    def _follow_live(self, unnoticed: Behind, entry: Entry, before: tuple[int, bool]) -> None:
+        """After a write that autograd did not notice: what it saved is the new content. `before`:
+        the entry's version before the write."""
+        if unnoticed.elsewhere:
+            entry.version, entry.loose = before  # the known counter did not move
         old, tensor, handles = unnoticed.saved, unnoticed.tensor, unnoticed.handles
         if old is None or not handles or old.held is not None:
             return  # nothing was saved, or a held alias shows the new content
