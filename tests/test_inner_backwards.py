@@ -6,6 +6,7 @@ in the middle of the forward, and the outer backward goes through the graph of a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,11 @@ from torch.func import functional_call
 
 import lowtide
 from against_plain import counted
+from lowtide import engine, replay
+from lowtide.running.decide import StepDecisions
+from lowtide.step import current_recorder
+from lowtide.tape.saves import Saves
+from lowtide.tape.values import Operation, Value
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,3 +75,66 @@ def test_what_is_replayed_inside_the_forward_counts(share: float) -> None:
             assert peak <= limit.limit
             assert all(map(torch.equal, expected, found))
     assert replayed.operations
+
+
+def test_a_graph_that_dies_during_a_replay_takes_nothing_that_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python's collector, or another thread, may release a graph at any moment. What only that had
+    saved was dropped then, in the middle of a replay that counted on it."""
+    others = [torch.ones(())]
+    find = replay.closure
+
+    def meanwhile(value: Value) -> list[Operation]:
+        found = find(value)
+        recorder = current_recorder()
+        if recorder is not None and recorder.replaying:
+            others.clear()
+        return found
+
+    def loss_of(x: Tensor) -> Tensor:
+        shifted = x + 1
+        others.append(shifted.sin())  # saves `shifted`, which the tanh does not
+        out = shifted.tanh()
+        del shifted
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def gradient(limit: lowtide.Budget | None) -> Tensor:
+        x = torch.linspace(-1, 1, 4096).requires_grad_()
+        with limit or contextlib.nullcontext():
+            loss = loss_of(x)
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = gradient(None)
+    monkeypatch.setattr(replay, "closure", meanwhile)
+    monkeypatch.setattr(
+        StepDecisions, "saved", lambda _, value, __: value.op.facts.name != "aten::tanh"
+    )
+    with engine.use("python"):
+        found = gradient(lowtide.budget("1 GiB"))
+    assert not others
+    assert torch.equal(found, expected)
+
+
+def test_every_recorder_knows_while_it_replays_inside_the_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted: list[bool] = []
+
+    def note(recorder: Saves, name: str, value: object) -> None:
+        if name == "replaying":
+            noted.append(bool(value))
+        object.__setattr__(recorder, name, value)
+
+    monkeypatch.setattr(StepDecisions, "saved", lambda *_: False)
+    monkeypatch.setattr(Saves, "__setattr__", note, raising=False)
+    x = torch.ones(64, requires_grad=True)
+    with lowtide.budget("1 GiB"):
+        (slope,) = torch.autograd.grad(x.tanh().exp().sum(), x, create_graph=True)
+    assert noted[:2] == [True, False]
+    noted.clear()
+    slope.sum().backward()
+    assert not noted  # the forward is over, and nothing is dropped any more
