@@ -201,6 +201,7 @@ def test_one_limit_for_all_of_them(
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
     assert budget.report().planned
+    assert repr(budget).startswith(f"<lowtide.Budget of {limit} bytes")
     assert replayed() > 0
 
 
