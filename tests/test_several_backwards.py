@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from against_plain import tape_records
+from against_plain import counted, tape_records
 from lowtide.errors import BudgetError, UncountedWarning
 from lowtide.running.earlier import Earlier
 from lowtide.running.where import Where
@@ -201,6 +201,7 @@ def test_one_limit_for_all_of_them(
     assert len(expected) == len(found)
     assert all(map(torch.equal, expected, found))
     assert budget.report().planned
+    assert repr(budget).startswith(f"<lowtide.Budget of {limit} bytes")
     assert replayed() > 0
 
 
@@ -543,6 +544,35 @@ def test_a_second_backward_finds_room_beside_the_gradients_of_the_first(share: f
         found = [parameter.grad for parameter in model.parameters()]
         assert all(map(torch.equal, found, wanted))
     assert budget.report().replayed_operations > 0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+def test_a_retained_graph_whose_steps_are_not_measured(share: float) -> None:
+    """A profiler of the program's runs. Computed from sizes, no plan keeps the limit; planned
+    backward by backward, the steps do."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    x, parameters = torch.randn(2 * BATCH, WIDTH), list(model.parameters())
+
+    def step(context: Context) -> None:
+        model.zero_grad()
+        with context:
+            out = model(x)
+            one, two = out.square().mean(), out.abs().mean()
+            torch.autograd.grad(one, parameters, retain_graph=True)
+            two.backward()
+
+    step(contextlib.nullcontext())
+    wanted = [p.grad for p in parameters]
+    limit = int(share * lowtide.measure(step, contextlib.nullcontext(), device="cpu").peak_bytes)
+    budget = lowtide.budget(limit)
+    for _ in range(3):
+        with torch.profiler.profile(), counted() as replayed:
+            step(budget)
+        assert all(map(torch.equal, wanted, [p.grad for p in parameters]))
+        assert replayed.operations > 0
+    assert budget.report().measured_steps == 0
+    assert lowtide.measure(step, budget, device="cpu").peak_bytes <= limit
 
 
 def twin_losses(limit: int, *, late: bool = True) -> list[int]:

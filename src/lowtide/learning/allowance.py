@@ -38,10 +38,10 @@ class Allowance:
 
     def __str__(self) -> str:
         """As `Budget` shows it, with what is known of it by now."""
-        promised = self.promised()
         if isinstance(self.limit, int):
-            return f"{promised} bytes"
-        known = "" if promised is None else f", {promised} bytes"
+            return f"{self.limit} bytes"
+        promised = self.promised()
+        known = "" if promised is None else f", {promised + self.before} bytes"
         return f"{self.limit:g} of the plain peak{known}"
 
     # ------------------------------------------------------------------ the running step

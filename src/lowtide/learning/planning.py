@@ -126,6 +126,10 @@ class Planning(Resizing):
         the plan was made; None: it would not fit."""
         allowance, before = self.allowance, self.allowance.before
         plain, room = allowance.plain_peak or 0, allowance.shortage.room
+        if not prepared.measured and prepared.peak > allowance.of(plain, prepared.seen.before):
+            # The best for what was computed from sizes. Without it, each backward is planned when
+            # it begins, from what is there, and is refused if that does not fit.
+            return None
         limit = allowance.planned(plain, before)
         short = room is not None and prepared.peak + before > room
         if prepared.peak <= limit or (before <= prepared.seen.before and not short):
