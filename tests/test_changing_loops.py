@@ -164,6 +164,39 @@ def test_leaves_that_are_frozen_inside_of_the_context() -> None:
             assert limit.report().planned
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_parameters_that_are_frozen_for_a_part_of_the_forward(alone: bool) -> None:
+    """A critic while the actor's loss is computed, unfrozen before the backward: their state was
+    another one than the step's whenever a plan was looked for, and each step was watched."""
+    torch.manual_seed(0)
+    actor, critic = (
+        nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+        for _ in range(2)
+    )
+    nets, x = nn.ModuleList([actor, critic]), torch.randn(512, 64)
+
+    def step(freezes: bool, limit: lowtide.Budget | None) -> list[Tensor]:
+        nets.zero_grad()
+        with limit or nullcontext():
+            loss = torch.zeros(()) if alone else critic(x).square().mean()
+            critic.requires_grad_(not freezes)
+            loss = loss + critic(actor(x)).square().mean()
+            critic.requires_grad_(True)
+        loss.backward()
+        return gradients(nets)
+
+    share = int(0.75 * lowtide.measure(lambda: step(True, None), device="cpu").peak_bytes)
+    limit = lowtide.budget(share)
+    for number in range(12):
+        freezes = number < 6
+        expected = step(freezes, None)
+        assert lowtide.measure(step, freezes, limit, device="cpu").peak_bytes <= share
+        assert same(gradients(nets), expected)
+        report = limit.report()
+        assert report.replayed_operations > 0
+        assert report.planned or not freezes or number <= 2
+
+
 # --- steps that come in turns, or never again ---------------------------------------------------
 
 

@@ -171,7 +171,15 @@ class Leaves:
         return left
 
     def look_again(self) -> None:
-        """Update: since the forward, gradients may have been set to None, or allocated."""
+        """Update: since the forward, gradients may have been set to None, or allocated, and
+        parameters unfrozen that were frozen while it read them. Of those, a later step's
+        `requires_grad` says nothing when it begins, nor when its backward does; that one of its
+        operations wants more gradients does."""
+        self.frozen = {
+            key: weak
+            for key, weak in self.frozen.items()
+            if (parameter := weak()) is None or not parameter.requires_grad
+        }
         for key, (reader, weak) in self.known.items():
             leaf = weak()
             if leaf is None:
