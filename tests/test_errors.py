@@ -10,6 +10,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -184,12 +185,36 @@ def test_a_budget_inside_a_region() -> None:
 def test_a_fitted_model_inside_a_budget_leaves_it_to_the_budget() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     fitted = lowtide.fit(model, 0.5)
-    outer = lowtide.budget(0.5)
-    with outer:
-        loss = model(torch.randn(3, 4)).sum()
-    loss.backward()
-    assert outer.report().steps == 1
+    outer = lowtide.budget("1 MiB")
+    for number in range(2):
+        with outer, _no_use_of_a_limit() if not number else nullcontext():
+            loss = model(torch.randn(3, 4)).sum()
+        loss.backward()
+    assert outer.report().steps == 2
     assert fitted.report().steps == 0
+
+
+@pytest.mark.parametrize("limit", [1, 80])
+def test_a_limit_of_few_bytes_was_meant_as_a_fraction(limit: int) -> None:
+    """As an argument parser makes 1 of 1.0."""
+    with (
+        pytest.raises(lowtide.BudgetError, match=r"An int is a number of bytes: .* 0.8 or \"80%\""),
+        lowtide.budget(limit),
+    ):
+        leaf(100).exp().sum().backward()
+
+
+def test_a_fitted_model_inside_a_region_says_that_its_limit_is_of_no_use() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    lowtide.fit(model, "1 MiB")
+    with _no_use_of_a_limit():
+        lowtide.checkpoint(model, torch.randn(3, 4)).sum().backward()
+
+
+def _no_use_of_a_limit() -> AbstractContextManager[Any]:
+    return pytest.warns(
+        lowtide.UncountedWarning, match="forward of Sequential runs inside of a budget or a check"
+    )
 
 
 def test_left_without_being_entered() -> None:

@@ -52,6 +52,8 @@ _REPLACED = (
 class _ForwardBudget(Budget):
     """What a fitted forward enters. It knows whose gradients are still to come."""
 
+    _yielded = False  # whether it was said that another recording was open
+
     def for_model(self, model: weakref.ref[torch.nn.Module]) -> None:
         self._loop.model = model
 
@@ -64,6 +66,21 @@ class _ForwardBudget(Budget):
     def nothing_saved(self) -> bool:
         """Whether autograd has nothing left of the forward that ran last."""
         return self._loop.nothing_saved
+
+    def yields(self, model: torch.nn.Module) -> None:
+        """The model's forward runs inside of another recording: say once that this limit is then of
+        no use, as both may have been wanted."""
+        if self._yielded:
+            return
+        self._yielded = True
+        warnings.warn(
+            f"lowtide.fit: the forward of {type(model).__name__} runs inside of a budget or a "
+            "checkpointed region, which decides for all that runs in it. The limit of this model, "
+            f"{self._loop.allowance}, holds for nothing there: take it off (`remove()`), or leave "
+            "out what is around it.",
+            UncountedWarning,
+            stacklevel=users_frame(),
+        )
 
 
 def budget_on(model: torch.nn.Module) -> Restore | None:
@@ -153,8 +170,9 @@ def _inside(
             uncalled.over()
         if not recordable():
             return forward(*args, **kwargs)
-        if current_recorder() is not None:
-            return forward(*args, **kwargs)  # a budget or region around it decides already
+        if current_recorder() is not None:  # a budget or region around it decides already
+            budget.yields(model)
+            return forward(*args, **kwargs)
         first = not budget.begun
         if first:  # a trainer may have switched the model's own checkpointing on since
             refuse_active_checkpointing(model, "lowtide.fit")

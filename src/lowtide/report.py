@@ -17,6 +17,7 @@ from lowtide.texttable import count_of
 
 _DRIFT = 0.006  # share of a measured peak that a refusal adds, as steps differ a little
 _MISJUDGED = 0.02  # the same of a modelled peak
+_FEW = 100  # bytes: whoever gives so few has meant a fraction, or a percentage
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,8 @@ def _does_not_fit(limit: int, before: int) -> str:
         f"the forward, occupy {format_bytes(before)}"
     )
     text = f"the step does not fit in {format_bytes(limit)}{left if before else ''}"
-    return f"{text}: it would run out of memory."
+    meant = ' An int is a number of bytes: the plain peak is 1.0, a share of it 0.8 or "80%".'
+    return f"{text}: it would run out of memory.{meant if limit <= _FEW else ''}"
 
 
 def refusal(
