@@ -772,6 +772,19 @@ def test_the_document_is_json_and_says_what_the_objects_say() -> None:
     assert sum(row["bytes"] for row in made["saved"]["rows"]) == made["saved"]["total"]
 
 
+def test_results_are_json_of_their_own() -> None:
+    model, batch = wide(2), torch.randn(64, 32)
+    plan, curve = lowtide.plan(model, batch, limit=0.9), lowtide.curve(model, batch)
+    told = lowtide.explain(model, batch, limit=0.9)
+    for result in (plan, curve, told):
+        assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
+    assert (plan.to_dict()["peak"], plan.to_dict()["source"]) == (plan.peak, "fake")
+    kept = sum(row["kept_bytes"] for row in plan.to_dict()["modules"])
+    assert kept == sum(row.kept_bytes for row in plan.modules)
+    assert [row["peak"] for row in curve.to_dict()["curve"]] == [one.peak for one in curve]
+    assert told.to_dict()["sentences"] == list(told.sentences)
+
+
 def test_results_show_themselves_in_a_notebook() -> None:
     model = wide(2)
     batch = torch.randn(64, 32)

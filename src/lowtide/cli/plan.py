@@ -21,7 +21,6 @@ from lowtide.cli.output import (
     wrote,
 )
 from lowtide.cli.progress import Progress
-from lowtide.export.document import plan_dict
 from lowtide.plantext import format_plan
 
 
@@ -45,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
             plan.save(path)
         wrote(path)
     if arguments.json:
-        show_json(plan_dict(plan))
+        show_json(plan.to_dict())
     else:
         show(format_plan(plan, rows))
     common.say_if_no_backward(subject)

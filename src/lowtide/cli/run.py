@@ -16,7 +16,7 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
 from lowtide.errors import BudgetError, UsageError
-from lowtide.export.document import Trial, plan_dict
+from lowtide.export.document import Trial
 from lowtide.export.trials import Tried, try_steps
 from lowtide.limits import format_bytes
 from lowtide.plans import Plan
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
     refused = refused or tried.refused
     allowed = plan.limit if plan is not None else None if refused is None else refused.limit
     if arguments.json:
-        shown = None if plan is None else plan_dict(plan)
+        shown = None if plan is None else plan.to_dict()
         show_json({"plan": shown, "trials": [asdict(trial) for trial in trials]})
     else:
         show(format_trials(allowed, trials))
