@@ -34,11 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     rows = rows_of(arguments)
     path = free_place(arguments)
-    limit = common.limit_of(arguments)
     with Progress(3) as progress:
         subject = common.study_of(arguments, progress)
         progress.stage("planning")
-        plan = subject.plan(limit)
+        plan = common.plan_of(arguments, progress, subject)
     if path is not None:
         with writing(path):
             plan.save(path)

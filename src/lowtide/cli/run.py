@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.steps < 1:
         raise UsageError(f"--steps is how many steps to run, at least 1; got {arguments.steps}.")
-    limit = common.limit_of(arguments)
     with Progress(4 + arguments.steps) as progress:
         target = common.target_of(arguments)
         subject = common.study_of(arguments, progress, target)
@@ -45,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
         plan: Plan | None = None
         refused: BudgetError | None = None
         try:
-            plan = subject.plan(limit)
+            plan = common.plan_of(arguments, progress, subject, room=True)
         except BudgetError as error:
             if arguments.no_plain:
                 raise
