@@ -153,9 +153,9 @@ def test_numbers_of_repeated_modules_are_written_as_ranges() -> None:
     assert together({f"h.{n}" for n in (3, 4)}) == "h.3,4"
     assert together({"part01"}) == "part01"
     names = [f"block{n}.layer{k}{end}" for n in (1, 2) for k in (1, 2)
-             for end in ("", ".conv1", ".conv2", ".0")]  # fmt: skip
+             for end in ("", ".in.conv1", ".in.conv2", ".0")]  # fmt: skip
     assert dict.fromkeys(map(stems(names), names)) == dict.fromkeys(
-        f"block#.layer#{end}" for end in ("", ".conv1", ".conv2", ".#")
+        f"block#.layer#{end}" for end in ("", ".in.conv1", ".in.conv2", ".#")
     )
 
 

@@ -18,7 +18,10 @@ _MANY = 4  # up to this many numbers or ranges are all listed
 def stems(names: Iterable[str]) -> Callable[[str], str]:
     """What the names of repeated modules have in common; `names` are all that there are, which
     tells the leaves."""
-    around = {name.rpartition(".")[0] for name in names}
+    around: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        around.update(".".join(parts[:end]) for end in range(1, len(parts)))
 
     def stem(name: str) -> str:
         parent, dot, last = name.rpartition(".")
@@ -34,7 +37,8 @@ def _sharp(name: str) -> str:
 
 
 def together(names: Iterable[str]) -> str:
-    """Names that differ only in numbers, as one."""
+    """Names that differ only in numbers, as one. Each place lists the numbers that occur there; of
+    ``blocks.0-3.layers.0-5`` not every block need have all of these layers."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(
         _numbers(set(column)) if place % 2 else column[0] for place, column in enumerate(columns)
