@@ -120,8 +120,7 @@ def main() -> int:
     print(
         f"limited: {len(limited.losses)} steps, held-out loss {trainer.logged_metrics['val_loss']}"
     )
-    assert memory.budget is not None
-    report = memory.budget.report()
+    report = memory.report()
     print(report)
 
     one, two = plain.state_dict(), limited.state_dict()

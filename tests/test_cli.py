@@ -20,7 +20,8 @@ import torch
 
 import lowtide
 from lowtide import step
-from lowtide.cli import _one_line, main
+from lowtide.cli import _one_line, main, parser
+from lowtide.cli.arguments import of_default_limit
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import load
@@ -151,9 +152,9 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_saved_adds_up(program: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "saved", f"{program}:build", "--rows", "5")
+    text = printed(capsys, "saved", f"{program}:build", "--rows", "1")
     found = [int(n.replace(",", "")) for n in re.findall(r"^ *([\d,]+)  ", text, re.MULTILINE)]
-    assert len(found) == 7  # five rows, the others, the total
+    assert len(found) == 3  # one row, the others, the total
     assert sum(found[:-1]) == found[-1]
     data = json.loads(printed(capsys, "saved", f"{program}:build", "--json"))
     assert data["activation_bytes"] == found[-1]
@@ -173,7 +174,7 @@ def test_plan_writes_what_it_shows(
     assert sum(m["recomputed_bytes"] for m in data["modules"]) > 0
     text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "12")
     assert text == f"{plan}\n"  # as in Python
-    text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "3")
+    text = printed(capsys, "plan", f"{program}:build", "--limit", "50%", "--rows", "1")
     assert re.search(r"\(\d+ modules not shown\)$", text, re.M)
     assert re.search(r"^predicted peak +[\d.]+ \w+ of [\d.]+ \w+ plain \(\d+%\)$", text, re.M)
 
@@ -287,25 +288,41 @@ def test_explain_and_trace(
     assert highest == data["plain"]["peak"]
 
 
-@pytest.mark.parametrize("limit", [[], ["--limit", "1 B"]])
-def test_a_refused_default_is_called_a_default(
-    capsys: pytest.CaptureFixture[str], limit: list[str]
+LINEAR = ("torch.nn:Linear", "--shape", "2x8", "--set", "in_features=8", "--set", "out_features=8")
+
+
+@pytest.mark.parametrize("verb", ["plan", "trace", "run"])
+def test_where_half_cannot_be_kept_and_nobody_asked_for_it_the_least_is_taken(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
 ) -> None:
-    """Whoever named no limit is told which one was refused."""
-    line = [
-        "torch.nn:Linear",
-        "--shape",
-        "2x8",
-        "--set",
-        "in_features=8",
-        "--set",
-        "out_features=8",
-    ]
-    assert main(["plan", *line, *limit]) == 1
-    said = capsys.readouterr().err
-    assert ("is the default, 50% of the plain peak: --limit names another.\n" in said) != bool(
-        limit
-    )
+    """Of one Linear nothing can be recomputed."""
+    where = ("-o", str(tmp_path / "trace.json")) if verb == "trace" else ()
+    assert main([verb, *LINEAR, *where]) == 0
+    said = capsys.readouterr()
+    (line,) = (line for line in said.err.splitlines() if "the default limit, 50% of" in line)
+    assert line.startswith("lowtide: ")
+    assert line.endswith(". --limit names another.")
+    if verb == "plan":
+        plain = lowtide.plan(torch.nn.Linear(8, 8), torch.randn(2, 8)).plain_peak
+        assert f" {plain} bytes" in line
+        assert f"limit           {plain} B" in said.out
+    force = ("--force",) if where else ()
+    assert main([verb, *LINEAR, *where, *force, "--limit", "50%"]) == 1
+
+
+def test_of_a_default_that_can_be_kept_nothing_is_said(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{program}:build"]) == 0
+    assert "default" not in capsys.readouterr().err
+
+
+def test_a_refused_default_is_called_a_default() -> None:
+    """As where a real step leaves its plan: whoever named no limit is told which was refused."""
+    arguments = parser().parse_args(["run", *LINEAR])
+    assert "is the default, 50% of the plain peak: --limit" in of_default_limit(arguments)
+    arguments = parser().parse_args(["run", *LINEAR, "--limit", "50%"])
+    assert not of_default_limit(arguments)
 
 
 @pytest.mark.parametrize("verb", ["plan", "trace", "snapshot"])

@@ -102,6 +102,19 @@ def plain_steps(build: Callable[[], nn.Module], compiler: str, count: int) -> An
     return [step(model, compiled) for _ in range(count)], peak(model, compiled)
 
 
+def test_a_report_before_anything_is_compiled_says_what_was_asked_for() -> None:
+    said = str(lowtide.CompileBudget(0.5).report())
+    assert said.splitlines() == [
+        "limit         0.5 of the plain peak, which is not known yet",
+        "graphs        none compiled yet, so no peak is known",
+    ]
+    report = lowtide.CompileBudget("1 GiB").report()
+    assert report.to_dict() == {
+        "limit": 2**30, "planned_peak": None, "plain_peak": None, "graphs": [], "fraction": None
+    }  # fmt: skip
+    assert str(report).startswith("limit         1.00 GiB\n")
+
+
 @pytest.mark.parametrize(
     ("compiler", "share"),
     [("aot_eager", 0.8), ("aot_eager", 0.6), ("inductor", 0.75)],

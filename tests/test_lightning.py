@@ -270,10 +270,13 @@ def test_a_fit_by_a_plan(tmp_path: Path, replayed: Callable[[], int]) -> None:
     module = Net(late=False)
     plan = lowtide.plan(module.loss, torch.randn(64, 16), limit=0.7)
     callback = MemoryBudget(plan)
+    assert (callback.report().limit, callback.report().steps) == (plan.limit, 0)
     assert same(fit(tmp_path, callback, max_epochs=1), expected)
     assert replayed() > 0
     assert callback.budget is not None
-    assert callback.budget.report().limit == plan.limit
+    assert callback.report() == callback.budget.report()
+    assert callback.report().limit == plan.limit
+    assert callback.report().steps > 0
 
 
 def test_a_fit_that_was_refused_leaves_nothing(tmp_path: Path) -> None:

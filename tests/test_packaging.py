@@ -250,7 +250,7 @@ FLOORS = {
     # Planning a budget's steps is independent of recording them.
     "learning": "_compat engine errors limits memory observing planner report running",
     # Figures for pictures are made above planning.
-    "analysis": "dryrun errors frontier levels limits page planner plans policies saved tape "
+    "analysis": "alike dryrun errors frontier levels limits page planner plans policies saved tape "
     "texttable",
     "export": "_compat analysis budget dryrun errors explain frontier measure planner plans saved "
     "step",

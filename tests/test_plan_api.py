@@ -28,6 +28,7 @@ from lowtide.observing.observer import Observer
 from lowtide.observing.seen import Seen
 from lowtide.planner import Event, Graph, OpNode, ValueNode, minimum, simulate
 from lowtide.plans import plan_step
+from lowtide.plantext import format_plan
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
@@ -154,6 +155,21 @@ def test_a_plan_prints(planned: Plan) -> None:
         assert part in text
     assert "no plan under" not in str(replace(planned, bound=None))
     assert planned.step.graph.fingerprint[:12] in repr(planned)
+
+
+def test_modules_that_repeat_share_a_row_of_a_plan() -> None:
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(14)]
+    found = lowtide.plan(nn.Sequential(*blocks), torch.ones(256, 32), limit=0.6)
+    assert len(found.modules) == 42
+    *rows, _, total = str(found).partition("-  -")[2].splitlines()[1:]
+    assert len(rows) <= 6  # Linear and GELU, each kept, recomputed, or some of both
+    assert "not shown" not in str(found)
+    for row in rows:
+        assert row.split()[-1].rpartition(".")[2] in ("0", "1", "2", "0,2"), row
+    replays = [int(line.split()[4]) for line in (*rows, total)]
+    assert sum(replays[:-1]) == replays[-1] == sum(m.replayed_operations for m in found.modules)
+    # What is kept is shown even where there are few rows.
+    assert not format_plan(found, 1).splitlines()[-4].strip().startswith("0 B")
 
 
 def test_a_plan_of_one_operation_prints() -> None:

@@ -7,6 +7,7 @@ figures for whole models, in the benchmarks.
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -365,7 +366,9 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     step_under(limit, model, x, backward)
     first = limit.report()  # it dropped values without a plan
     assert (first.planned, first.kept_bytes, first.recomputed_bytes) == (False, None, None)
-    assert "activations kept        unknown" in str(first)
+    assert "activations kept" not in str(first)
+    assert "not known               what a plan keeps and takes, as the last step had" in str(first)
+    assert "unknown" not in str(first)
     for _ in range(2):
         step_under(limit, model, x, backward)
     report = limit.report()
@@ -401,9 +404,46 @@ def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
 
 
 def test_a_report_before_the_first_step_says_that_there_was_none() -> None:
-    said = str(lowtide.budget(0.5).report())
+    limit = lowtide.budget(0.5)
+    with torch.no_grad(), limit:
+        tower()(torch.randn(4, 32))
+    said = str(limit.report())
     assert "0 steps" not in said
     assert "steps                   none yet" in said
+    assert said.splitlines()[-1].startswith("not known               the rest, as no step has run")
+    assert len(said.splitlines()) == 3
+
+
+def test_a_report_before_the_first_backward_says_that_it_has_not_run() -> None:
+    limit = lowtide.budget("1 GiB")
+    with limit:
+        tower()(torch.randn(4, 32))
+    assert [line.split("  ", 1)[1].strip() for line in str(limit.report()).splitlines()] == [
+        "1.00 GiB", "1, none finished yet", "the rest, as no step's backward has run yet",
+    ]  # fmt: skip
+
+
+def test_a_report_says_which_figures_are_missing_and_why() -> None:
+    model, limit = tower(), lowtide.budget("1 GiB")
+    for _ in range(2):
+        step_under(limit, model, torch.randn(128, 32), backward)
+    report = limit.report()
+    assert "not known" not in str(report)
+    report = replace(report, measured_peak=None, measured_steps=0, plain_peak=None)
+    assert str(report).splitlines()[-1] == (
+        "not known               measured peaks, as no step has been measured yet; "
+        "the plain peak, as no step has shown it yet"
+    )
+    assert " peak  " not in str(replace(report, planned_peak=None))
+
+
+def test_a_report_is_json_and_shows_itself_in_a_notebook() -> None:
+    model, limit = tower(), lowtide.budget(0.6)
+    step_under(limit, model, torch.randn(128, 32), backward)
+    report = limit.report()
+    assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
+    assert report.to_dict()["measured_peak"] == report.measured_peak
+    assert str(report) in report._repr_html_()
 
 
 def test_a_fraction_says_what_it_is_of() -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.alike import stems, together
 from lowtide.analysis.advice import holders
 from lowtide.analysis.options import retention
 from lowtide.analysis.study import Study, study
@@ -127,6 +128,35 @@ def test_the_printed_rows_add_up_to_the_printed_total(rows: int | None, by: Any)
     found = [int(n.replace(",", "")) for n in re.findall(r"^ *([\d,]+)  ", text, re.MULTILINE)]
     assert len(found) >= 2
     assert sum(found[:-1]) == found[-1] == held.activation_bytes
+
+
+def test_modules_that_repeat_share_a_row_of_what_is_held() -> None:
+    held = lowtide.saved_tensors(wide(12), torch.randn(64, 32))
+    (gelu,) = (line for line in str(held).splitlines() if "aten::gelu" in line)
+    (by_module,) = (
+        line
+        for line in lowtide.format_saved_tensors(held, by="module").splitlines()
+        if line.endswith("0-11.1")
+    )
+    nbytes = sum(row.nbytes for row in held.rows if row.operator == "aten::gelu")
+    for line in (gelu, by_module):
+        assert line.split()[0] == f"{nbytes:,}"
+    assert "0-11.1" in gelu.split()
+    assert "not shown" not in str(held)
+    assert len(held.by("module")) > 12  # each by itself
+
+
+def test_numbers_of_repeated_modules_are_written_as_ranges() -> None:
+    assert together({f"h.{n}.act" for n in range(12)}) == "h.0-11.act"
+    assert together({f"h.{n}.act" for n in (0, *range(2, 12))}) == "h.0,2-11.act"
+    assert together({f"h.{n}.act" for n in range(0, 12, 2)}) == "h.0,2,..,10.act"
+    assert together({f"h.{n}" for n in (3, 4)}) == "h.3,4"
+    assert together({"part01"}) == "part01"
+    names = [f"block{n}.layer{k}{end}" for n in (1, 2) for k in (1, 2)
+             for end in ("", ".in.conv1", ".in.conv2", ".0")]  # fmt: skip
+    assert dict.fromkeys(map(stems(names), names)) == dict.fromkeys(
+        f"block#.layer#{end}" for end in ("", ".in.conv1", ".in.conv2", ".#")
+    )
 
 
 def test_a_notebook_shows_the_table_and_the_sentences_of_the_text() -> None:
@@ -740,6 +770,19 @@ def test_the_document_is_json_and_says_what_the_objects_say() -> None:
     assert peaks == sorted(peaks, reverse=True)
     assert costs == sorted(costs)
     assert sum(row["bytes"] for row in made["saved"]["rows"]) == made["saved"]["total"]
+
+
+def test_results_are_json_of_their_own() -> None:
+    model, batch = wide(2), torch.randn(64, 32)
+    plan, curve = lowtide.plan(model, batch, limit=0.9), lowtide.curve(model, batch)
+    told = lowtide.explain(model, batch, limit=0.9)
+    for result in (plan, curve, told):
+        assert json.loads(json.dumps(result.to_dict())) == result.to_dict()
+    assert (plan.to_dict()["peak"], plan.to_dict()["source"]) == (plan.peak, "fake")
+    kept = sum(row["kept_bytes"] for row in plan.to_dict()["modules"])
+    assert kept == sum(row.kept_bytes for row in plan.modules)
+    assert [row["peak"] for row in curve.to_dict()["curve"]] == [one.peak for one in curve]
+    assert told.to_dict()["sentences"] == list(told.sentences)
 
 
 def test_results_show_themselves_in_a_notebook() -> None:

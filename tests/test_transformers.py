@@ -161,8 +161,7 @@ def test_generation_between_two_steps(replayed: Callable[[], int]) -> None:
             )
         assert torch.equal(*texts)
         assert replayed() == before  # rule 12
-    assert enabled.budget is not None
-    report = enabled.budget.report()
+    report = enabled.report()
     assert report.steps == 2
     assert report.replayed_operations > 0
 
@@ -232,6 +231,8 @@ def test_what_is_on_shows_itself() -> None:
     model = llama()
     enabled = enable(model)
     assert repr(enabled).endswith("Enabled: 3 modules checkpointed>")
+    with pytest.raises(UsageError, match="regions and no limit: call enable"):
+        enabled.report()
     enabled.remove()
     assert repr(enabled) == "<lowtide.transformers.Enabled: removed>"
     with enable(model, limit="6 GiB") as enabled:
@@ -380,10 +381,13 @@ def test_trainer_callback_follows_a_plan(tmp_path: Path) -> None:
     step = {"input_ids": row, "labels": row, "num_items_in_batch": torch.tensor(240)}
     plan = lowtide.plan(lambda: model(**step, use_cache=False).loss, limit=0.7)
     callback = MemoryBudget(plan)
+    assert (callback.report().limit, callback.report().steps) == (plan.limit, 0)
     _, found = train(model, tmp_path, (callback,))
     assert same(found, expected)
     assert callback.budget is not None
-    assert callback.budget.report().limit == plan.limit
+    assert callback.report() == callback.budget.report()
+    assert callback.report().limit == plan.limit
+    assert callback.report().steps > 0
 
 
 def test_trainer_callback_after_a_training_that_failed(tmp_path: Path) -> None:

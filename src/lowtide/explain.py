@@ -2,8 +2,8 @@
 
 Problem: tables serve those who know what they look for; others need sentences. Invariant: every
 sentence is made from figures that are in the data beside it, and says only what was simulated or
-counted for this very step. Imports advice, study, limits. Rejected: advice that holds for "most
-models".
+counted for this very step. Imports advice, record, study, limits. Rejected: advice that holds for
+"most models".
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from lowtide.analysis.advice import Change, Holder, Kept, changes, holders, reasons
+from lowtide.analysis.record import record
 from lowtide.analysis.study import Study, study
 from lowtide.analysis.timeline import Timeline
 from lowtide.dryrun.ledger import Output
@@ -84,6 +85,11 @@ class Explanation:
     def sentences(self) -> tuple[str, ...]:
         """The explanation in words: what `print` shows, line by line."""
         return tuple(_say(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation, with both timelines, what autograd holds and the sentences, as
+        JSON types: sizes in bytes, times in seconds."""
+        return record(self)
 
     def __str__(self) -> str:
         return format_explanation(self)

@@ -58,6 +58,16 @@ class Curve(Sequence[Plan]):
     def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
         return self.plans[index]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the two peaks, and the limit and costs of each plan under "curve", as JSON types:
+        sizes in bytes."""
+        names = ("limit", "peak", "overhead", "lower_bound")
+        return {
+            "plain_peak": self.plain_peak,
+            "minimum_peak": self.minimum_peak,
+            "curve": [{name: getattr(plan, name) for name in names} for plan in self.plans],
+        }
+
     def _repr_html_(self) -> str:
         from lowtide.page.notebook import curve_html
 

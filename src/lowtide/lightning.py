@@ -25,7 +25,7 @@ from lowtide.errors import BudgetError, UsageError
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import InstanceEntry
 from lowtide.plans import Plan, limit_of
-from lowtide.report import LOGGED, logged
+from lowtide.report import LOGGED, BudgetReport, logged
 from lowtide.step import called_inside
 
 try:
@@ -123,9 +123,9 @@ class MemoryBudget(Callback):
         log: whether to log.
 
     Attributes:
-        budget: the budget of the last fit, whose ``report()`` tells what its last step took; None
-            before the first fit, and in a process that has others run it (the strategies
-            ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``): what is logged arrives there.
+        budget: the budget of the last fit; None before the first fit, and in a process that has
+            others run it (the strategies ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``): what
+            is logged arrives there.
 
     Raises:
         UsageError: the limit cannot be read; or, at the start of a fit, the trainer has two of
@@ -152,6 +152,11 @@ class MemoryBudget(Callback):
 
     def __repr__(self) -> str:
         return f"<lowtide.lightning.MemoryBudget of {self.limit!r}>"
+
+    def report(self) -> BudgetReport:
+        """Return what the last finished step of the last fit did, as a `BudgetReport`: sizes in
+        bytes, times in seconds. Before the first fit it knows the limit alone."""
+        return (Budget(self.limit) if self.budget is None else self.budget).report()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         budgets = [one for one in trainer.callbacks if isinstance(one, MemoryBudget)]

@@ -151,3 +151,10 @@ def format_bytes(nbytes: int | None) -> str:
             return f"{size:.{places}f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"  # a tenth is more than most predictions err by, from a GiB on
+
+
+def format_limit(limit: int | None, fraction: float | None) -> str:
+    """A limit as text, in bytes if these are known, else as the fraction that was asked for."""
+    if limit is None and fraction is not None:
+        return f"{fraction:g} of the plain peak, which is not known yet"
+    return format_bytes(limit)

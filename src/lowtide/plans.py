@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,17 @@ class Plan:
             separators=(",", ":"),
         )
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the plan costs, and what it decides for each module, as JSON types, by the
+        names of the attributes: sizes in bytes, times in seconds."""
+        names = ("source", "limit", "peak", "plain_peak", "overhead", "lower_bound", "status")
+        return {
+            "fingerprint": self.step.graph.fingerprint,
+            "device": self.step.device,
+            **{name: getattr(self, name) for name in names},
+            "modules": [asdict(row) for row in self.modules],
+        }
 
     def __str__(self) -> str:
         return format_plan(self)

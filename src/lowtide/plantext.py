@@ -2,14 +2,15 @@
 
 Problem: a plan is printed in Python, in notebooks and by the command line, and must say the same in
 all of them. Invariant: the columns of a plan's table add up to its total; a bound that was not
-proved is not stated. Imports limits, texttable, standins. Rejected: text made where it is printed,
-which had other words and other figures in each place.
+proved is not stated. Imports alike, limits, texttable, standins. Rejected: text made where it is
+printed, which had other words and other figures in each place.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lowtide.alike import stems, together
 from lowtide.dryrun.standins import OUTSIDE
 from lowtide.limits import format_bytes
 from lowtide.texttable import count_of, table
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def format_plan(plan: Plan, rows: int | None = 12) -> str:
-    """A plan with one row per module, most recomputed first; None: all rows."""
+    """A plan with one row per module, largest first; None: all rows. Modules that repeat and have
+    the same fate share a row."""
     graph = plan.step.graph
     bound = ""
     if plan.limit is not None and plan.lower_bound is not None:
@@ -35,16 +37,35 @@ def format_plan(plan: Plan, rows: int | None = 12) -> str:
         f"{plan.step.device}",
         "",
     ]
-    modules = sorted(plan.modules, key=lambda m: (-m.recomputed_bytes, -m.kept_bytes))
-    modules = [m for m in modules if m.recomputed_bytes or m.kept_bytes]
-    shown = modules if rows is None else modules[:rows]
-    rest = modules[len(shown) :]
-    cells = [_summed(m.module or OUTSIDE, [m]) for m in shown]
+    modules = [m for m in plan.modules if m.recomputed_bytes or m.kept_bytes]
+    groups = _alike(plan, modules)
+    shown = groups if rows is None else groups[:rows]
+    rest = [m for group in groups[len(shown) :] for m in group]
+    cells = [_summed(together({m.module for m in group}) or OUTSIDE, group) for group in shown]
     if rest:
         cells.append(_summed(f"({count_of(len(rest), 'module')} not shown)", rest))
     cells.append(_summed("total", modules))
     titles = ("kept", "recomputed", "replays", "module")
     return "\n".join([*head, *table(titles, cells, right=3, total=True)])
+
+
+def _alike(plan: Plan, modules: list[ModuleDecision]) -> list[list[ModuleDecision]]:
+    """Modules that share a row: of one stem and the same operators, all kept, all recomputed, or
+    some of each."""
+    stem = stems({op.module for op in plan.operations})
+    made: dict[str, set[str]] = {}
+    for op in plan.operations:
+        made.setdefault(op.module, set()).add(op.name)
+    groups: dict[Any, list[ModuleDecision]] = {}
+    for m in modules:
+        fate = (bool(m.kept_bytes), bool(m.recomputed_bytes))
+        key = (stem(m.module), frozenset(made[m.module]), fate)
+        groups.setdefault(key, []).append(m)
+    return sorted(groups.values(), key=lambda group: -sum(_bytes_of(m) for m in group))
+
+
+def _bytes_of(row: ModuleDecision) -> int:
+    return row.kept_bytes + row.recomputed_bytes
 
 
 def _summed(label: str, some: list[ModuleDecision]) -> list[str]:

@@ -2,16 +2,18 @@
 
 Problem: a user must see at a glance whether the limit held and what it cost. Invariant: reports
 are data that print well; figures come from the plan and from measurements, and a figure that was
-not measured is None, never a guess. Imports planner, limits, errors. Rejected: logging.
+not measured is None, never a guess, and is not printed. Imports planner, limits, errors, page.
+Rejected: logging.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lowtide.errors import BudgetError
-from lowtide.limits import format_bytes
+from lowtide.limits import format_bytes, format_limit
 from lowtide.planner import Graph, Simulation, Simulator, plain_peak
 from lowtide.texttable import count_of
 
@@ -73,46 +75,94 @@ class BudgetReport:
     idle_steps: int = 0
 
     def __str__(self) -> str:
-        another = self.measured_peak is not None and not self.measured_alike
-        followed = "planned" if self.planned else "unplanned"
-        if self.left_plan_at is not None:
-            followed += f": it left its plan at operation {self.left_plan_at}"
-        limit = format_bytes(self.limit)
-        if self.fraction is not None and self.limit is None:
-            limit = f"{self.fraction:g} of the plain peak, which is not known yet"
-        elif self.fraction is not None and self.limit is not None:
-            # Of the largest step's peak, which need not be the one below.
-            whole = format_bytes(round(self.limit / self.fraction))
-            limit += f" ({self.fraction:g} of a plain peak of {whole})"
-        if self.device_room is not None:
-            limit += f" (the device had room for {format_bytes(self.device_room)})"
-        idle = f" ({self.idle_steps} not recorded)" if self.idle_steps else ""
-        rows = [
-            ("limit", limit),
-            ("planned peak", format_bytes(self.planned_peak)),
-            (
-                "measured peak",
-                format_bytes(self.measured_peak) + (" (of another step)" if another else ""),
-            ),
-            (
-                "highest peak",
-                f"{format_bytes(self.highest_peak)} of {count_of(self.measured_steps, 'step')} "
-                "measured"
-                if self.measured_steps
-                else format_bytes(None),
-            ),
-            ("plain peak", format_bytes(self.plain_peak)),
-            ("activations kept", format_bytes(self.kept_bytes)),
-            ("activations recomputed", format_bytes(self.recomputed_bytes)),
-            (
-                "operations replayed",
-                f"{self.replayed_operations} of {self.recorded_operations} in "
-                f"{self.replay_seconds * 1e3:.1f} ms",
-            ),
-            ("steps", f"{self.steps}{idle}, the last one {followed}" if self.steps else "none yet"),
-        ]
-        width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+        return "\n".join(f"{label:<{_WIDTH}}  {text}" for label, text in _rows(self))
+
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import text_html
+
+        return text_html(str(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as JSON types, by the names of the attributes: sizes in bytes, times
+        in seconds, None for what is not known."""
+        return asdict(self)
+
+
+_WIDTH = len("activations recomputed")
+
+
+def _rows(report: BudgetReport) -> list[tuple[str, str]]:
+    """The figures that are known, and why the others are not."""
+    rows = [("limit", _limit(report))]
+    if report.planned_peak is not None:
+        rows.append(("planned peak", format_bytes(report.planned_peak)))
+    if report.measured_peak is not None:
+        another = "" if report.measured_alike else " (of another step)"
+        rows.append(("measured peak", format_bytes(report.measured_peak) + another))
+    if report.measured_steps:
+        of_steps = f"of {count_of(report.measured_steps, 'step')} measured"
+        rows.append(("highest peak", f"{format_bytes(report.highest_peak)} {of_steps}"))
+    if report.plain_peak is not None:
+        rows.append(("plain peak", format_bytes(report.plain_peak)))
+    if report.kept_bytes is not None:
+        rows.append(("activations kept", format_bytes(report.kept_bytes)))
+    if report.recomputed_bytes is not None:
+        rows.append(("activations recomputed", format_bytes(report.recomputed_bytes)))
+    if report.recorded_operations:
+        replayed = f"{report.replayed_operations} of {report.recorded_operations}"
+        taken = f"in {report.replay_seconds * 1e3:.1f} ms"
+        rows.append(("operations replayed", f"{replayed} {taken}"))
+    rows.append(("steps", _steps(report)))
+    why = _why_unknown(report)
+    return [*rows, ("not known", why)] if why else rows
+
+
+def _limit(report: BudgetReport) -> str:
+    text = format_limit(report.limit, report.fraction)
+    if report.fraction is not None and report.limit is not None:
+        # Of the largest step's peak, which need not be the one below.
+        whole = format_bytes(round(report.limit / report.fraction))
+        text += f" ({report.fraction:g} of a plain peak of {whole})"
+    if report.device_room is not None:
+        text += f" (the device had room for {format_bytes(report.device_room)})"
+    return text
+
+
+def _steps(report: BudgetReport) -> str:
+    if not report.steps:
+        return "none yet"
+    idle = f" ({report.idle_steps} not recorded)" if report.idle_steps else ""
+    if not _finished(report):
+        return f"{report.steps}{idle}, none finished yet"
+    followed = "planned" if report.planned else "unplanned"
+    if report.left_plan_at is not None:
+        followed += f": it left its plan at operation {report.left_plan_at}"
+    return f"{report.steps}{idle}, the last one {followed}"
+
+
+def _finished(report: BudgetReport) -> bool:
+    """Whether a step has ended, of which there are figures."""
+    return bool(report.planned or report.recorded_operations or report.measured_steps)
+
+
+def _why_unknown(report: BudgetReport) -> str:
+    """Which figures are missing, and why; empty if none is."""
+    if not report.steps:
+        return (
+            "the rest, as no step has run (without grad, or in a fitted model's eval mode, none is)"
+        )
+    if not _finished(report):
+        return "the rest, as no step's backward has run yet"
+    why = []
+    if not report.planned:
+        why.append("what a plan keeps and takes, as the last step had none")
+    if not report.measured_steps:
+        why.append("measured peaks, as no step has been measured yet")
+    if report.plain_peak is None:
+        why.append("the plain peak, as no step has shown it yet")
+    if not report.recorded_operations:
+        why.append("what was replayed, as no operation was recorded")
+    return "; ".join(why)
 
 
 LOGGED = ("limit", "planned_peak", "measured_peak", "highest_peak")

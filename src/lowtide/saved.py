@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.alike import stems, together
 from lowtide.dryrun.ledger import Ledger
 from lowtide.dryrun.run import dry_run
 from lowtide.dryrun.standins import OUTSIDE
@@ -255,6 +256,9 @@ def format_saved_tensors(
 ) -> str:
     """Format what autograd holds as a table, largest first. Its rows add up to the printed total.
 
+    Modules that repeat share a row: ``layers.0-11.attention``. `SavedTensors.by` has each by
+    itself.
+
     Args:
         saved: from `saved_tensors`.
         by: what to sum by: one or more of the keys of `SavedTensors.by`.
@@ -295,7 +299,7 @@ def _table_of(
     """The titles and cells of the table: `most` rows, one for the others, and the total."""
     only = [row for row in saved.rows if row.kind in ("activation", "unseen")]
     held = SavedTensors(tuple(only), saved.standing, saved.source)
-    groups = held.by(*keys)
+    groups = _joined(held, keys)
     shown = groups if most is None else groups[:most]
     lines = [_cells(g.nbytes, held.total, g.count, _named(keys, g.keys)) for g in shown]
     rest = groups[len(shown) :]
@@ -307,6 +311,31 @@ def _table_of(
     assert sum(g.nbytes for g in shown) + sum(g.nbytes for g in rest) == held.total
     lines.append(_cells(held.total, held.total, len(only), ["total", *[""] * (len(keys) - 1)]))
     return ("bytes", "size", "share", "storages", *keys), lines
+
+
+def _joined(held: SavedTensors, keys: tuple[str, ...]) -> tuple[SavedGroup, ...]:
+    """Sums like those of `SavedTensors.by`, in which modules that repeat are one."""
+    groups = held.by(*keys)
+    if "module" not in keys:
+        return groups
+    place, stem = keys.index("module"), stems({row.module for row in held.rows})
+    # Where no column tells a Linear from the GELU beside it, their operators do.
+    made: dict[str, set[str]] = {}
+    for row in held.rows if "operator" not in keys else ():
+        made.setdefault(row.module, set()).add(row.operator)
+    alike: dict[Any, list[SavedGroup]] = {}
+    for group in groups:
+        module = group.keys[place]
+        others = (*group.keys[:place], *group.keys[place + 1 :])
+        key = (stem(module), others, frozenset(made.get(module, ())))
+        alike.setdefault(key, []).append(group)
+    joined = []
+    for parts in alike.values():
+        module = together({part.keys[place] for part in parts})
+        names = (*parts[0].keys[:place], module, *parts[0].keys[place + 1 :])
+        nbytes = sum(part.nbytes for part in parts)
+        joined.append(SavedGroup(names, nbytes, sum(part.count for part in parts)))
+    return tuple(sorted(joined, key=lambda group: -group.nbytes))
 
 
 def _others(saved: SavedTensors) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide.budget import Budget
 from lowtide.checkpoint import checkpoint
 from lowtide.errors import UsageError
 from lowtide.fitting import FittedBudget, budget_on, fit
@@ -26,7 +27,7 @@ from lowtide.models.removable import Removable
 from lowtide.modules import CheckpointedModules, check_model, checkpoint_modules
 from lowtide.plans import Plan, limit_of
 from lowtide.policies import PolicyLike, check_policy
-from lowtide.report import logged
+from lowtide.report import BudgetReport, logged
 from lowtide.selection import every
 from lowtide.texttable import count_of
 
@@ -48,8 +49,7 @@ class Enabled(Removable):
     Also a context manager that calls `remove()` at the end.
 
     Attributes:
-        budget: the budget around the model's forward, whose ``report()`` tells what the last step
-            took; None without a limit.
+        budget: the budget around the model's forward; None without a limit.
         names: the qualified names of the modules that are regions; empty with a limit.
     """
 
@@ -66,6 +66,20 @@ class Enabled(Removable):
         what, self._what = self._what, None
         if what is not None:
             what.remove()
+
+    def report(self) -> BudgetReport:
+        """Return what the last finished step did under the limit, as a `BudgetReport`: sizes in
+        bytes, times in seconds.
+
+        Raises:
+            UsageError: there is no limit, but regions.
+        """
+        if self.budget is None:
+            raise UsageError(
+                "report() tells of a limit, and this model has regions and no limit: call "
+                "enable(model, limit=...), or lowtide.measure(step) for what a step takes."
+            )
+        return self.budget.report()
 
     def __repr__(self) -> str:
         what = f"{count_of(len(self.names), 'module')} checkpointed"
@@ -261,8 +275,7 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
         group: as for `lowtide.fit`.
 
     Attributes:
-        budget: the budget of the last training, whose ``report()`` tells what its last step took;
-            None before the first training.
+        budget: the budget of the last training; None before the first one.
 
     Raises:
         UsageError: the limit cannot be read; or, when training begins, the Trainer has two of
@@ -285,6 +298,11 @@ class MemoryBudget(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __repr__(self) -> str:
         return f"<lowtide.transformers.MemoryBudget of {self.limit!r}>"
+
+    def report(self) -> BudgetReport:
+        """Return what the last finished step of the last training did, as a `BudgetReport`: sizes
+        in bytes, times in seconds. Before the first training it knows the limit alone."""
+        return (Budget(self.limit) if self.budget is None else self.budget).report()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any

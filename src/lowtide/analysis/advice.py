@@ -8,10 +8,10 @@ rules of thumb.
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.alike import stems, together
 from lowtide.analysis.study import SHARES, Study
 from lowtide.analysis.timeline import Item, Timeline
 from lowtide.errors import BudgetError
@@ -19,7 +19,6 @@ from lowtide.planner import HOLD
 from lowtide.plans import Plan
 from lowtide.tape.operators import CONSTANTS
 
-_MANY = 4  # up to this many numbers are all listed
 _NOTHING = 0.02  # a change that lowers the peak by less than this share is not advised
 
 
@@ -67,36 +66,19 @@ class Change:
 def holders(line: Timeline) -> tuple[Holder, ...]:
     """What is in memory at a peak, grouped by origin, largest first; adds up to the peak."""
     groups: dict[tuple[str, str, str, str], list[Item]] = {}
+    stem = stems({item.site.module for item in line.items})
     for item in line.items:
-        stem = re.sub(r"\d+", "#", item.site.module)
-        key = (item.kind, item.site.operator, stem, item.site.line)
+        key = (item.kind, item.site.operator, stem(item.site.module), item.site.line)
         groups.setdefault(key, []).append(item)
     found = []
     for (kind, operator, _, where), items in groups.items():
-        module = _together({item.site.module for item in items})
+        module = together({item.site.module for item in items})
         found.append(
             Holder(kind, operator, module, where, sum(i.nbytes for i in items), len(items))
         )
     found.sort(key=lambda holder: -holder.nbytes)
     assert sum(holder.nbytes for holder in found) == line.peak
     return tuple(found)
-
-
-def _together(modules: set[str]) -> str:
-    """Names that differ only in numbers, as one: ``layers.0-11.attention``."""
-    columns = zip(*(re.split(r"(\d+)", module) for module in modules), strict=True)
-    return "".join(
-        _numbers(sorted(map(int, set(column)))) if place % 2 else column[0]
-        for place, column in enumerate(columns)
-    )
-
-
-def _numbers(numbers: list[int]) -> str:
-    first, last = numbers[0], numbers[-1]
-    if len(numbers) > 2 and last - first + 1 == len(numbers):
-        return f"{first}-{last}"
-    shown = [str(number) for number in numbers]
-    return ",".join(shown if len(shown) <= _MANY else [*shown[:2], "..", shown[-1]])
 
 
 def reasons(subject: Study, plan: Plan) -> tuple[Kept, ...]:

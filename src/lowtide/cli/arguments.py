@@ -17,6 +17,7 @@ from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
 from lowtide.errors import (
+    BudgetError,
     CompiledWarning,
     DeviceWarning,
     DryRunWarning,
@@ -24,7 +25,8 @@ from lowtide.errors import (
     PlanWarning,
     UncountedWarning,
 )
-from lowtide.limits import parse_limit
+from lowtide.limits import format_bytes, parse_limit
+from lowtide.plans import Plan
 
 _OWN = (
     CompiledWarning,
@@ -68,27 +70,51 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_limit(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add the memory limit."""
-    more = " (default: %(default)s)" if default else ""
+    more = f" (default: {default}, or the smallest that can be kept)" if default else ""
     parser.set_defaults(default_limit=default)
     parser.add_argument(
         "--limit",
-        default=default,
         metavar="LIMIT",
-        help='"6 GiB", a number of bytes, or a share of the plain peak: 0.5 or 50%%' + more,
+        help='"6 GiB", a number of bytes, or a share of the plain peak: 0.5 or 50%%'
+        + more.replace("%", "%%"),
     )
 
 
 def of_default_limit(arguments: argparse.Namespace) -> str:
     """What to say of a refusal if it was the verb's own limit that cannot be kept."""
     default = getattr(arguments, "default_limit", None)
-    if default is None or arguments.limit != default:
+    if default is None or arguments.limit is not None:
         return ""
     return f" That limit is the default, {default} of the plain peak: --limit names another."
 
 
 def limit_of(arguments: argparse.Namespace) -> int | float | None:
-    """The limit as bytes or as a share; None if none was given."""
-    return None if arguments.limit is None else parse_limit(arguments.limit)
+    """The limit as bytes or as a share, the verb's own one if none was given; None: no limit."""
+    limit = arguments.default_limit if arguments.limit is None else arguments.limit
+    return None if limit is None else parse_limit(limit)
+
+
+def plan_of(
+    arguments: argparse.Namespace, progress: Progress, subject: Study, *, room: bool = False
+) -> Plan:
+    """The plan for the limit. One that was given is kept or refused. Where the verb's own, which
+    nobody asked for, cannot be kept, the plan is for the smallest that can, and a line says so.
+
+    `room`: it is to be run, and a real step may take slightly more than was predicted.
+    """
+    try:
+        return subject.plan(limit_of(arguments))
+    except BudgetError as error:
+        if arguments.limit is not None:
+            raise
+        least = max(error.minimum, subject.smallest) if room else error.minimum
+        progress.note(
+            f"lowtide: the default limit, {arguments.default_limit} of the plain peak, cannot be "
+            f"kept. This is for the smallest that can{', with some room' if room else ''}: {least} "
+            f"bytes ({format_bytes(least)}). --limit names another."
+        )
+        arguments.limit = str(least)
+        return subject.plan(least)
 
 
 def target_of(arguments: argparse.Namespace) -> Target:

@@ -1,7 +1,7 @@
 """``lowtide curve TARGET``: time against memory, compared with what people do today.
 
 Problem: which limit is worth its price shows when prices are side by side. Invariant: the table has
-every figure, so that the plot is never needed. Imports study, document, plantext, plot.
+every figure, so that the plot is never needed. Imports study, record, plantext, plot.
 Rejected: a picture file: ``lowtide report`` makes one.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 
+from lowtide.analysis.record import option_rows
 from lowtide.analysis.study import Study
 from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.plot import Mark, plot
 from lowtide.cli.progress import Progress
-from lowtide.export.document import curve_rows, option_rows
 from lowtide.plantext import POINT, plan_cells, point_cells
 from lowtide.texttable import table
 
@@ -33,14 +33,7 @@ def main(arguments: argparse.Namespace) -> None:
         progress.stage("simulating today's options")
         options = subject.options
     if arguments.json:
-        show_json(
-            {
-                "plain_peak": points.plain_peak,
-                "minimum_peak": points.minimum_peak,
-                "curve": curve_rows(points),
-                "options": option_rows(options),
-            }
-        )
+        show_json({**points.to_dict(), "options": option_rows(options)})
     else:
         show(format_curve(subject))
     common.say_if_no_backward(subject)

@@ -1,7 +1,7 @@
 """``lowtide explain TARGET``: what is in memory at the peak, why, and what would help.
 
 Problem: a table helps only those who know what to look for. Invariant: the sentences are those of
-`lowtide.explain`. Imports explain, document. Rejected: making this the default of another verb.
+`lowtide.explain`. Imports explain. Rejected: making this the default of another verb.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
 from lowtide.explain import explain_study, format_explanation
-from lowtide.export.document import document
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +27,6 @@ def main(arguments: argparse.Namespace) -> None:
         told = explain_study(subject, limit)
         text = format_explanation(told)
     if arguments.json:
-        show_json(document(told))
+        show_json(told.to_dict())
     else:
         show(text)

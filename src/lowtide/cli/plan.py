@@ -21,7 +21,6 @@ from lowtide.cli.output import (
     wrote,
 )
 from lowtide.cli.progress import Progress
-from lowtide.export.document import plan_dict
 from lowtide.plantext import format_plan
 
 
@@ -29,23 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_target(parser)
     common.add_limit(parser, "50%")
     add_output(parser, "the plan to write, for lowtide.load_plan")
-    add_rows(parser, "modules")
+    add_rows(parser, "rows")
 
 
 def main(arguments: argparse.Namespace) -> None:
     rows = rows_of(arguments)
     path = free_place(arguments)
-    limit = common.limit_of(arguments)
     with Progress(3) as progress:
         subject = common.study_of(arguments, progress)
         progress.stage("planning")
-        plan = subject.plan(limit)
+        plan = common.plan_of(arguments, progress, subject)
     if path is not None:
         with writing(path):
             plan.save(path)
         wrote(path)
     if arguments.json:
-        show_json(plan_dict(plan))
+        show_json(plan.to_dict())
     else:
         show(format_plan(plan, rows))
     common.say_if_no_backward(subject)

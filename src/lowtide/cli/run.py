@@ -16,7 +16,7 @@ from lowtide.cli import arguments as common
 from lowtide.cli.output import show, show_json
 from lowtide.cli.progress import Progress
 from lowtide.errors import BudgetError, UsageError
-from lowtide.export.document import Trial, plan_dict
+from lowtide.export.document import Trial
 from lowtide.export.trials import Tried, try_steps
 from lowtide.limits import format_bytes
 from lowtide.plans import Plan
@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     if arguments.steps < 1:
         raise UsageError(f"--steps is how many steps to run, at least 1; got {arguments.steps}.")
-    limit = common.limit_of(arguments)
     with Progress(4 + arguments.steps) as progress:
         target = common.target_of(arguments)
         subject = common.study_of(arguments, progress, target)
@@ -45,7 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
         plan: Plan | None = None
         refused: BudgetError | None = None
         try:
-            plan = subject.plan(limit)
+            plan = common.plan_of(arguments, progress, subject, room=True)
         except BudgetError as error:
             if arguments.no_plain:
                 raise
@@ -69,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
     refused = refused or tried.refused
     allowed = plan.limit if plan is not None else None if refused is None else refused.limit
     if arguments.json:
-        shown = None if plan is None else plan_dict(plan)
+        shown = None if plan is None else plan.to_dict()
         show_json({"plan": shown, "trials": [asdict(trial) for trial in trials]})
     else:
         show(format_trials(allowed, trials))

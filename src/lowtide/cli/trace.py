@@ -1,8 +1,8 @@
 """``lowtide trace TARGET -o trace.json``: live bytes over the step, for Perfetto and Chrome.
 
 Problem: some people work in their trace viewer. Invariant: the counters are the moments on the
-page, plain and planned; a limit that cannot be kept is refused, and nothing is written. Imports
-explain, tracing. Rejected: torch's own profiler format, which needs a run.
+page, plain and planned; a limit that was given and cannot be kept is refused, and nothing is
+written. Imports explain, tracing. Rejected: torch's own profiler format, which needs a run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     path = free_place(arguments)
     assert path is not None
-    limit = common.limit_of(arguments)
     with Progress(3) as progress:
         subject = common.study_of(arguments, progress)
         progress.stage("planning")
-        made = trace_events(Explanation(subject, subject.plan(limit)))
+        made = trace_events(Explanation(subject, common.plan_of(arguments, progress, subject)))
     write(path, json.dumps(made, separators=(",", ":")) + "\n")
     wrote(path)
     if arguments.json:

@@ -101,11 +101,13 @@ class CompileBudget:
         """What has been planned so far; prints as text."""
         calls = list(self._ledger.step or self._ledger.last_step or self._graphs)
         known = [(g, g.choice.outcome) for g in calls if g.choice is not None]
+        fraction = self.limit if isinstance(self.limit, float) else None
         return CompileReport(
-            limit=self._limit_of(calls) if known else None,
+            limit=self._limit_of(calls) if known or fraction is None else None,
             planned_peak=peak_of(known) if known else None,
             plain_peak=self._plain_peak(calls) if known else None,
             graphs=tuple(g.report() for g in self._graphs if g.choice is not None),
+            fraction=fraction,
         )
 
     # ------------------------------------------------------------------ the limit

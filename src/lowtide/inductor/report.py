@@ -7,9 +7,10 @@ graphs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from lowtide.limits import format_bytes
+from lowtide.limits import format_bytes, format_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,33 @@ class CompileReport:
         planned_peak: peak of all calls of the last step together.
         plain_peak: the same if torch alone decides what to save.
         graphs: the graphs, in the order in which they were compiled.
+        fraction: the fraction of a plain peak that was given as limit; None: it was given bytes.
     """
 
     limit: int | None
     planned_peak: int | None
     plain_peak: int | None
     graphs: tuple[GraphReport, ...]
+    fraction: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as JSON types, by the names of the attributes: sizes in bytes, None
+        for what is not known."""
+        return {**asdict(self), "graphs": [asdict(graph) for graph in self.graphs]}
+
+    def _repr_html_(self) -> str:
+        from lowtide.page.notebook import text_html
+
+        return text_html(str(self))
 
     def __str__(self) -> str:
-        lines = [
-            f"limit         {format_bytes(self.limit)}",
-            f"planned peak  {format_bytes(self.planned_peak)}",
-            f"plain peak    {format_bytes(self.plain_peak)}",
-        ]
+        lines = [f"limit         {format_limit(self.limit, self.fraction)}"]
+        if self.planned_peak is not None:
+            lines.append(f"planned peak  {format_bytes(self.planned_peak)}")
+        if self.plain_peak is not None:
+            lines.append(f"plain peak    {format_bytes(self.plain_peak)}")
+        if not self.graphs:
+            lines.append("graphs        none compiled yet, so no peak is known")
         for number, graph in enumerate(self.graphs):
             lines.append(
                 f"graph {number}       saves {format_bytes(graph.saved_bytes)} of "
