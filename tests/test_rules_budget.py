@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import lowtide
 from against_plain import counted
+from lowtide import engine
 from lowtide.limits import format_bytes
 from lowtide.observing.observer import Observer
 from lowtide.planner import Graph
@@ -372,7 +373,8 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     for _ in range(2):
         step_under(limit, model, x, backward)
     report = limit.report()
-    lines = str(report).splitlines()
+    assert report.recorder == engine.name()
+    lines = str(replace(report, recorder="compiled")).splitlines()
     labels = [
         "limit", "planned peak", "measured peak", "highest peak", "plain peak",
         "activations kept", "activations recomputed", "operations replayed", "steps",
@@ -385,6 +387,8 @@ def test_the_report_prints_each_figure_on_a_line() -> None:
     assert 0 < report.planned_peak <= report.limit
     assert 0 < report.replayed_operations < report.recorded_operations * 3
     assert lines[-1].endswith("3, the last one planned")
+    slow = str(replace(report, recorder="python"))
+    assert slow.endswith("recorder                in Python (lowtide.engine.reason() says why)")
 
 
 def test_the_highest_peak_is_of_all_steps_that_were_measured() -> None:
@@ -418,7 +422,8 @@ def test_a_report_before_the_first_backward_says_that_it_has_not_run() -> None:
     limit = lowtide.budget("1 GiB")
     with limit:
         tower()(torch.randn(4, 32))
-    assert [line.split("  ", 1)[1].strip() for line in str(limit.report()).splitlines()] == [
+    report = replace(limit.report(), recorder="compiled")
+    assert [line.split("  ", 1)[1].strip() for line in str(report).splitlines()] == [
         "1.00 GiB", "1, none finished yet", "the rest, as no step's backward has run yet",
     ]  # fmt: skip
 

@@ -4,9 +4,9 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-plans, ranks, override, selection and uncalled. Rejected: a wrapper module, which renames
-parameters; running the first batch on fake tensors unasked, which would run user code twice (rule
-2).
+plans, ranks, region, decide, override, selection and uncalled. Rejected: a wrapper module, which
+renames parameters; running the first batch on fake tensors unasked, which would run user code twice
+(rule 2).
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ from lowtide.models.removable import Removable
 from lowtide.models.uncalled import Uncalled, may_be_called_unseen
 from lowtide.modules import check_model
 from lowtide.plans import Plan, plan
+from lowtide.region import RegionDecisions
 from lowtide.report import BudgetReport
+from lowtide.running.decide import StepDecisions
 from lowtide.selection import is_container
 from lowtide.step import called_inside, current_recorder, recordable
+from lowtide.tape.tape import Decisions
 
 _KIND = "lowtide.fit"
 _REPLACED = (
@@ -67,10 +70,14 @@ class _ForwardBudget(Budget):
         """Whether autograd has nothing left of the forward that ran last."""
         return self._loop.nothing_saved
 
-    def yields(self, model: torch.nn.Module) -> None:
-        """The model's forward runs inside of another recording: say once that this limit is then of
-        no use, as both may have been wanted."""
-        if self._yielded:
+    def yields_to(self, decisions: Decisions, model: torch.nn.Module) -> None:
+        """The model's forward runs inside of another recording: if that is a budget or a region of
+        the program's, say once that this limit is of no use there, as both may be wanted."""
+        if isinstance(decisions, StepDecisions):
+            told = not decisions.owner.on_trial
+        else:
+            told = isinstance(decisions, RegionDecisions)  # else a dry run is watching
+        if self._yielded or not told:
             return
         self._yielded = True
         warnings.warn(
@@ -170,8 +177,9 @@ def _inside(
             uncalled.over()
         if not recordable():
             return forward(*args, **kwargs)
-        if current_recorder() is not None:  # a budget or region around it decides already
-            budget.yields(model)
+        around = current_recorder()
+        if around is not None:  # a budget or region decides already, or a dry run watches
+            budget.yields_to(around.decisions, model)
             return forward(*args, **kwargs)
         first = not budget.begun
         if first:  # a trainer may have switched the model's own checkpointing on since

@@ -3,8 +3,8 @@
 Problem: a backward may come after its forward's recording has closed, inside it, late, in part or
 never, and several steps may be under way at once. Invariant: a step is learned from once, after its
 backward has ended, and a refused step teaches nothing; a backward ends a step, also while the
-recording is open, and what is saved after it belongs to the next step. Imports step, unrecorded,
-decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
+recording is open, and what is saved after it belongs to the next step. Imports step, engine,
+unrecorded, decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from lowtide import _compat
+from lowtide import _compat, engine
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
 from lowtide.learning.given import Given
@@ -51,6 +51,7 @@ class Loop(Unrecorded):
         where: the device whose bytes count.
         steps: how many have begun.
         given: the plan that it was given, if any.
+        on_trial: whether it takes the place of a budget on the model, which then says nothing.
         model: the model whose forward is recorded, if that is known: gradients of its parameters
             are still to come.
     """
@@ -68,6 +69,7 @@ class Loop(Unrecorded):
         self._waiting = Waiting()
         self._hidden = Hidden()
         self.given = Given()
+        self.on_trial = False
         self._finishing = threading.RLock()  # a report may be asked for on another thread
         self._gathered = 0  # bytes that the model had gathered for this forward when it began
 
@@ -427,4 +429,5 @@ class Loop(Unrecorded):
             device_room=allowance.shortage.room,
             fraction=allowance.limit if isinstance(allowance.limit, float) else None,
             idle_steps=self._idling.steps,
+            recorder=engine.name() if self.steps else None,
         )

@@ -53,6 +53,8 @@ class BudgetReport:
         fraction: the fraction of a plain peak that the budget was given; None: it was given bytes.
         idle_steps: forwards that were not recorded, as their plan keeps everything and takes less
             than half of the limit (rule 13). "The last step" is the last one that was recorded.
+        recorder: ``"compiled"`` or ``"python"``, the recorder in use, see `lowtide.engine`; None
+            before the first step.
     """
 
     limit: int | None
@@ -73,6 +75,7 @@ class BudgetReport:
     device_room: int | None = None
     fraction: float | None = None
     idle_steps: int = 0
+    recorder: str | None = None
 
     def __str__(self) -> str:
         return "\n".join(f"{label:<{_WIDTH}}  {text}" for label, text in _rows(self))
@@ -113,6 +116,8 @@ def _rows(report: BudgetReport) -> list[tuple[str, str]]:
         taken = f"in {report.replay_seconds * 1e3:.1f} ms"
         rows.append(("operations replayed", f"{replayed} {taken}"))
     rows.append(("steps", _steps(report)))
+    if report.recorder == "python":  # many times slower where operations are small
+        rows.append(("recorder", "in Python (lowtide.engine.reason() says why)"))
     why = _why_unknown(report)
     return [*rows, ("not known", why)] if why else rows
 
@@ -248,6 +253,7 @@ def refusal(
         predicted=predicted,
     )
     way_out = _AGAIN if again else "Use a smaller batch or a larger limit."
+    way_out += "" if modules else _WHERE
     return BudgetError(
         f"{_does_not_fit(limit, before)} Its plain peak is {format_bytes(plain)}. "
         f"The smallest limit known to suffice is {minimum} bytes "
@@ -258,6 +264,7 @@ def refusal(
     )
 
 
+_WHERE = " lowtide.explain(step, batch) tells by module and line what is in memory then."
 _AGAIN = (
     "A first step decides what to drop before it has seen the rest. This budget has planned the "
     "step now, from its first operation on: run it again with the same budget object, and it fits, "

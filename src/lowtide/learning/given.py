@@ -51,12 +51,14 @@ class Given:
             return None
         index, seen = decisions.parted[1], decisions.seen
         planned = self.plan.signatures
-        if index < min(len(planned), len(seen)):
+        if index >= len(planned):
+            return None  # it was followed to its end, and a metric or a log came after the loss
+        if index < len(seen):
             where = _compared(index, seen[index], planned[index])
-        elif len(planned) != len(seen):
-            where = f"its forward has {len(seen)} operations, and the plan {len(planned)}"
         else:
-            where = "other parameters require grad"
+            where = (
+                f"its forward ends after {len(seen)} operations, and the plan's has {len(planned)}"
+            )
         return f"The first step of this budget is not the one that its plan was made for: {where}."
 
 
