@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=nn.Module)
 
 _KIND = "checkpoint"
 _TOO_LATE = "already compiled with torch.compile; apply lowtide first, then compile"
@@ -223,7 +224,7 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
 class _WrapperType(type):
     """Makes a call of the class return its argument, and `isinstance` recognise that module."""
 
-    def __call__(cls, module: nn.Module, *, policy: PolicyLike | None = None) -> nn.Module:
+    def __call__(cls, module: _M, *, policy: PolicyLike | None = None) -> _M:
         check_model(module, "ActivationCheckpointWrapper")
         if is_container(module):
             raise UsageError(
@@ -382,6 +383,9 @@ class ActivationCheckpointing(nn.Module):
             return fn(*args, **kwargs)
         result: _T = _run_region(fn, args, kwargs, None)
         return result
+
+    if TYPE_CHECKING:  # to a type checker, a call of any module returns Any
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"
