@@ -211,7 +211,10 @@ def test_the_limit_of_a_fitted_part_holds_where_no_other_is_open() -> None:
     """As the docstring of `lowtide.fit` says: the one around it decides."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     whole, part = lowtide.fit(model, "1 MiB"), lowtide.fit(model[0], "1 B")
-    model(torch.ones(2, 4)).sum().backward()
+    with pytest.warns(
+        lowtide.UncountedWarning, match=r"The limit of this model, 1 bytes, holds for"
+    ):
+        model(torch.ones(2, 4)).sum().backward()
     assert (whole.report().steps, part.report().steps) == (1, 0)
     whole.remove()
     with pytest.raises(lowtide.BudgetError):

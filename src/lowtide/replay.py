@@ -36,6 +36,7 @@ from lowtide.tape.values import (
     versions,
 )
 from lowtide.tape.watch import copy_of
+from lowtide.tape.whose import name_of
 from lowtide.tape.wrapped import Wrapped
 
 if TYPE_CHECKING:
@@ -400,6 +401,8 @@ def _lost(value: Value, ref: Ref | None) -> ReplayError:
     if ref is not None:
         what = f"a tensor of shape {tuple(ref.size)} and dtype {ref.dtype}"
     held = value.held
+    whose = None if held is None else name_of(held)
+    what += f" ({whose})" if whose is not None else ""
     if held is not None and held.untyped_storage().nbytes() < value.nbytes:
         return ReplayError(
             f"backward needs {what}, made outside the recorded region, whose memory has been "

@@ -1,0 +1,61 @@
+"""Which parameter or buffer a tensor is, in words.
+
+Problem: an error about a tensor that was changed has its shape, which dozens of a model's tensors
+have. Invariant: it is looked for when an error is raised, at no other time, and nothing is kept.
+Imports `_compat`. Rejected: noting names when a budget or region begins, as most have no model to
+ask.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lowtide import _compat
+
+
+def name_of(tensor: torch.Tensor) -> str | None:
+    """The name that `named_parameters` or `named_buffers` gives it, with the model's class; None:
+    it is not a module's."""
+    storage = _compat.storage_of(tensor)
+    if storage is None:
+        return None
+    key = _compat.storage_id(storage)
+    # `type`, as `isinstance` asks an object, and a proxy may do anything then.
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    above = {
+        id(child): (module, name)
+        for module in modules
+        for name, child in module.__dict__.get("_modules", {}).items()
+    }
+    for module in modules:
+        for kind, name, own in _tensors_of(module):
+            found = _compat.storage_of(own)
+            if found is not None and _compat.storage_id(found) == key:
+                model, path = _from_the_top(module, above)
+                return f"the {kind} {'.'.join([*path, name])} of {type(model).__name__}"
+    return None
+
+
+def _from_the_top(
+    module: nn.Module, above: dict[int, tuple[nn.Module, str]]
+) -> tuple[nn.Module, list[str]]:
+    """The model that a module is in, and its name there, part by part."""
+    path: list[str] = []
+    passed = {id(module)}
+    while (found := above.get(id(module))) is not None and id(found[0]) not in passed:
+        module = found[0]
+        passed.add(id(module))
+        path.insert(0, found[1])
+    return module, path
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for kind in ("parameter", "buffer"):
+        held = module.__dict__.get(f"_{kind}s")
+        for name, tensor in held.items() if isinstance(held, dict) else ():
+            if isinstance(tensor, torch.Tensor):
+                yield kind, name, tensor
