@@ -397,9 +397,9 @@ def test_a_backward_after_the_parameters_moved() -> None:
     with pytest.raises(lowtide.ReplayError) as caught:
         loss.backward()
     assert str(caught.value) == (
-        "backward needs a tensor of shape (4, 4) and dtype torch.float32 that was modified by an "
-        f"in-place operation after the forward read it: it is at version {moved + 1}, expected "
-        f"version {moved}. "
+        "backward needs a tensor of shape (4, 4) and dtype torch.float32 (the parameter 2.weight "
+        "of Sequential) that was modified by an in-place operation after the forward read it: it "
+        f"is at version {moved + 1}, expected version {moved}. "
         "Parameters and inputs must not change between forward and backward (is optimizer.step() "
         "called before backward()?); clone the tensor before changing it, or run the change "
         "inside the budget so that it is seen."

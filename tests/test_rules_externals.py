@@ -141,6 +141,11 @@ def test_what_is_no_module_s_has_no_name(way: Way) -> None:
         loss.backward()
 
 
+class Unmade(nn.Module):
+    def __init__(self) -> None:
+        """Does not call that of `Module`."""
+
+
 @every_way
 def test_a_changed_buffer_is_named_from_the_top_of_its_model(way: Way) -> None:
     class Masked(nn.Module):
@@ -157,8 +162,10 @@ def test_a_changed_buffer_is_named_from_the_top_of_its_model(way: Way) -> None:
     model = nn.ModuleDict({"body": nn.Sequential(nn.Identity(), Masked())})
     loss = way(model["body"], leaf(16)).sum()
     model["body"][1].mask.zero_()
+    unmade = Unmade()
     with pytest.raises(lowtide.ReplayError, match=r"the buffer body\.1\.mask of ModuleDict\)"):
         loss.backward()
+    del unmade
 
 
 @every_way

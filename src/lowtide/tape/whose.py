@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -26,11 +27,10 @@ def name_of(tensor: torch.Tensor) -> str | None:
     key = _compat.storage_id(storage)
     # `type`, as `isinstance` asks an object, and a proxy may do anything then.
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
-    above = {
-        id(child): (module, name)
-        for module in modules
-        for name, child in module.__dict__.get("_modules", {}).items()
-    }
+    above: dict[int, tuple[nn.Module, str]] = {}
+    for module in modules:
+        with suppress(AttributeError):  # its class does not call `Module.__init__`
+            above.update({id(c): (module, n) for n, c in nn.Module.named_children(module)})
     for module in modules:
         for kind, name, own in _tensors_of(module):
             found = _compat.storage_of(own)
@@ -54,8 +54,8 @@ def _from_the_top(
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for kind in ("parameter", "buffer"):
-        held = module.__dict__.get(f"_{kind}s")
-        for name, tensor in held.items() if isinstance(held, dict) else ():
-            if isinstance(tensor, torch.Tensor):
-                yield kind, name, tensor
+    with suppress(AttributeError):
+        for name, parameter in nn.Module.named_parameters(module, recurse=False):
+            yield "parameter", name, parameter
+        for name, buffer in nn.Module.named_buffers(module, recurse=False):
+            yield "buffer", name, buffer
