@@ -21,10 +21,9 @@ from lowtide import _compat
 def name_of(tensor: torch.Tensor) -> str | None:
     """The name that `named_parameters` or `named_buffers` gives it, with the model's class; None:
     it is not a module's."""
-    storage = _compat.storage_of(tensor)
-    if storage is None:
+    key = _key_of(tensor)
+    if key is None:
         return None
-    key = _compat.storage_id(storage)
     # `type`, as `isinstance` asks an object, and a proxy may do anything then.
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     above: dict[int, tuple[nn.Module, str]] = {}
@@ -33,11 +32,18 @@ def name_of(tensor: torch.Tensor) -> str | None:
             above.update({id(c): (module, n) for n, c in nn.Module.named_children(module)})
     for module in modules:
         for kind, name, own in _tensors_of(module):
-            found = _compat.storage_of(own)
-            if found is not None and _compat.storage_id(found) == key:
+            if _key_of(own) == key:
                 model, path = _from_the_top(module, above)
                 return f"the {kind} {'.'.join([*path, name])} of {type(model).__name__}"
     return None
+
+
+def _key_of(tensor: torch.Tensor) -> int | None:
+    try:
+        storage = _compat.storage_of(tensor)
+    except Exception:  # a lazy parameter, or a subclass of others: another error is to be told
+        return None
+    return None if storage is None else _compat.storage_id(storage)
 
 
 def _from_the_top(
