@@ -272,6 +272,12 @@ def fsdp_peaks(*, of_one: bool, reshard: bool, nested: bool = False, fit: bool =
         peaks.append(peak(contextlib.nullcontext() if fit else budget))
         known.append(budget.report().plain_peak)
         planned.append(budget.report().planned_peak)
+    for _ in range(0 if of_one or not fit else 4):  # a budget measures its first steps only
+        budget.remove()
+        budget = lowtide.fit(model, limit)
+        for _ in range(3):
+            peak(contextlib.nullcontext())
+        known.append(budget.report().plain_peak)
     return {
         "plain": max(plain),
         "least": min(plain),
@@ -663,7 +669,7 @@ def test_what_fsdp2_has_received_counts_as_there_before(
     outcomes: list[dict[str, Outcome]],
 ) -> None:
     """Until the next module is gathered. A step in which a thread of a collective's frees memory
-    late takes more."""
+    late takes more, as most do where other work keeps the machine busy."""
     for rank in outcomes:
         found = rank["fsdp2 peaks fit on ranks"]
         assert min(found["known"][1:]) == found["least"]
