@@ -509,6 +509,35 @@ def test_a_refusal_says_that_the_plan_was_made_for_another_step(
     assert any(text in note for note in refused.value.__notes__)
 
 
+def test_a_first_step_that_shows_that_none_fits_says_it_in_the_refusal_of_the_next() -> None:
+    """The warning said that the first step had been kept inside the limit, which it was not."""
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(32, 32), nn.Tanh())))
+    with lowtide.fit(model, lowtide.plan(model, torch.ones(512, 32), limit=0.9)):
+        model(torch.ones(600, 32)).repeat(1, 9).sin().exp().sum().backward()
+        with pytest.raises(BudgetError) as refused:
+            model(torch.ones(600, 32))
+    assert any("makes 75.0 KiB, and 64.0 KiB in" in note for note in refused.value.__notes__)
+
+
+def test_a_smaller_first_step_with_another_kernel_is_no_other_step() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    budget = lowtide.budget(lowtide.plan(loss_on(model), torch.ones(16, 3, 32, 32), limit="1 GiB"))
+    for size in (8, 16):
+        run(model, torch.ones(size, 3, 32, 32), budget)
+    assert budget.report().planned  # warnings are errors here
+
+
+def test_a_warning_of_another_step_that_is_an_error_leaves_the_loop_as_it_was() -> None:
+    small, large, x = network(4), network(8), batch()
+    limit = halfway(loss_on(large), x)
+    budget = lowtide.budget(replace(lowtide.plan(loss_on(small), x, limit=0.9), limit=limit))
+    run(large, x, budget)
+    with pytest.raises(lowtide.PlanWarning):
+        budget.report()
+    run(large, x, budget)
+    assert budget.report().planned  # from what the first step has taught
+
+
 def test_a_plan_of_frozen_parameters_is_another_steps() -> None:
     model, x = layers(32, 4), batch(512)
     model[0].requires_grad_(requires_grad=False)
