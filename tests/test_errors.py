@@ -211,6 +211,25 @@ def test_a_fitted_model_inside_a_region_says_that_its_limit_is_of_no_use() -> No
         lowtide.checkpoint(model, torch.randn(3, 4)).sum().backward()
 
 
+class _Tree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.node(x).tanh()
+        return self(x, depth - 1) if depth else x
+
+
+def test_a_fitted_model_that_calls_itself_is_inside_of_its_own_limit() -> None:
+    """It was told to take it off, which is an error where warnings are."""
+    model = _Tree()
+    with lowtide.fit(model, "1 MiB") as limit:
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+        assert limit.report().measured_peak is not None
+
+
 def _no_use_of_a_limit() -> AbstractContextManager[Any]:
     return pytest.warns(
         lowtide.UncountedWarning, match="forward of Sequential runs inside of a budget or a check"

@@ -509,6 +509,88 @@ def test_a_refusal_says_that_the_plan_was_made_for_another_step(
     assert any(text in note for note in refused.value.__notes__)
 
 
+def test_a_first_step_that_shows_that_none_fits_says_it_in_the_refusal_of_the_next() -> None:
+    """The warning said that the first step had been kept inside the limit, which it was not."""
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(32, 32), nn.Tanh())))
+    with lowtide.fit(model, lowtide.plan(model, torch.ones(512, 32), limit=0.9)):
+        model(torch.ones(600, 32)).repeat(1, 9).sin().exp().sum().backward()
+        with pytest.raises(BudgetError) as refused:
+            model(torch.ones(600, 32))
+    assert any("makes 75.0 KiB, and 64.0 KiB in" in note for note in refused.value.__notes__)
+
+
+def twice(x: Tensor) -> Tensor:
+    return (x.sin() * x.cos()).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda x: x.sin() * x.cos(), "its forward ends after 3 operations, and the plan's has 4"),
+        (lambda x: (x.sin() * x.tan()).sum(), "1 of its forward is aten::tan, and aten::cos in"),
+        (lambda x: (x.sin().cos() * 2).sum(), "aten::cos, reads other results"),
+    ],
+    ids=["shorter", "another", "reads"],
+)
+def test_a_warning_of_another_step_names_the_difference(
+    step: Callable[[Tensor], Tensor], text: str
+) -> None:
+    x = torch.ones(1024, requires_grad=True)
+    budget = lowtide.budget(lowtide.plan(twice, x, limit="1 GiB"))
+    with budget:
+        out = step(x)
+    out.sum().backward()
+    with another_step(text):
+        budget.report()
+
+
+def test_a_refusal_of_an_operation_says_where_the_step_has_left_its_plan() -> None:
+    x = torch.ones(1024, requires_grad=True)
+    with pytest.raises(BudgetError) as refused, lowtide.budget(lowtide.plan(twice, x)):
+        x.repeat(999).sin()
+    assert any("is aten::repeat, and aten::sin in" in note for note in refused.value.__notes__)
+
+
+def test_what_comes_after_the_planned_loss_is_no_other_step() -> None:
+    x = torch.ones(1024, requires_grad=True)
+    budget = lowtide.budget(lowtide.plan(twice, x, limit="1 GiB"))
+    with budget:
+        loss = twice(x)
+        (loss.detach() * 2).exp()
+    loss.backward()
+    assert budget.report().steps == 1  # warnings are errors here
+
+
+def test_only_of_its_first_step_is_said_that_it_is_another_one() -> None:
+    x = torch.ones(1024, requires_grad=True)
+    budget = lowtide.budget(lowtide.plan(twice, x, limit="1 GiB"))
+    for place, step in enumerate((torch.exp, twice, torch.tanh, twice, torch.sigmoid)):
+        with budget:
+            loss = step(x).sum()
+        loss.backward()
+        with another_step("is aten::exp") if not place else nullcontext():
+            budget.report()
+
+
+def test_a_smaller_first_step_with_another_kernel_is_no_other_step() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+    budget = lowtide.budget(lowtide.plan(loss_on(model), torch.ones(16, 3, 32, 32), limit="1 GiB"))
+    for size in (8, 16):
+        run(model, torch.ones(size, 3, 32, 32), budget)
+    assert budget.report().planned  # warnings are errors here
+
+
+def test_a_warning_of_another_step_that_is_an_error_leaves_the_loop_as_it_was() -> None:
+    small, large, x = network(4), network(8), batch()
+    limit = halfway(loss_on(large), x)
+    budget = lowtide.budget(replace(lowtide.plan(loss_on(small), x, limit=0.9), limit=limit))
+    run(large, x, budget)
+    with pytest.raises(lowtide.PlanWarning):
+        budget.report()
+    run(large, x, budget)
+    assert budget.report().planned  # from what the first step has taught
+
+
 def test_a_plan_of_frozen_parameters_is_another_steps() -> None:
     model, x = layers(32, 4), batch(512)
     model[0].requires_grad_(requires_grad=False)

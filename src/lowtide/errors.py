@@ -54,7 +54,10 @@ class BudgetError(LowtideError, RuntimeError):
     def again(self) -> BudgetError:
         """A copy to raise: an error that is stored must not hold the frames it was raised in, nor
         what is in them."""
-        return BudgetError(str(self), limit=self.limit, minimum=self.minimum)
+        copy = BudgetError(str(self), limit=self.limit, minimum=self.minimum)
+        for note in getattr(self, "__notes__", ()):
+            copy.add_note(note)
+        return copy
 
 
 class ReplayError(LowtideError, RuntimeError):

@@ -74,7 +74,8 @@ class _ForwardBudget(Budget):
         """The model's forward runs inside of another recording: if that is a budget or a region of
         the program's, say once that this limit is of no use there, as both may be wanted."""
         if isinstance(decisions, StepDecisions):
-            told = not decisions.owner.on_trial
+            # A module may call itself, as trees and fixed points do: it is its own limit then.
+            told = decisions.owner is not self._loop and not decisions.owner.on_trial
         else:
             told = isinstance(decisions, RegionDecisions)  # else a dry run is watching
         if self._yielded or not told:

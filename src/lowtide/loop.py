@@ -340,7 +340,6 @@ class Loop(Unrecorded):
             decisions.discard()
             return
         self._last = decisions
-        self.given.ended(decisions)
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
         self._learn_alone(decisions)
@@ -369,6 +368,7 @@ class Loop(Unrecorded):
                 self._idling.recorded(followed, decisions.noted)
         if observer is not None:
             observer.finish(lambda watched: self._learn(watched, decisions))
+        self.given.ended(decisions, self._refusal)  # last, as a warning may be an error
 
     def backward_ran_out(self, decisions: StepDecisions) -> None:
         """The device had no room for this step's backward."""

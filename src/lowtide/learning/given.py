@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import BudgetError, PlanWarning, users_frame
 from lowtide.limits import format_bytes
+from lowtide.running.prepared import covers
 
 if TYPE_CHECKING:
     from lowtide.running.decide import StepDecisions
@@ -26,14 +27,18 @@ class Given:
     def __init__(self) -> None:
         self.plan: Prepared | None = None
 
-    def ended(self, decisions: StepDecisions) -> None:
-        """A step is over whose backward has run: warn if it was the first, and left the plan."""
+    def ended(self, decisions: StepDecisions, refusal: BudgetError | None) -> None:
+        """A step is over whose backward has run: warn if it was the first, and left the plan.
+        `refusal`: what the next step is refused with, if this one has shown that none like it
+        fits; it is said there then."""
+        if refusal is not None:
+            self.refused(decisions, refusal)
         text = self._difference(decisions)
         self.plan = None
         if text is not None:
             warnings.warn(
-                f"{text} It was kept inside the limit all the same, and the next steps are planned "
-                f"from what was seen. {_WAY_OUT}",
+                f"{text} The limit holds all the same, and the next steps are planned from what "
+                f"was seen. {_WAY_OUT}",
                 PlanWarning,
                 stacklevel=users_frame(),
             )
@@ -53,6 +58,8 @@ class Given:
         planned = self.plan.signatures
         if index >= len(planned):
             return None  # it was followed to its end, and a metric or a log came after the loss
+        if index < len(seen) and covers(planned[index], seen[index]):
+            return None  # a smaller batch than the plan's, for which torch has another kernel
         if index < len(seen):
             where = _compared(index, seen[index], planned[index])
         else:

@@ -28,7 +28,7 @@ def name_of(tensor: torch.Tensor) -> str | None:
     modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
     above: dict[int, tuple[nn.Module, str]] = {}
     for module in modules:
-        with suppress(AttributeError):  # its class does not call `Module.__init__`
+        with suppress(Exception):  # one that is half made, or that another thread changes
             above.update({id(c): (module, n) for n, c in nn.Module.named_children(module)})
     for module in modules:
         for kind, name, own in _tensors_of(module):
@@ -60,7 +60,7 @@ def _from_the_top(
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
-    with suppress(AttributeError):
+    with suppress(Exception):
         for name, parameter in nn.Module.named_parameters(module, recurse=False):
             yield "parameter", name, parameter
         for name, buffer in nn.Module.named_buffers(module, recurse=False):
