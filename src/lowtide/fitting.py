@@ -278,11 +278,13 @@ def fit(
     ``model`` stays the object it was: its type, parameter names, ``state_dict``, copies and pickles
     are those of the plain model. In eval and with grad disabled the forward is the plain one. The
     same holds inside a budget or region that is open already (that of a fitted model around this
-    one, for instance): that one decides, and this limit holds for nothing.
+    one, for instance): that one decides, and this limit holds for nothing, which an
+    `UncountedWarning` says once.
 
     Args:
         model: any module.
-        limit: as for `lowtide.budget`.
+        limit: as for `lowtide.budget`. A `Plan` is one of the model's forward alone, as `example`
+            makes it: for a plan of model and loss, the first step ends in a `PlanWarning`.
         device: as for `lowtide.budget`.
         group: as for `lowtide.budget`. With an `example`, this call is a collective too.
         example: a batch like those to come: a tensor, or a tuple or dict of the forward's
