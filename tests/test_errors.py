@@ -387,6 +387,13 @@ def test_every_error_has_the_root_and_the_builtin_that_torch_would_raise() -> No
     assert not issubclass(lowtide.LowtideError, RuntimeError)
 
 
+def test_every_warning_has_the_root_that_one_filter_is_for() -> None:
+    own = [found for name, found in vars(lowtide).items() if name.endswith("Warning")]
+    assert len(own) == 7
+    assert all(issubclass(warning, lowtide.LowtideWarning) for warning in own)
+    assert issubclass(lowtide.LowtideWarning, UserWarning)
+
+
 def test_a_refusal_arrives_where_a_library_adds_to_its_text() -> None:
     """Pyro adds the shapes of its sites: it raises the error's class again, of a text alone. What
     comes from another process is made of the text, too, and keeps its figures."""

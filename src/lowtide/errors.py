@@ -72,21 +72,25 @@ class UnsupportedError(LowtideError, RuntimeError):
     """A feature of torch that cannot run under lowtide. The text names it and the way out."""
 
 
-class CompiledWarning(UserWarning):
+class LowtideWarning(UserWarning):
+    """The root of all warnings that lowtide gives: one filter is for all of them."""
+
+
+class CompiledWarning(LowtideWarning):
     """A compiled function runs eagerly, a compiled model runs without its budget, or compiled code
     runs on larger inputs than its limit was planned for."""
 
 
-class KeptWarning(UserWarning):
+class KeptWarning(LowtideWarning):
     """What could be recomputed is kept: a setting of torch is in the way (rule 5), or a region
     returned a generator or coroutine, whose code runs after the region."""
 
 
-class DeviceWarning(UserWarning):
+class DeviceWarning(LowtideWarning):
     """A step computes on two devices, and its limit is for one of them (rule 13)."""
 
 
-class UncountedWarning(UserWarning):
+class UncountedWarning(LowtideWarning):
     """There is memory that a limit does not count (rule 13): the forward of a fitted model has
     saved nothing, as it returns what is evaluated later or hides what it keeps in the `ctx` of a
     `torch.autograd.Function`; saved-tensor hooks of the program's own have taken all that a step
@@ -95,11 +99,11 @@ class UncountedWarning(UserWarning):
     step that may take the whole limit."""
 
 
-class DryRunWarning(UserWarning):
+class DryRunWarning(LowtideWarning):
     """A real step was run, because the step cannot run on fake tensors; real steps that were asked
     for have moved parameters; or the step returned no loss, so that its backward is left out."""
 
 
-class PlanWarning(UserWarning):
+class PlanWarning(LowtideWarning):
     """The first step of a budget is not the one that the budget's plan was made for. Its limit is
     kept all the same (rule 13)."""

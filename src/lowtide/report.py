@@ -359,7 +359,7 @@ def _stands(graph: Graph, peak_at: tuple[str, int], modules: Sequence[str]) -> s
 
 def _consists_of(graph: Graph, result: Simulation) -> str:
     """What is in memory at a peak, in words. What was there before is told from what runs at that
-    moment takes: of the latter, no plan lowers anything."""
+    moment takes, which may be the workspace of a single kernel."""
     phase, index = result.peak_at
     rest = result.peak - result.held_bytes_at_peak
     activations = f"{format_bytes(result.held_bytes_at_peak)} of activations"

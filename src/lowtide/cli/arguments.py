@@ -16,26 +16,9 @@ from typing import Any
 from lowtide.analysis.study import Study, study
 from lowtide.cli.progress import Progress
 from lowtide.cli.target import Target, load
-from lowtide.errors import (
-    BudgetError,
-    CompiledWarning,
-    DeviceWarning,
-    DryRunWarning,
-    KeptWarning,
-    PlanWarning,
-    UncountedWarning,
-)
+from lowtide.errors import BudgetError, LowtideWarning
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.plans import Plan
-
-_OWN = (
-    CompiledWarning,
-    DeviceWarning,
-    DryRunWarning,
-    KeptWarning,
-    PlanWarning,
-    UncountedWarning,
-)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -155,8 +138,7 @@ def running(target: Target, progress: Progress, call: Callable[[], Any]) -> Any:
     one line on stderr; others are shown as ever."""
     try:
         with warnings.catch_warnings(record=True) as caught:
-            for category in _OWN:
-                warnings.simplefilter("always", category)
+            warnings.simplefilter("always", LowtideWarning)
             return target.running(call)
     finally:
         for message in dict.fromkeys(str(w.message) for w in caught if _own(w)):
@@ -179,4 +161,4 @@ def say_if_no_backward(subject: Study) -> None:
 
 
 def _own(warning: warnings.WarningMessage) -> bool:
-    return issubclass(warning.category, _OWN)
+    return issubclass(warning.category, LowtideWarning)

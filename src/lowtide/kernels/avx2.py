@@ -26,21 +26,10 @@ from lowtide.kernels.avx2_kernels import (
 )
 from lowtide.kernels.avx2_scratch import WIDTH, Geometry
 from lowtide.kernels.blocks import nbytes, padded
-from lowtide.kernels.unfolding import Options, channels_made
+from lowtide.kernels.unfolding import Convolved, Options, channels_made
 
 
-def narrow_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    given: torch.Tensor | None,
-    passes: bool,
-    biased: bool,
-    last: bool,
-    unfolds: bool = False,
-    width: int = WIDTH,
-) -> int:
+def narrow_workspace(call: Convolved, last: bool, unfolds: bool = False, width: int = WIDTH) -> int:
     """As `convolution.convolution_workspace`, without the copies of tensors whose layout no kernel
     reads.
 
@@ -49,6 +38,7 @@ def narrow_workspace(
         width: channels in a block.
         unfolds: whether to assume that only the unfolding kernel, which takes any shape, exists.
     """
+    source, weight, out, options, given, passes, biased = call
     turned = _turned(weight) if last else 0
     if given is None:
         g = geometry(source, weight, options, out // source.element_size(), width)

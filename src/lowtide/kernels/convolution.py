@@ -10,37 +10,18 @@ which needs the memory that has to be kept free.
 
 from __future__ import annotations
 
-import torch
-
 from lowtide import _compat
 from lowtide.kernels.avx2 import narrow_workspace
 from lowtide.kernels.layouts import copied, ordered, runs_last
 from lowtide.kernels.tiles import tiles_workspace
-from lowtide.kernels.unfolding import Options, unfolded
+from lowtide.kernels.unfolding import Convolved, unfolded
 from lowtide.kernels.wide import is_depthwise, wide_workspace
 from lowtide.kernels.wide_products import shared_width, shared_workspace
 
 
-def convolution_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    given: torch.Tensor | None = None,
-    passes: bool = False,
-    biased: bool = False,
-) -> int:
-    """Bytes that a convolution on the CPU allocates besides its results.
-
-    Args:
-        source: its input, (batch, channels, *space), with or without memory.
-        weight: its parameter.
-        out: bytes of its forward's result.
-        options: stride, dilation and so on.
-        given: for its backward: the gradient of that result.
-        passes: whether the backward makes a gradient of the input.
-        biased: whether the forward adds a bias, or the backward makes its gradient.
-    """
+def convolution_workspace(call: Convolved) -> int:
+    """Bytes that a convolution on the CPU allocates besides its results."""
+    source, weight, _, options, given, *_ = call
     instructions = _compat.onednn_instructions()
     itself, last = unfolded(source, weight, "cpu", options), runs_last(source, weight)
     half = source.element_size() == 2
@@ -48,20 +29,19 @@ def convolution_workspace(
     if _compat.onednn_tiles(source.dtype) and not itself and not by_channel:
         copies = copied(source, last) + (0 if given is None else copied(given, last))
         copies += ordered(weight, last)
-        return copies + tiles_workspace(source, weight, out, options, given, passes, last)
-    call = (source, weight, out, options, given, passes, biased)
+        return copies + tiles_workspace(call, last)
     if half or itself:
-        return wide_workspace(*call)
+        return wide_workspace(call)
     copies = copied(source, last) + (0 if given is None else copied(given, last))
     copies += ordered(weight, last)
     width, certain = shared_width(source, weight, options, given is not None, last)
-    wide = copies + shared_workspace(*call, last, width) if width else 0
-    wide = wide if certain else max(wide, wide_workspace(*call))
+    wide = copies + shared_workspace(call, last, width) if width else 0
+    wide = wide if certain else max(wide, wide_workspace(call))
     if instructions == "AVX512":
         return wide
-    narrow = copies + narrow_workspace(*call, last)
+    narrow = copies + narrow_workspace(call, last)
     if instructions == "AVX2":
         return narrow
     # Kernels of other CPUs were not measured. Where they lack one, images are unfolded instead. The
     # largest known figure is taken.
-    return max(narrow, copies + narrow_workspace(*call, last, unfolds=True), wide)
+    return max(narrow, copies + narrow_workspace(call, last, unfolds=True), wide)

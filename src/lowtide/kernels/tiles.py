@@ -18,7 +18,7 @@ import math
 import torch
 
 from lowtide.kernels.blocks import FLOAT, PAGE, nbytes, up
-from lowtide.kernels.unfolding import Options
+from lowtide.kernels.unfolding import Convolved, Options
 
 _BLOCK = 16  # channels in a block
 _TILE = 32  # points in a tile, and channels in a parameter's block
@@ -32,19 +32,12 @@ _STRIDED = 3  # how much larger a strided kernel makes an image of whole blocks
 _SHORT = 28  # rows of at most so many points are joined for a pointwise kernel
 
 
-def tiles_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    given: torch.Tensor | None,
-    passes: bool,
-    last: bool,
-) -> int:
-    """Bytes besides the results; arguments as `convolution.convolution_workspace`.
+def tiles_workspace(call: Convolved, last: bool) -> int:
+    """Bytes besides the results.
 
     `last`: whether tensors have their channels last, and are read as they are.
     """
+    source, weight, out, options, given, passes, _ = call
     if given is None:
         return _slid(source, out, weight, options, not options.transposed, last)
     read, points = (given, source) if options.transposed else (source, given)

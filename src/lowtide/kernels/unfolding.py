@@ -36,6 +36,28 @@ class Options(NamedTuple):
     padding: Sequence[int] = (0,)
 
 
+class Convolved(NamedTuple):
+    """One call of a convolution, forward or backward.
+
+    Attributes:
+        source: its input, (batch, channels, *space), with or without memory.
+        weight: its parameter.
+        out: bytes of its forward's result.
+        options: stride, dilation and so on.
+        given: for its backward: the gradient of that result.
+        passes: whether the backward makes a gradient of the input.
+        biased: whether the forward adds a bias, or the backward makes its gradient.
+    """
+
+    source: torch.Tensor
+    weight: torch.Tensor
+    out: int
+    options: Options
+    given: torch.Tensor | None = None
+    passes: bool = False
+    biased: bool = False
+
+
 def options_of(args: Sequence[Any], backward: bool) -> Options:
     """The options in the arguments of `convolution` or `convolution_backward`."""
     shift = 1 if backward else 0

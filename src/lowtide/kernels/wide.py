@@ -26,7 +26,7 @@ from lowtide.kernels.half import (
     half_transposed,
 )
 from lowtide.kernels.layouts import copied, has_last, ordered, runs_last
-from lowtide.kernels.unfolding import Options, unfolded, unfolded_workspace
+from lowtide.kernels.unfolding import Convolved, Options, unfolded, unfolded_workspace
 from lowtide.kernels.wide_products import of_input, transposed
 
 _HALF_BLOCK = 8  # channels, for the gradient of a parameter with fewer input channels than a block
@@ -38,17 +38,10 @@ _PARTLY = 128  # channels besides twice its own in a depthwise gradient that thr
 _SHARED = 20  # above so many pointwise parameters, threads may divide images, not channels
 
 
-def wide_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    given: torch.Tensor | None,
-    passes: bool,
-    biased: bool,
-) -> int:
+def wide_workspace(call: Convolved) -> int:
     """As `convolution_workspace`, with AVX-512, for half-precision types, and where torch runs the
     convolution itself."""
+    source, weight, out, options, given, passes, biased = call
     back, stride = given is not None, max(options.stride)
     half, flat = source.element_size() == 2, source.dim() < 5
     itself = unfolded(source, weight, "cpu", options)

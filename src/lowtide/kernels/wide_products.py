@@ -28,7 +28,7 @@ from lowtide.kernels.avx2_kernels import (
 )
 from lowtide.kernels.avx2_scratch import WIDTH, Geometry, strided_scratch
 from lowtide.kernels.blocks import CHANNEL_BLOCK, nbytes
-from lowtide.kernels.unfolding import Options, channels_made
+from lowtide.kernels.unfolding import Convolved, Options, channels_made
 
 _WIDE = ("strided", "direct")
 _WIDEST = 14  # the direct kernel handles no wider ones than this
@@ -54,20 +54,10 @@ def shared_width(
     return CHANNEL_BLOCK if odd and max(options.dilation) > 1 else 0, False
 
 
-def shared_workspace(
-    source: torch.Tensor,
-    weight: torch.Tensor,
-    out: int,
-    options: Options,
-    given: torch.Tensor | None,
-    passes: bool,
-    biased: bool,
-    last: bool,
-    width: int,
-) -> int:
+def shared_workspace(call: Convolved, last: bool, width: int) -> int:
     """As `narrow_workspace`, for kernels with blocks of `width` channels."""
-    call = (source, weight, out, options, given, passes, biased)
-    taken = narrow_workspace(*call, last, width=width)
+    source, weight, out, options, given, passes, _ = call
+    taken = narrow_workspace(call, last, width=width)
     if given is None or not passes or width > WIDTH:
         return taken
     into, parameter = nbytes(source), nbytes(weight)

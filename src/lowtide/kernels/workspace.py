@@ -26,7 +26,7 @@ from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.recurrent import kept_for_backward, recurrent_workspace
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
 from lowtide.kernels.scratchpad import scratchpad
-from lowtide.kernels.unfolding import Options, options_of, unfolded, unfolded_workspace
+from lowtide.kernels.unfolding import Convolved, Options, options_of, unfolded, unfolded_workspace
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
@@ -302,13 +302,15 @@ def kernel_workspace(
         return _convolution(source, weight, options, given, device, backward)
     passes, _, bias = args[10] if backward and len(args) > 10 else (False, True, False)
     return convolution_workspace(
-        source,
-        weight,
-        given,
-        options,
-        tensors[0] if backward else None,
-        bool(passes),
-        biased=bool(bias) if backward else len(tensors) > 2,
+        Convolved(
+            source,
+            weight,
+            given,
+            options,
+            tensors[0] if backward else None,
+            bool(passes),
+            bool(bias) if backward else len(tensors) > 2,
+        )
     )
 
 
