@@ -618,6 +618,9 @@ REPORT = (
     "    engine._choice.building.join()\n"
     "step()\n"
     "print(first, engine.name(), '|', engine.reason())\n"
+    "if engine._choice.wanted == 'auto':\n"
+    "    with engine.use('auto'):\n"  # chooses anew
+    "        step()\n"
 )
 
 

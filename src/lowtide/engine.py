@@ -52,6 +52,7 @@ class _Choice:
         self.compiled: type[Recorder] | None = None
         self.core: Any = None
         self.reason = "no step has been recorded yet"
+        self.told: str | None = None  # why there is no compiled recorder, once that was said
         self.building: threading.Thread | None = None
         self.built: Path | None = None
         self.active: type[Recorder] | None = None
@@ -244,9 +245,10 @@ def _build_beside() -> None:
 def _python_stays(why: str) -> None:
     """There will be no compiled recorder in this process: say so once, as it can be many times
     slower where operations are small."""
-    if _choice.reason == why:
-        return
     _choice.reason = why
+    if _choice.told == why:
+        return
+    _choice.told = why
     _log.warning(
         "lowtide goes on without its compiled recorder: %s. Steps are recorded in Python, with the "
         "same results and about 50 microseconds more for each operation. `python -m "
