@@ -139,8 +139,8 @@ def test_a_step_that_differed_is_not_watched_for_ever() -> None:
         peak_of(model, x, limit)
         limit.report()
         limit._loop._beside.wait()
-        assert limit._loop._last is not None
-        return limit._loop._last.observer is not None
+        assert limit._loop._reported.last is not None
+        return limit._loop._reported.last.observer is not None
 
     # The third one is the first that follows the plan from the search beside training.
     assert [watched() for _ in range(5)] == [True, True, True, False, False]
@@ -394,8 +394,8 @@ def test_a_held_value_outlives_a_first_reader_that_makes_nothing() -> None:
     budget.report()
     plan = budget._loop._plans.expected(0)
     assert ANCHOR in plan.choices  # the product is held although nothing saves it
-    assert budget._loop._last is not None
-    assert not budget._loop._last.switched
+    assert budget._loop._reported.last is not None
+    assert not budget._loop._reported.last.switched
 
 
 def test_whoever_makes_a_budget_for_every_step_is_told_once(

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import lowtide
 from by_hand import same
 from lowtide.learning import rests
-from lowtide.loop import Loop
+from lowtide.learning.planning import Planning
+from lowtide.learning.settling import Settling
 from lowtide.observing.observer import Observer
 from once import on_one_recorder
 
@@ -72,13 +73,13 @@ def peak_of(model: nn.Module, x: Tensor, limit: lowtide.Budget | None = None) ->
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that gets one entry for each plan that is made."""
     made: list[int] = []
-    plan_next: Callable[..., None] = Loop._plan_next
+    plan_next: Callable[..., None] = Planning._plan_next
 
     def counted(*args: object, **more: object) -> None:
         made.append(1)
         plan_next(*args, **more)
 
-    monkeypatch.setattr(Loop, "_plan_next", counted)
+    monkeypatch.setattr(Planning, "_plan_next", counted)
     return made
 
 
@@ -371,14 +372,14 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
     budget = lowtide.budget(int(0.7 * most))
     watched: list[str] = []
     settled: list[int] = []
-    operation, settle = Observer.operation, Loop._settle
+    operation, settle = Observer.operation, Settling.settle
     monkeypatch.setattr(
         Observer,
         "operation",
         lambda self, op, *a: (watched.append(op.facts.name), operation(self, op, *a)),
     )
     monkeypatch.setattr(
-        Loop, "_settle", lambda *args, **more: (settled.append(1), settle(*args, **more))
+        Settling, "settle", lambda *args, **more: (settled.append(1), settle(*args, **more))
     )
 
     def step(head: int) -> int:
@@ -406,9 +407,9 @@ def test_known_steps_that_part_halfway_are_not_watched(monkeypatch: pytest.Monke
     for head in [*turns, *(each for each in (0, 1, 2) for _ in range(2))]:
         searched = len(settled)
         found = step(head)
-        assert budget._loop._last is not None
+        assert budget._loop._reported.last is not None
         if len(settled) == searched:  # all that its plan holds was there
-            replays.setdefault(id(budget._loop._last.followed), set()).add(found)
+            replays.setdefault(id(budget._loop._reported.last.followed), set()).add(found)
         assert budget.report().planned
     assert not watched
     assert len(settled) < len(turns) - 1

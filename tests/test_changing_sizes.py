@@ -448,7 +448,7 @@ def test_a_plan_that_did_not_hold_for_a_smaller_step_goes() -> None:
     assert decisions.covered
     observer = lowtide.observing.observer.Observer(None)
     observer.timeline = lowtide.memory.timeline.Timeline([0], [limit.limit + 1], [0])
-    assert limit._loop._outdone(larger, decisions, observer)
+    assert limit._loop._resizing.outdone(larger, decisions, observer)
     assert not list(limit._loop._plans)
 
 

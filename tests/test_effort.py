@@ -19,6 +19,7 @@ from lowtide.kernels import results
 from lowtide.kernels.results import made_by
 from lowtide.learning.awaited import Awaited
 from lowtide.learning.effort import Effort, annealings
+from lowtide.learning.planning import Planning
 from lowtide.memory.marks import OwnEvents
 from once import on_one_recorder
 
@@ -157,7 +158,7 @@ def test_steps_that_never_recur_are_not_all_measured_and_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured, planned = [0], [0]
-    of_step, plan_next = OwnEvents.of_step, lowtide.loop.Loop._plan_next
+    of_step, plan_next = OwnEvents.of_step, Planning._plan_next
 
     def noted(self: OwnEvents, pending: Callable[[], bool]) -> None:
         measured[0] += 1
@@ -168,7 +169,7 @@ def test_steps_that_never_recur_are_not_all_measured_and_planned(
         plan_next(self, *given, **more)
 
     monkeypatch.setattr(OwnEvents, "of_step", noted)
-    monkeypatch.setattr(lowtide.loop.Loop, "_plan_next", counted)
+    monkeypatch.setattr(Planning, "_plan_next", counted)
     model, x = Layers(), torch.randn(64, 16)
     peak = lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu").peak_bytes
     model.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from instructions import exact_workspaces
 from lowtide.kernels.workspace import kernel_workspace, room_for
+from lowtide.learning.planning import Planning
 from lowtide.limits import format_bytes
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
@@ -334,14 +334,13 @@ def test_a_limit_that_no_plan_keeps_is_refused_again() -> None:
 def learned(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """The graphs that budgets learn from now on."""
     graphs: list[Graph] = []
-    module = sys.modules["lowtide.loop"]
-    learn = module.Loop._learn
+    learn = Planning.learn
 
-    def learning(self: Any, observer: Observer, decisions: Any) -> None:
+    def learning(self: Planning, observer: Observer, decisions: Any) -> None:
         graphs.append(graph_of(observer))
         learn(self, observer, decisions)
 
-    monkeypatch.setattr(module.Loop, "_learn", learning)
+    monkeypatch.setattr(Planning, "learn", learning)
     return graphs
 
 
@@ -372,7 +371,7 @@ def test_a_plan_that_kept_its_limit_is_not_refused(monkeypatch: pytest.MonkeyPat
         peak = Simulator(graph).run(everything.retain).peak
         return Solution("infeasible", everything, peak, 0.0, peak, None, 0, 0.0)
 
-    for place in ("planning.solve", "settling.minimum", "learned.solve", "learned.minimum"):
+    for place in ("choosing.solve", "settling.minimum", "learned.solve", "learned.minimum"):
         monkeypatch.setattr(f"lowtide.learning.{place}", blind)
     budget = lowtide.budget(plan)
     peaks = [measured_step(model, x, budget) for _ in range(3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ from instructions import exact_workspaces
 from lowtide.backward.operation import Cost, costs, describe
 from lowtide.kernels.workspace import kernel_workspace, made_by
 from lowtide.learning.learned import Learned
+from lowtide.learning.planning import Planning
+from lowtide.learning.settling import Settling
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.planner import HOLD, Graph, Retention
@@ -51,9 +52,8 @@ def modelled_and_measured(
     monkeypatch: pytest.MonkeyPatch, step: Any, limit: float = 1.0
 ) -> tuple[Graph, Graph]:
     """A first step's graph as modelled when its backward begins, and as measured at its end."""
-    module = sys.modules["lowtide.loop"]
     graphs: list[Graph] = []
-    settle, learn = module.Loop._settle, module.Loop._learn
+    settle, learn = Settling.settle, Planning.learn
 
     def settling(self: Any, decisions: Any, observer: Observer) -> None:
         graphs.append(graph_of(observer))
@@ -63,8 +63,8 @@ def modelled_and_measured(
         graphs.append(graph_of(observer))
         learn(self, observer, decisions)
 
-    monkeypatch.setattr(module.Loop, "_settle", settling)
-    monkeypatch.setattr(module.Loop, "_learn", learning)
+    monkeypatch.setattr(Settling, "settle", settling)
+    monkeypatch.setattr(Planning, "learn", learning)
     budget = lowtide.budget(limit)
     # The CPU's recorder of memory events may report late; `measure` waits for it.
     lowtide.measure(lambda: step(budget), device="cpu")

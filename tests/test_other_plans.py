@@ -22,7 +22,7 @@ import lowtide
 from by_hand import same
 from lowtide.learning.effort import LESSONS
 from lowtide.learning.learned import Learned
-from lowtide.loop import Loop
+from lowtide.learning.planning import Planning
 from lowtide.planner import HOLD, Graph, keep_all, minimum, plain_peak, simulate, solve
 from lowtide.running.prepared import Prepared
 from once import FULL, on_one_recorder
@@ -80,14 +80,14 @@ def drawn(learned: Learned, rng: random.Random) -> Prepared:
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Learned]:
     """What is learned from step to step, of which no plan is made."""
     lessons: list[Learned] = []
-    know: Callable[..., None] = Loop._know
+    note: Callable[..., None] = Planning._note
 
-    def knowing(loop: Loop, learned: Learned, *args: Any) -> None:
+    def noting(planning: Planning, learned: Learned, *args: Any) -> None:
         lessons.append(learned)
-        know(loop, learned, *args)
+        note(planning, learned, *args)
 
-    monkeypatch.setattr(Loop, "_know", knowing)
-    monkeypatch.setattr(Loop, "_plan_better", lambda *_, **__: None)
+    monkeypatch.setattr(Planning, "_note", noting)
+    monkeypatch.setattr(Planning, "_plan_better", lambda *_, **__: None)
     return lessons
 
 
@@ -120,9 +120,9 @@ def test_each_plan_takes_what_was_learned_under_another(name: str, found: list[L
         gradients.clear()
         peak = lowtide.measure(lambda: gradients.extend(step()), device="cpu").peak_bytes
         budget.report()
-        assert loop._last is not None
-        assert loop._last.followed is not None
-        assert loop._last.followed.plan is plan.plan
+        assert loop._reported.last is not None
+        assert loop._reported.last.followed is not None
+        assert loop._reported.last.followed.plan is plan.plan
         assert 0.98 * plan.peak - 64 <= peak <= 1.005 * plan.peak + 64
         assert found[-1].plain_peak == pytest.approx(found[0].plain_peak, rel=0.005)
         assert name not in SAME_BITS or same(gradients, plain)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.learning.learned import Learned
-from lowtide.loop import Loop
+from lowtide.learning.planning import Planning
 from once import on_one_recorder
 
 pytestmark = on_one_recorder
@@ -192,13 +192,13 @@ def test_what_the_program_has_as_well_is_not_the_records_alone(
 ) -> None:
     """No plan frees it, so none may count on that."""
     learned: list[Learned] = []
-    know = Loop._know
+    note = Planning._note
 
-    def knowing(loop: Loop, found: Learned, *rest: Any) -> None:
+    def noting(planning: Planning, found: Learned, *rest: Any) -> None:
         learned.append(found)
-        know(loop, found, *rest)
+        note(planning, found, *rest)
 
-    monkeypatch.setattr(Loop, "_know", knowing)
+    monkeypatch.setattr(Planning, "_note", noting)
     layer, mine, budget = nn.Linear(32, 32), list[Tensor](), lowtide.budget(1 << 40)
     for _ in range(2):
         mine.clear()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.learning.effort import LESSONS
+from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.known_plans import KnownPlans
 from lowtide.learning.learned import MOST_GROWN, Learned
 from lowtide.learning.resizing import Resizing
@@ -331,7 +332,7 @@ def test_plans_for_much_smaller_steps_stay() -> None:
 def test_what_a_step_takes_above_its_bounds_is_kept_free_from_then_on() -> None:
     learned = learned_step()
     seen, place = learned.signatures, learned.seen.place
-    part = Resizing(learned.plain_peak, None)
+    part = Resizing(Knowledge(learned.plain_peak, None))
     single = learned.search(learned.plain_peak * 2)
     assert single is not None
     part._plans.add(single)
@@ -347,7 +348,7 @@ def test_what_a_step_takes_above_its_bounds_is_kept_free_from_then_on() -> None:
     part._plans.add(bounds)
     took = SimpleNamespace(before=0, timeline=SimpleNamespace(peak=bounds.peak + 1000))
     followed: Any = SimpleNamespace(seen=outgrown)
-    assert part._outdone(bounds, followed, took)  # type: ignore[arg-type]
+    assert part.outdone(bounds, followed, took)  # type: ignore[arg-type]
     assert list(part._plans) == []
     part._plans.add(single)
     again = part._larger(learned, outgrown, place)

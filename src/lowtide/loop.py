@@ -4,7 +4,7 @@ Problem: a backward may come after its forward's recording has closed, inside it
 never, and several steps may be under way at once. Invariant: a step is learned from once, after its
 backward has ended, and a refused step teaches nothing; a backward ends a step, also while the
 recording is open, and what is saved after it belongs to the next step. Imports step, engine,
-unrecorded, decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
+learning, decide, observer. Rejected: doing this in `lowtide.budget`, which is what people see.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat, engine
 from lowtide._compat.sharding import gathered_for
 from lowtide.learning import idling
+from lowtide.learning.choosing import Choosing
 from lowtide.learning.given import Given
 from lowtide.learning.hidden import Hidden
+from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.known_plans import PLACES
+from lowtide.learning.planning import Planning
 from lowtide.learning.ranks import Ranks
+from lowtide.learning.reported import Reported
+from lowtide.learning.resizing import Resizing
+from lowtide.learning.settling import Settling
 from lowtide.learning.unrecorded import Unrecorded
+from lowtide.learning.unwatched import Unwatched
 from lowtide.learning.waiting import Waiting
 from lowtide.memory import leftover
 from lowtide.memory.marks import start_marks
@@ -32,7 +38,6 @@ from lowtide.observing.observer import Observer
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions, ends_early
 from lowtide.running.earlier import Earlier
-from lowtide.running.making_room import Tally
 from lowtide.running.prepared import Prepared
 from lowtide.running.shortage import Shortage
 from lowtide.running.where import Where
@@ -44,11 +49,18 @@ if TYPE_CHECKING:
 _LEARNING_STEPS = 2
 
 
-class Loop(Unrecorded):
+class Loop:
     """The steps under one limit, one after the other.
 
     Attributes:
         where: the device whose bytes count.
+        knows: what is known of its steps.
+        allowance: what a step may take.
+        behind: earlier steps through whose graphs a backward may go on.
+        choosing: says which plan a step follows.
+        settling: plans or refuses what does not go as planned.
+        unwatched: says which steps are left alone.
+        unrecorded: says which are not recorded.
         steps: how many have begun.
         given: the plan that it was given, if any.
         on_trial: whether it takes the place of a budget on the model, which then says nothing.
@@ -59,9 +71,19 @@ class Loop(Unrecorded):
     def __init__(
         self, limit: int | float, device: torch.device | None, ranks: Ranks | None
     ) -> None:
-        super().__init__(limit, ranks, Where(device, self._moved))
+        self.where = Where(device, self._moved)
+        self.knows = knows = Knowledge(limit, ranks)
+        self._ranks, self._plans, self._effort = ranks, knows.plans, knows.effort
+        self._refused, self._beside = knows.refused, knows.beside
+        self.allowance, self.behind = knows.allowance, knows.behind
+        self._resizing = Resizing(knows)
+        self._reported = Reported(knows)
+        self._planning = Planning(knows, self._resizing, self._reported)
+        self.choosing, self.settling = Choosing(knows), Settling(knows)
+        self.unwatched, self.unrecorded = Unwatched(knows), Unrecorded(knows, self.where)
         self.steps = 0
         self.model: weakref.ref[torch.nn.Module] | None = None
+        self._active: list[StepDecisions] = []  # steps whose backward has not finished
         self._recording: Recording | None = None
         self._recorded: StepDecisions | None = None  # the step that it records, or the last one
         self._alike = _LEARNING_STEPS  # steps in a row that went as planned
@@ -90,26 +112,26 @@ class Loop(Unrecorded):
             for decisions in tuple(self._active):
                 self._finish(decisions)
         for found in self._beside.found():
-            if not self._partings.lacks_room(found):
+            if not self._planning.partings.lacks_room(found):
                 self._plans.add(found)
         if self._ranks is not None:
-            self._agree(self._ranks)
-        if self._refusal is not None:
-            again, self._refusal = self._refusal.again, None  # the step after it may differ
-            raise again()
+            self._planning.agree(self._ranks)
+        refusal, self._planning.refusal = self._planning.refusal, None  # the step after may differ
+        if refusal is not None:
+            raise refusal.again()
         self._waiting.say(self.allowance.limit, self.allowance.plain_peak or 0)
         leftover.wait()
         self.where.look()
         last, self._earlier = self._earlier, Earlier(self.where)
         self.behind.context_begins()
-        self.place, model = 0, None if self.model is None else self.model()
+        self.knows.place, model = 0, None if self.model is None else self.model()
         self.allowance.before = self._gathered = gathered_for(model)
-        self.compared = idling.NOTHING
+        self.knows.compared = idling.NOTHING
         if self._ranks is not None:
             self.allowance.shortage = Shortage()  # the other ranks do not know of this one's
         elif self._earlier.failures > last.failures:
             if idled:
-                self._idling.ran_out()
+                self.unrecorded.idling.ran_out()
             elif failed is not None:
                 self.backward_ran_out(failed)
         decisions = self._next_decisions()
@@ -118,7 +140,7 @@ class Loop(Unrecorded):
             # Hooks around it may let the program write to what autograd has saved.
             alone = not self._active and not _compat.other_hooks_than(None)
             self._started(decisions, recording.__enter__())
-            self._may_idle(decisions, recording.recorder, alone)
+            self.unrecorded.begins(decisions, recording.recorder, alone)
         except BaseException:
             self._active = [step for step in self._active if step is not decisions]
             decisions.discard()
@@ -126,15 +148,15 @@ class Loop(Unrecorded):
             raise
 
     def _next_decisions(self) -> StepDecisions:
-        check_up = self._check_ups.due(self.steps)
+        check_up = self._planning.check_ups.due(self.steps)
         self._effort.begins(self.steps)
-        prepared, plans = self._expected(), self._plans.version
+        prepared, plans = self.choosing.expected(), self._plans.version
         observer = self._observer(prepared, check_up)
         if plans != self._plans.version:  # starting to measure delivered the last step's result
-            prepared = self._expected()
+            prepared = self.choosing.expected()
         if prepared is not None:
             self.allowance.plain_peak = prepared.plain_peak
-            prepared = self._fitting(prepared)
+            prepared = self.choosing.fitting(prepared)
         if prepared is None and observer is None:
             observer = self._observer(None, check_up)
         self.allowance.renew()
@@ -162,13 +184,13 @@ class Loop(Unrecorded):
             return
         over.drop_replayed()
         recording.recorder.met_unusual()
-        self._idling.turned(None)
+        self.unrecorded.idling.turned(None)
         if over in self._active:  # else an interrupt has come in here, and the program goes on
             self._finish(over)
         self._earlier.add(recording.recorder)
         self.allowance.before = self._gathered + self._earlier.nbytes
-        self.compared = idling.NOTHING
-        self.place = min(self._earlier.steps, PLACES - 1)
+        self.knows.compared = idling.NOTHING
+        self.knows.place = min(self._earlier.steps, PLACES - 1)
         decisions = self._next_decisions()
         self._started(decisions, recording.renew(decisions, timed=decisions.observer is not None))
 
@@ -199,15 +221,15 @@ class Loop(Unrecorded):
             if decisions.operations:
                 self.where.forward_over()
             idled = decisions.idle
-            self._idling.turned(decisions.made_bytes if error is None else None)
+            self.unrecorded.idling.turned(decisions.made_bytes if error is None else None)
             if idled and error is None:
-                self._idling.ended()
+                self.unrecorded.idling.ended()
             elif idled and isinstance(error, torch.OutOfMemoryError):
-                self._idling.ran_out()
-            known = self._known_refusal(decisions) if error is None and not idled else None
+                self.unrecorded.idling.ran_out()
+            known = self.settling.known_refusal(decisions) if error is None and not idled else None
             if isinstance(error, RuntimeError) and _compat.torchscripts(error):
-                known = self._halfway  # TorchScript replaces Python's errors by its own
-            self._halfway = None
+                known = self.settling.halfway  # TorchScript replaces Python's errors by its own
+            self.settling.halfway = None
             if early and known is None:
                 decisions.early = True
             elif error is not None or known is not None:  # half a step teaches nothing
@@ -241,13 +263,13 @@ class Loop(Unrecorded):
     def _observer(self, prepared: Prepared | None, check_up: bool) -> Observer | None:
         """Watch this step if there is something to learn from it, and measure it if possible."""
         measure = check_up or self._effort.to_measure(prepared, self._plans.unmeasured)
-        unwatched = self.may_go_alone if prepared is None else self.may_leave
+        unwatched = self.unwatched.may_go_alone if prepared is None else self.unwatched.may_leave
         if not measure and (unwatched or self._alike >= _LEARNING_STEPS):
             return None
         earlier = prepared.seen.ops if prepared is not None else ()
         observer = Observer(start_marks(self.where.device) if measure else None, earlier)
         observer.only(self.where)
-        observer.place, observer.before = self.place, self.allowance.before
+        observer.place, observer.before = self.knows.place, self.allowance.before
         return observer
 
     def backward_begins(self, decisions: StepDecisions) -> None:
@@ -259,23 +281,24 @@ class Loop(Unrecorded):
         if decisions.event >= 0:
             if decisions.observer is not None and decisions.observer.passed:
                 decisions.starts_over(decisions.observer)
-                self._settle(decisions, decisions.observer, again=True)
+                self.settling.settle(decisions, decisions.observer, again=True)
             return
         decisions.complete()
-        if decisions.headroom is not None and self._alone_to_the_end(decisions):
+        if decisions.headroom is not None and self.unwatched.to_the_end(decisions):
             return
         self._look_behind(decisions.observer)
         prepared, as_planned = decisions.prepared, False
         if (
             prepared is None
             and not decisions.switched
-            and self.matching(decisions.seen, whole=True)
+            and self.choosing.matching(decisions.seen, whole=True)
         ):
-            self._freezes_inside = True  # the leaves differed from the plan's only when it began
+            # The leaves differed from the plan's only when it began.
+            self.choosing.freezes_inside = True
         if prepared is not None and not decisions.switched:
-            wanted = self._for_this_backward(prepared)
+            wanted = self.choosing.for_this_backward(prepared)
             as_planned = wanted is prepared
-            if as_planned and not self._further_behind(prepared):
+            if as_planned and not self.settling.further_behind(prepared):
                 if decisions.observer is not None:
                     decisions.observer.begin_backward(decisions.anchors.numbers)
                 decisions.unsettled = True
@@ -284,7 +307,7 @@ class Loop(Unrecorded):
             decisions.anchors.release()
         observer = decisions.watched(decisions.operations)
         self._look_behind(observer)
-        known = self._known_refusal(decisions)
+        known = self.settling.known_refusal(decisions)
         if known is not None:
             observer.mark_end()
             try:
@@ -293,9 +316,9 @@ class Loop(Unrecorded):
                 del known  # as above
         observer.begin_backward(decisions.anchors.numbers)
         if as_planned and prepared is not None:
-            self._settle_with_room(decisions, observer, prepared)
+            self.settling.settle_with_room(decisions, observer, prepared)
         else:
-            self._settle(decisions, observer)
+            self.settling.settle(decisions, observer)
 
     def _look_behind(self, observer: Observer | None) -> None:
         if observer is not None:
@@ -319,7 +342,7 @@ class Loop(Unrecorded):
         decisions.anchors.release()
         if not watched:
             observer.begin_backward(decisions.anchors.numbers)
-        self._settle(decisions, observer)
+        self.settling.settle(decisions, observer)
 
     def _finish(self, decisions: StepDecisions) -> None:
         """Learn from a step whose backward has run, not failed; called outside of any backward.
@@ -339,36 +362,18 @@ class Loop(Unrecorded):
                 self.backward_ran_out(decisions)
             decisions.discard()
             return
-        self._last = decisions
+        self._reported.last = decisions
         decisions.let_go()
         followed, observer = decisions.followed, decisions.observer
-        self._learn_alone(decisions)
+        self.unwatched.learn(decisions)
         self._alike = 0 if followed is None else self._alike + 1
         if followed is not None:
-            measured = observer is not None and observer.memory is not None
-            strange = decisions.strange is not None
-            self._effort.followed(
-                followed,
-                covered=decisions.covered,
-                measured=measured,
-                strange=strange,
-                far_below=self.far_below,
-            )
-            self._plans.followed(followed)
-            asked = decisions.event + 1
-            if observer is not None:
-                pass  # its requests were noted
-            elif self._depth.strayed(followed, asked):
-                self._plans.remove(followed)
-            elif asked < len(followed.graph.events):
-                self._asked_in_part(followed)
-            elif decisions.covered:
-                self._plan_smaller(followed, decisions.seen)
-            else:
-                self._idling.recorded(followed, decisions.noted)
+            whole = self._planning.followed(followed, decisions, self.unwatched.far_below)
+            if whole:
+                self.unrecorded.idling.recorded(followed, decisions.noted)
         if observer is not None:
-            observer.finish(lambda watched: self._learn(watched, decisions))
-        self.given.ended(decisions, self._refusal)  # last, as a warning may be an error
+            observer.finish(lambda watched: self._planning.learn(watched, decisions))
+        self.given.ended(decisions, self._planning.refusal)  # last, as a warning may be an error
 
     def backward_ran_out(self, decisions: StepDecisions) -> None:
         """The device had no room for this step's backward."""
@@ -382,52 +387,14 @@ class Loop(Unrecorded):
                 if decisions.ended:
                     self._finish(decisions)
 
-    def gradients_to_come(self, observer: Observer) -> int:
-        model = self.model() if self.model is not None else None
-        if model is None:
-            return 0
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in model.parameters()
-            if parameter.requires_grad
-            and parameter.grad is None
-            and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
-            and self.where.has(parameter)
-            and id(parameter) not in observer.leaves.gradients
-        )
+    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
+        """See `Settling.cannot_fit`."""
+        in_part = bool(self._active) and self._active[-1].partial
+        model = None if self.model is None else self.model()
+        self.settling.cannot_fit(observer, name, live, need, in_part=in_part, model=model)
 
     def report(self) -> BudgetReport:
         """What the last step that was learned from did."""
-        last = self._last
-        prepared = last.prepared if last is not None else None
-        tally = last.tally if last is not None else Tally()
-        kept, recomputed = (None, None) if prepared is None else prepared.bytes()
-        measured, whose = self._measured or (None, ())
-        measured_steps, highest = self._peaks
-        alike = last is not None and measured is not None and tuple(last.seen) == whose
-        allowance, plain = self.allowance, self.allowance.plain_peak
-
-        def whole(nbytes: int | None) -> int | None:
-            return None if nbytes is None else nbytes + allowance.before
-
-        return BudgetReport(
-            limit=whole(allowance.promised()),
-            planned_peak=None if prepared is None else whole(prepared.peak - self.compared.nbytes),
-            measured_peak=measured,
-            plain_peak=None if plain is None else whole(plain - self.compared.nbytes),
-            kept_bytes=kept,
-            recomputed_bytes=recomputed,
-            recorded_operations=0 if last is None else last.operations,
-            replayed_operations=tally.replayed_operations,
-            replay_seconds=tally.replay_seconds,
-            steps=self.steps,
-            planned=prepared is not None,
-            measured_alike=alike,
-            left_plan_at=tally.diverged_at,
-            measured_steps=measured_steps,
-            highest_peak=highest if measured_steps else None,
-            device_room=allowance.shortage.room,
-            fraction=allowance.limit if isinstance(allowance.limit, float) else None,
-            idle_steps=self._idling.steps,
-            recorder=engine.name() if self.steps else None,
-        )
+        idle = self.unrecorded.idling.steps
+        recorder = engine.name() if self.steps else None
+        return self._reported.report(steps=self.steps, idle_steps=idle, recorder=recorder)

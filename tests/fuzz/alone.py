@@ -18,7 +18,9 @@ from lowtide.learning.effort import Effort
 from lowtide.learning.unwatched import Unwatched
 from lowtide.running.decide import StepDecisions
 
-_ALONE = property(lambda loop: engine.core() is not None and not loop.behind.nbytes)
+_ALONE = property(
+    lambda unwatched: engine.core() is not None and not unwatched._knows.behind.nbytes
+)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """How a budget gets the plans of its steps.
 
-Problem: a step is planned from one that was watched, may have other gradients to allocate or less
-room than that one had, and may not fit at all. Invariant: every plan is for what the allowance says
-the step may take, and only a step that no plan brings below that is refused. Imports engine,
-resizing, learned, checkups, refusals, shortfalls, ranks; knows nothing of recordings. Rejected:
-planning in `lowtide.loop`, which says when, not how.
+Problem: a step is planned from one that was watched, may be refused for good, and a plan may turn
+out wrong or wanting when it is followed. Invariant: every plan is for what the allowance says the
+step may take, and only a step that no plan brings below that is refused. Imports engine, knowledge,
+resizing, reported, learned, checkups, refusals, shortfalls, ranks; knows nothing of recordings.
+Rejected: planning in `lowtide.loop`, which says when, not how.
 """
 
 from __future__ import annotations
@@ -13,201 +13,149 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from lowtide import _compat, engine
+from lowtide import engine
 from lowtide.errors import BudgetError
 from lowtide.learning.checkups import CheckUps, as_planned
 from lowtide.learning.depth import Depth
 from lowtide.learning.effort import LESSONS, annealings
+from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.learned import Learned
 from lowtide.learning.partings import Partings
 from lowtide.learning.ranks import Ranks, Step
-from lowtide.learning.refusals import Refusals
+from lowtide.learning.refusals import refusing
+from lowtide.learning.reported import Reported
 from lowtide.learning.resizing import Resizing
 from lowtide.learning.shortfalls import Shortfalls
-from lowtide.memory import margins
 from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
-from lowtide.observing.rebuild import with_gradients
-from lowtide.observing.seen import Seen
-from lowtide.planner import Graph, solve
-from lowtide.report import refusal, unrecorded
+from lowtide.report import unrecorded
 from lowtide.running.decide import StepDecisions
-from lowtide.running.prepared import Prepared, Signature, signatures_of
+from lowtide.running.prepared import Prepared, signatures_of
 
 
-class Planning(Resizing):
-    """The part of a budget that plans.
+class Planning:
+    """The part of a budget that learns from its steps.
 
     Attributes:
-        place: of the running step among those of the context.
+        refusal: what the next step is refused with, if this was learned.
+        check_ups, depth, partings: what is known of steps that followed their plans.
     """
 
-    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
-        super().__init__(limit, ranks)
-        self.place = 0
+    def __init__(self, knows: Knowledge, resizing: Resizing, reported: Reported) -> None:
+        self._ranks, self._allowance, self._plans = knows.ranks, knows.allowance, knows.plans
+        self._refused, self._effort, self._beside = knows.refused, knows.effort, knows.beside
+        self._resizing, self._reported = resizing, reported
         self._news: dict[Step, Learned] = {}  # learned since the ranks have last planned
         self._wanted: dict[Step, None] = {}  # what of it this rank wants to plan
-        self._check_ups = CheckUps()
-        self._depth = Depth()
-        self._partings = Partings()
+        self.check_ups = CheckUps()
+        self.depth = Depth()
+        self.partings = Partings()
         self._shortfalls = Shortfalls()
-        self._freezes_inside = False  # steps freeze or unfreeze parameters while they run
-        self._last: StepDecisions | None = None
-        self._measured: tuple[int, tuple[Signature, ...]] | None = None  # the last peak, and whose
-        self._peaks = 0, 0  # how many peaks were measured, and the highest of them
-        self._refusal: BudgetError | None = None
-        self._halfway: BudgetError | None = None  # raised in the forward that runs
-        self._refused = Refusals()
+        self.refusal: BudgetError | None = None
 
-    def _know(self, learned: Learned, ranks: Ranks | None = None) -> None:
+    def _note(self, learned: Learned, ranks: Ranks | None = None) -> None:
         """Note what a watched step would take plain, and what its loss takes."""
-        allowance = self.allowance
+        allowance = self._allowance
         allowance.plain_peak, allowance.outside = learned.plain_peak, learned.outside
         if self._ranks is not None and ranks is None:
             return  # the other ranks would not know, and would plan for other limits
         if learned.measured:
-            self._knows_a_peak(learned.plain_peak + learned.seen.before)
+            self._note_peak(learned.plain_peak + learned.seen.before)
 
-    def _knows_a_peak(self, whole: int) -> None:
-        if self.allowance.measured(whole):  # what did not fit into a smaller limit may now
-            self._refused, self._refusal = Refusals(), None
+    def _note_peak(self, whole: int) -> None:
+        if self._allowance.measured(whole):  # what did not fit into a smaller limit may now
+            self._refused.clear()
+            self.refusal = None
             self._effort.more_room()
-
-    # ------------------------------------------------------------------ plans
-
-    def _expected(self) -> Prepared | None:
-        """The plan that the step will most likely follow."""
-        return self._plans.expected(self.place, any_leaves=self._freezes_inside)
-
-    def matching(
-        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None = None
-    ) -> Prepared | None:
-        """Another plan, for a step that began like this one or, if `whole`, consisted of it."""
-        found = self._plans.of_step(seen, self.place, whole=whole, other_than=other_than)
-        if found is None:
-            return None
-        self.allowance.plain_peak = found.plain_peak  # a fraction is relative to it
-        self.allowance.renew()
-        return self._fitting(found)
-
-    def covering(
-        self, seen: list[Signature], *, whole: bool, other_than: Prepared | None
-    ) -> Prepared | None:
-        """The same for a larger step, than which this one has no more in memory at any moment."""
-        found = self._plans.covering(seen, self.place, whole=whole, other_than=other_than)
-        if found is None:
-            return None
-        self.allowance.follows(found.plain_peak)
-        return self._fitting(found)
-
-    def _for_this_backward(self, prepared: Prepared) -> Prepared:
-        """This plan, or another for the same step if the backward has to allocate gradients that
-        existed when the plan was made, or retains a graph that was released then."""
-        seen = prepared.seen
-        appeared = seen.appeared()
-        retains = _compat.backward_retains_graph() and not seen.retains
-        if not appeared and not retains:
-            return prepared
-        known = None if retains else self._plans.with_gradients(prepared)
-        if known is not None:
-            return known
-        graph = with_gradients(prepared.graph, appeared.values())
-        seen = replace(seen, parameters={**seen.parameters, **appeared})
-        if retains:
-            graph, seen = graph.retained(), replace(seen, retains=True)
-        self.allowance.renew()
-        assert self.allowance.now is not None
-        return self._planned_again(prepared, graph, seen, self.allowance.now)
-
-    def _fitting(self, prepared: Prepared) -> Prepared | None:
-        """This plan, or another for the same step if earlier steps have left less room than when
-        the plan was made; None: it would not fit."""
-        allowance, before = self.allowance, self.allowance.before
-        plain, room = allowance.plain_peak or 0, allowance.shortage.room
-        if not prepared.measured and prepared.peak > allowance.of(plain, prepared.seen.before):
-            # The best for what was computed from sizes. Without it, each backward is planned when
-            # it begins, from what is there, and is refused if that does not fit.
-            return None
-        limit = allowance.planned(plain, before)
-        short = room is not None and prepared.peak + before > room
-        if prepared.peak <= limit or (before <= prepared.seen.before and not short):
-            return prepared
-        seen = replace(prepared.seen, before=before)
-        found = self._planned_again(prepared, prepared.graph, seen, limit)
-        fits = found.peak <= allowance.of(plain, before)
-        if fits:
-            allowance.shortage.needs(found.peak + before)
-        return found if fits else None
-
-    def _planned_again(self, old: Prepared, graph: Graph, seen: Seen, limit: int) -> Prepared:
-        margin = int(limit * margins.of_step(old.measured))
-        # Ranks plan alike here without communicating, so they use only what all of them have.
-        polish = engine.annealing() if old.measured and self._ranks is None else None
-        solution = solve(graph, limit, margin=margin, polish_with=polish)
-        found = Prepared.of(
-            solution.plan,
-            graph,
-            solution.peak,
-            seen,
-            old.measured,
-            old.lessons,
-            grown=old.grown,
-            apart=old.apart,
-        )
-        if found.peak <= limit:  # else the step is refused, and a later one may have more room
-            self._plans.add(found)
-        return found
 
     # ------------------------------------------------------------------ learning
 
-    def _learn(self, observer: Observer, decisions: StepDecisions) -> None:
+    def followed(self, plan: Prepared, decisions: StepDecisions, far_below: bool) -> bool:
+        """A step is over that followed this plan. `far_below`: it is, below its limit. Whether it
+        was recorded unwatched, and went as planned to its end."""
+        observer, covered = decisions.observer, decisions.covered
+        self._effort.followed(
+            plan,
+            covered=covered,
+            measured=observer is not None and observer.memory is not None,
+            strange=decisions.strange is not None,
+            far_below=far_below,
+        )
+        self._plans.followed(plan)
+        if observer is not None:
+            return False  # its requests were noted
+        asked = decisions.event + 1
+        if self.depth.strayed(plan, asked):
+            self._plans.remove(plan)
+        elif asked < len(plan.graph.events):
+            self._asked_in_part(plan)
+        elif covered:
+            self._resizing.plan_smaller(plan, decisions.seen)
+        else:
+            return True
+        return False
+
+    def learn(self, observer: Observer, decisions: StepDecisions) -> None:
         """Plan the next step from one that was watched."""
         if decisions.partial or decisions.estimated:
             return  # the next step will be recorded and watched, and keep nothing whole
         timeline, followed = observer.timeline, decisions.followed
-        measured = timeline is not None
         if timeline is not None:
             peak = timeline.peak + observer.before
-            self._measured = peak, signatures_of(observer.ops)
-            self._peaks = self._peaks[0] + 1, max(self._peaks[1], peak)
+            self._reported.measured(peak, signatures_of(observer.ops))
             self._effort.measured(followed)
-        if followed is not None:
-            if timeline is None:
-                return
+        elif followed is not None:
+            return
+        if followed is not None and timeline is not None:
             plain, before, covered = followed.plain_peak, observer.before, decisions.covered
-            if timeline.peak <= self.allowance.of(plain, before, covered=covered):
+            if timeline.peak <= self._allowance.of(plain, before, covered=covered):
                 followed = self._plans.tried(followed)
-        usual = as_planned(followed, None if timeline is None else timeline.peak)
-        if timeline is not None and followed is not None and timeline.peak <= followed.peak:
-            usual = usual or self._partings.concern(followed)
+        usual = self._as_usual(None if timeline is None else timeline.peak, followed)
         if decisions.check_up and not decisions.covered:
-            self._check_ups.seen(new=not usual)
-        if self._depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
+            self.check_ups.seen(new=not usual)
+        if self.depth.shallower(signatures_of(observer.ops), len(observer.requests), followed):
             if followed is not None:
                 self._asked_in_part(followed)
-            return
-        if not observer.requests:
+        elif not observer.requests:
             self._nothing_recorded(observer, followed)
-            return
-        if self._ranks is None and followed is None:
-            seen = signatures_of(observer.ops)
-            self._varying.came(seen)
-            self._varying.note(seen, observer.place)
-        if self._ranks is None and not measured and self._grown(observer):
-            return
-        graph = graph_of(observer)
-        if not measured:  # the loss of an earlier step is the best guess
-            graph = replace(graph, turn=int(self.allowance.outside * graph.saved))
-        lessons = measured + (0 if followed is None else followed.lessons)
-        learned = Learned(graph, observer.seen(), observer.ran, measured, lessons)
+        elif not self._of_another_size(observer, followed):
+            self._plan_from(observer, decisions, followed, usual=usual)
+
+    def _as_usual(self, peak: int | None, followed: Prepared | None) -> bool:
+        """Whether a step took the memory that was predicted."""
+        if as_planned(followed, peak):
+            return True
+        below = peak is not None and followed is not None and peak <= followed.peak
+        return below and followed is not None and self.partings.concern(followed)
+
+    def _of_another_size(self, observer: Observer, followed: Prepared | None) -> bool:
+        """Whether steps like this one have been planned for now, as larger ones."""
+        if self._ranks is not None:
+            return False
+        if followed is None:
+            self._resizing.came(signatures_of(observer.ops), observer.place)
+        return observer.timeline is None and self._resizing.grown(observer)
+
+    def _plan_from(
+        self,
+        observer: Observer,
+        decisions: StepDecisions,
+        followed: Prepared | None,
+        *,
+        usual: bool,
+    ) -> None:
+        """Plan from what a step has shown, if that pays or it exceeded its limit. `usual`: it took
+        the memory that was predicted."""
+        timeline, learned = observer.timeline, self._learned(observer, followed)
         if self._ranks is None:
-            self._know(learned)
+            self._note(learned)
         covered = followed is not None and decisions.covered
-        if followed is not None and covered and not self._outdone(followed, decisions, observer):
-            return
-        limit = self.allowance.planned(learned.plain_peak, learned.seen.before)
+        if decisions.covered and followed is not None:
+            outdone = self._resizing.outdone(followed, decisions, observer)
+            if not outdone:
+                return
+        limit = self._allowance.planned(learned.plain_peak, learned.seen.before)
         kept = timeline is not None and timeline.peak <= limit
         over = timeline is not None and not kept
         if self._ranks is None:
@@ -215,24 +163,28 @@ class Planning(Resizing):
                 self._make_room(*parted, learned, limit)
             elif over and timeline is not None and followed is not None and not covered:
                 self._shortfalls.note(learned, timeline.peak)
-            learned = self._shortfalls.with_room(self._partings.with_room(learned))
+            learned = self._shortfalls.with_room(self.partings.with_room(learned))
         worth = covered or over or self._worth_planning(decisions, learned, usual)
         if self._ranks is not None:  # planned where all ranks enter the next step
             self._news[learned.step] = learned
             if worth:
                 self._wanted[learned.step] = None
-            return
-        if not worth:
-            return
-        if followed is not None and kept:
+        elif worth and followed is not None and kept:
             self._plan_better(learned, followed, limit, only_if_faster=decisions.check_up and usual)
-        else:
+        elif worth:
             self._plan_next(learned, kept=kept and followed is None, left=observer.left())
+
+    def _learned(self, observer: Observer, followed: Prepared | None) -> Learned:
+        graph, measured = graph_of(observer), observer.timeline is not None
+        if not measured:  # the loss of an earlier step is the best guess
+            graph = replace(graph, turn=int(self._allowance.outside * graph.saved))
+        lessons = measured + (0 if followed is None else followed.lessons)
+        return Learned(graph, observer.seen(), observer.ran, measured, lessons)
 
     def _make_room(self, left: Prepared, index: int, learned: Learned, limit: int) -> None:
         """A step took more than its limit. It left a plan at an operation, or did there what that
         plan knows nothing of: it took this beside what that plan held, and will again."""
-        found = self._partings.note(left, index, learned, limit)
+        found = self.partings.note(left, index, learned, limit)
         if found is not None:
             self._plans.add(found)
 
@@ -242,7 +194,7 @@ class Planning(Resizing):
         if followed.graph == followed.graph.retained():
             return  # planned for that already
         before = followed.seen.before
-        limit = self.allowance.planned(followed.plain_peak, before)
+        limit = self._allowance.planned(followed.plain_peak, before)
         found = Learned.of(followed).in_part().search(limit)
         if found is None:
             self._plans.remove(followed)
@@ -259,14 +211,14 @@ class Planning(Resizing):
             return
         before, peak = observer.before, observer.timeline.peak + observer.before
         if not before:
-            self._knows_a_peak(peak)
-        elif isinstance(self.allowance.limit, float):
+            self._note_peak(peak)
+        elif isinstance(self._allowance.limit, float):
             return
-        limit = self.allowance.of(peak - before, before) + before
+        limit = self._allowance.of(peak - before, before) + before
         if peak > limit:
-            self._refusal = unrecorded(limit, peak, before)
+            self.refusal = unrecorded(limit, peak, before)
             if self._ranks is None:
-                self._refused.add(observer.seen(), self._refusal)
+                self._refused.add(observer.seen(), self.refusal)
         elif self._ranks is None and not before:
             # A plan with nothing to decide: steps like it need not be watched.
             lessons = 1 + (0 if followed is None else followed.lessons)
@@ -291,12 +243,12 @@ class Planning(Resizing):
         for all of them may do that, and then the next one goes without a plan as well. `left`:
         bytes of neither gradients nor results that this one has left, such as the state of an
         optimizer whose steps are hooks of the backward."""
-        self._know(learned, ranks)
+        self._note(learned, ranks)
         before = learned.seen.before
-        limit = self.allowance.planned(learned.plain_peak, before)
+        limit = self._allowance.planned(learned.plain_peak, before)
         seen, place = learned.signatures, learned.seen.place
-        if self._ranks is None and kept and self._varying.served(seen, place):
-            self._plan_larger(learned, limit)
+        if self._ranks is None and kept and self._resizing.served(seen, place):
+            self._resizing.plan_larger(learned, limit)
             return
         # Training waits for this plan, and a better one is soon searched for beside it: annealing
         # would take most of the wait. No group of ranks searches beside training.
@@ -306,12 +258,12 @@ class Planning(Resizing):
         plan, peak = search() if ranks is None else ranks.of_first(search)
         if self._ranks is None:
             self._effort.spent_first(time.perf_counter() - begin)
-        allowed = self.allowance.of(learned.plain_peak, before)
+        allowed = self._allowance.of(learned.plain_peak, before)
         if peak > allowed and (learned.own is not None or learned.missing):
             learned = learned.alone()
             plan, peak = learned.solve(limit)
         if peak <= allowed:
-            self.allowance.shortage.needs(peak + before)
+            self._allowance.shortage.needs(peak + before)
         elif learned.measured and kept:
             self._effort.planless(learned.signatures)
             return
@@ -323,21 +275,27 @@ class Planning(Resizing):
         ):
             return  # what it has left is allocated once: the next one like it will tell
         elif learned.measured:
-            followed = self._last.followed_unmeasured if self._last is not None else None
-            graph = learned.graph
-            refused = self._refusing(
-                graph, allowed, plan.retain, learned.seen, measured=True, predicted=followed
-            )
-            if self._ranks is None or ranks is not None:  # else the other ranks would not know
-                self._refused.add(learned.seen, refused)
-            if self._ranks is not None or not before or isinstance(self.allowance.limit, int):
-                self._refusal = refused
-            # Else the same step may have more room in the next context, where those before it
-            # leave less: an optimizer's state is allocated once.
+            self._refuse(learned, allowed, plan.retain, everywhere=ranks is not None)
             return
         if self._ranks is None and learned.measured:
-            self._plan_larger(learned, limit)
+            self._resizing.plan_larger(learned, limit)
         self._plans.add(learned.prepared(plan, peak))
+
+    def _refuse(
+        self, learned: Learned, allowed: int, retain: Sequence[int], *, everywhere: bool
+    ) -> None:
+        """No plan brings a step like this one under what it may take. `everywhere`: all ranks learn
+        this now."""
+        seen, before = learned.seen, learned.seen.before
+        last = self._reported.last
+        followed = None if last is None else last.followed_unmeasured
+        refused = refusing(learned.graph, allowed, retain, seen, measured=True, predicted=followed)
+        if self._ranks is None or everywhere:  # else the other ranks would not know
+            self._refused.add(seen, refused)
+        if self._ranks is not None or not before or isinstance(self._allowance.limit, int):
+            self.refusal = refused
+        # Else the same step may have more room in the next context, where those before it leave
+        # less: an optimizer's state is allocated once.
 
     def _plan_better(
         self, learned: Learned, followed: Prepared, limit: int, *, only_if_faster: bool
@@ -348,28 +306,19 @@ class Planning(Resizing):
         polish = engine.annealing(annealings(learned.seconds))
         self._beside.ask(partial(search, limit, polish))
 
-    def _agree(self, ranks: Ranks) -> None:
+    def agree(self, ranks: Ranks) -> None:
         """Plan alike on all ranks, or refuse on all of them. A collective of the group."""
         news, self._news = self._news, {}
         wanted, self._wanted = self._wanted, {}
-        if not ranks.any(bool(wanted) or self._refusal is not None):
+        if not ranks.any(bool(wanted) or self.refusal is not None):
             return
         known = {**{learned.step: learned for learned in map(Learned.of, self._plans)}, **news}
         told = {step: learned.known for step, learned in known.items()}
-        common = ranks.common(self.allowance.limit, wanted, told)
+        common = ranks.common(self._allowance.limit, wanted, told)
         for step, everywhere in common.items():  # another rank may want what this one has planned
             self._plan_next(known[step].as_known(everywhere), ranks)
         for step in wanted:
             if step not in common:
                 self._plan_next(news[step])
-        refused, self._refusal = self._refusal, None
+        refused, self.refusal = self.refusal, None
         ranks.refuse_together(refused)
-
-    # ------------------------------------------------------------------ refusals
-
-    @staticmethod
-    def _refusing(
-        graph: Graph, limit: int, retain: Sequence[int], seen: Seen, **known: Any
-    ) -> BudgetError:
-        before, more = seen.before, seen.withheld
-        return refusal(graph, limit + before, retain, before=before, more=more, **known)

@@ -4,15 +4,19 @@ Problem: a refused step leaves no plan, so the next one like it would run as an 
 stays inside the limit only as far as its modelled backward is right. Invariant: a step is refused
 again only if it is the same one, operation by operation and call by call (those that are not
 recorded), with no fewer gradients to allocate and no more room left by the steps before it.
-Imports errors and prepared. Rejected: refusing whatever comes next, which may be a smaller batch.
+Imports errors, report and prepared. Rejected: refusing whatever comes next, which may be a smaller
+batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 from lowtide.errors import BudgetError
 from lowtide.observing.seen import Seen
+from lowtide.planner import Graph
+from lowtide.report import refusal
 from lowtide.running.prepared import Signature, signatures_of
 
 _KEPT = 16
@@ -29,6 +33,11 @@ class Refusals:
 
     def __bool__(self) -> bool:
         return bool(self._known)
+
+    def clear(self) -> None:
+        """Refuse none of them again: from now on there is more room."""
+        self._known.clear()
+        self._spared.clear()
 
     def add(self, seen: Seen, error: BudgetError) -> None:
         """Remember a step that no plan brings under the limit."""
@@ -71,3 +80,12 @@ class Refusals:
         if any(leaf not in to_come for leaf in seen.parameters):
             return None
         return error.again()
+
+
+def refusing(
+    graph: Graph, limit: int, retain: Sequence[int], seen: Seen, **known: Any
+) -> BudgetError:
+    """The error of a step that may take so many bytes beside what was there before it; see
+    `lowtide.report.refusal`."""
+    before, more = seen.before, seen.withheld
+    return refusal(graph, limit + before, retain, before=before, more=more, **known)

@@ -3,8 +3,8 @@
 Problem: where batches have other lengths, or data decides how many rows a part of the network gets,
 hardly any step comes again. Invariant: a plan for larger steps is a bound, which each operation of
 a step that follows it is checked against; one that was measured above its limit is given up.
-Imports engine, allowance, learned, known_plans, effort, beside, ranks, varying. Rejected: planning
-each such step when it comes, which takes many times its own time.
+Imports engine, knowledge, learned and varying. Rejected: planning each such step when it comes,
+which takes many times its own time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from lowtide import engine
-from lowtide.learning.allowance import Allowance
-from lowtide.learning.beside import Beside
-from lowtide.learning.effort import Effort
-from lowtide.learning.known_plans import KnownPlans
+from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.learned import MOST_GROWN, Learned
-from lowtide.learning.ranks import Ranks
 from lowtide.learning.varying import LARGER, Varying, sizes_of
 from lowtide.observing.observer import Observer
 from lowtide.running.decide import StepDecisions
@@ -31,20 +27,23 @@ _PLANS = 64  # of which this is counted
 
 
 class Resizing:
-    """The part of a budget that plans for other sizes.
+    """The part of a budget that plans for other sizes."""
 
-    Attributes:
-        allowance: what steps may take.
-    """
-
-    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
-        self.allowance = Allowance(limit)
-        self._ranks = ranks
-        self._plans = KnownPlans()
-        self._effort = Effort()
-        self._beside = Beside()
+    def __init__(self, knows: Knowledge) -> None:
+        self._ranks, self._allowance, self._plans = knows.ranks, knows.allowance, knows.plans
+        self._effort, self._beside = knows.effort, knows.beside
         self._varying = Varying()
         self._noted: dict[int, int] = {}  # how many of the steps that a plan covered were noted
+
+    def came(self, seen: Sequence[Signature], place: int) -> None:
+        """A step came that followed no plan."""
+        self._varying.came(seen)
+        self._varying.note(seen, place)
+
+    def served(self, seen: Sequence[Signature], place: int) -> bool:
+        """Whether steps like this one were planned for all together: a plan of its own would serve
+        none of them."""
+        return self._varying.served(seen, place)
 
     # ------------------------------------------------------------------ larger steps
 
@@ -60,13 +59,13 @@ class Resizing:
         missing = self._varying.missing(seen, place)
         return found if found is None else replace(found, missing=missing)
 
-    def _plan_larger(self, learned: Learned, limit: int) -> None:
+    def plan_larger(self, learned: Learned, limit: int) -> None:
         """If a measured step outgrew the known ones, the next one may be larger still."""
         larger = self._larger(learned, learned.signatures, learned.seen.place)
         if larger is not None:
             self._beside.ask(partial(larger.search, limit, engine.annealing()))
 
-    def _grown(self, observer: Observer) -> bool:
+    def grown(self, observer: Observer) -> bool:
         """For an unmeasured step that is larger than the measured ones, plan for larger steps: a
         model of its own backward would need a wider margin, and it is not likely to recur."""
         seen, place = signatures_of(observer.ops), observer.place
@@ -83,7 +82,7 @@ class Resizing:
         larger = self._larger(Learned.of(near), seen, place) if worth else None
         if larger is None:
             return False
-        limit = self.allowance.under_plan_of(near.plain_peak, observer.before)
+        limit = self._allowance.under_plan_of(near.plain_peak, observer.before)
         found = larger.search(limit, engine.annealing())
         if found is None:
             self._effort.in_vain()
@@ -93,11 +92,11 @@ class Resizing:
 
     # ------------------------------------------------------------------ smaller steps
 
-    def _outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
+    def outdone(self, larger: Prepared, decisions: StepDecisions, observer: Observer) -> bool:
         """Whether a measured step that followed the plan for a larger one should have its own."""
         assert observer.timeline is not None
         before = observer.before
-        if observer.timeline.peak > self.allowance.under_plan_of(larger.plain_peak, before):
+        if observer.timeline.peak > self._allowance.under_plan_of(larger.plain_peak, before):
             if larger.apart:
                 short = observer.timeline.peak - larger.peak
                 self._varying.lacked(decisions.seen, larger.seen.place, short)
@@ -105,11 +104,11 @@ class Resizing:
             return True
         self._plans.confirm(larger)
         if self._varying.apart(decisions.seen, larger.seen.place):
-            self._plan_smaller(larger, decisions.seen)
+            self.plan_smaller(larger, decisions.seen)
             return False
         return self._effort.smaller(larger, decisions.seen, measured=True)
 
-    def _plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
+    def plan_smaller(self, larger: Prepared, seen: Sequence[Signature]) -> None:
         """Plan a step that followed the plan for a larger one, if that pays, from what is known of
         that."""
         if self._ranks is not None or self._beside.busy or len(seen) != len(larger.signatures):
@@ -128,7 +127,7 @@ class Resizing:
         if smaller is None:
             return
         before = larger.seen.before
-        limit = self.allowance.under_plan_of(larger.plain_peak, before)
+        limit = self._allowance.under_plan_of(larger.plain_peak, before)
         polish = engine.annealing()
 
         def search() -> Prepared | None:

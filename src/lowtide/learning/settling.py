@@ -3,21 +3,22 @@
 Problem: a step that does not go as planned comes to its backward with whatever is still held, and
 one that nobody knows may have nothing left to drop. Invariant: the rest is planned from what is
 held; a step is refused only if no plan for the rest keeps the limit, and the error names a limit
-under which it would run, or says that this is an estimate. Imports planning, guesses, idling,
-rests, planner, report. Rejected: going on, which is how other tools run out of memory.
+under which it would run, or says that this is an estimate. Imports knowledge, guesses, learned,
+refusals, rests, planner, report. Rejected: going on, which is how other tools run out of memory.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from lowtide import _compat, engine
 from lowtide.errors import BudgetError
-from lowtide.learning import idling
 from lowtide.learning.guesses import least_peak, sparing_graph, sparingly, what_was_guessed
+from lowtide.learning.knowledge import Knowledge
 from lowtide.learning.learned import Learned
-from lowtide.learning.planning import Planning
-from lowtide.learning.ranks import Ranks
+from lowtide.learning.refusals import refusing
 from lowtide.learning.rests import Rests
 from lowtide.memory import margins
 from lowtide.observing.graphs import graph_before, graph_of, whole_graph
@@ -25,29 +26,27 @@ from lowtide.observing.observer import Observer
 from lowtide.planner import Graph, minimum, plain_peak
 from lowtide.planner.resume import forward_over, from_held, settled_in, with_margin
 from lowtide.report import too_small
-from lowtide.running.behind import Behind
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 
 _ROOM_FOR_REST = 50  # after this many operations, half of the live bytes is added for the rest
 
 
-class Settling(Planning):
+class Settling:
     """The part of a budget that deals with steps that are not as planned.
 
     Attributes:
-        behind: earlier steps through whose graphs a backward may go on.
+        halfway: what the forward that runs was refused with.
     """
 
-    def __init__(self, limit: int | float, ranks: Ranks | None) -> None:
-        super().__init__(limit, ranks)
+    def __init__(self, knows: Knowledge) -> None:
+        self._knows, self._allowance, self._refused = knows, knows.allowance, knows.refused
         self._rests = Rests()
-        self.compared = idling.NOTHING
-        self.behind = Behind()
+        self.halfway: BudgetError | None = None
 
     # ------------------------------------------------------------------ when backward begins
 
-    def _settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
+    def settle(self, decisions: StepDecisions, observer: Observer, *, again: bool = False) -> None:
         """The step differs from its plan: plan its backward from what is still held. `again`: it
         had another one, which has decided for good what it held."""
         prepared, core = decisions.prepared, engine.core()
@@ -63,18 +62,18 @@ class Settling(Planning):
             if prepared is None or prepared.of_plain is not None
             else prepared.plain_peak
         )
-        later_steps, before = observer.place != self.place, self.allowance.before
+        later_steps, before = observer.place != self._knows.place, self._allowance.before
         if later_steps:
             # What this step holds is part of its graph. For those after it, it was left by others.
             before = max(observer.before, before - decisions.live[0])
-        if self.allowance.plain_peak is None:
-            self.allowance.plain_peak = plain
-        limit = self.allowance.planned(plain, before)
+        if self._allowance.plain_peak is None:
+            self._allowance.plain_peak = plain
+        limit = self._allowance.planned(plain, before)
         # A fraction of a modelled peak is not refused before that peak is measured.
-        of_bytes = isinstance(self.allowance.limit, int)
+        of_bytes = isinstance(self._allowance.limit, int)
         # A backward of a later step's that comes here is measured with that step.
         strict = (measured or (of_bytes and not decisions.partial)) and not later_steps
-        later = self._further_behind(prepared)
+        later = self.further_behind(prepared)
         if prepared is not None and not again:
             find = partial(self._rests.of, graph)
         else:
@@ -89,34 +88,34 @@ class Settling(Planning):
             found = find(held, limit, margin, search=strict)
         if found.result.peak > limit and (decisions.covered or _releases(prepared)):
             decisions.prepared, decisions.covered = None, False  # this smaller step may need less
-            self._settle(decisions, observer, again=again)
+            self.settle(decisions, observer, again=again)
             return
-        if found.result.peak > self.allowance.of(plain, before) and strict:
+        if found.result.peak > self._allowance.of(plain, before) and strict:
             self._refuse_backward(decisions, observer, graph, held, found.retain)
-        self.allowance.shortage.needs(found.result.peak + before)
+        self._allowance.shortage.needs(found.result.peak + before)
         decisions.settle(found.retain[: graph.recorded], found.result.peak)
 
-    def _settle_with_room(
+    def settle_with_room(
         self, decisions: StepDecisions, observer: Observer, prepared: Prepared
     ) -> None:
         """The step is as planned, but its backward may take more in the graphs of earlier ones: let
         it hold less where that is possible, or else follow its plan."""
         graph, held = prepared.graph, observer.held_from_forward()
-        limit = self.allowance.planned(prepared.plain_peak, self.allowance.before)
+        limit = self._allowance.planned(prepared.plain_peak, self._allowance.before)
         margin = margins.of_step(prepared.measured)
-        less = limit - self._further_behind(prepared)
+        less = limit - self.further_behind(prepared)
         found = self._rests.of(graph, held, less, margin, search=True)
         if found.result.peak <= limit:
             decisions.settle(found.retain[: graph.recorded], found.result.peak)
         else:
             decisions.settle(prepared.plan.retain[: graph.recorded], prepared.peak)
 
-    def _further_behind(self, prepared: Prepared | None) -> int:
+    def further_behind(self, prepared: Prepared | None) -> int:
         """Bytes that this backward may take in the graphs of earlier steps, and that its plan has
         no room for, as far as that was not measured."""
         if prepared is None:
-            return self.behind.nbytes
-        return 0 if prepared.tried else max(0, self.behind.nbytes - prepared.seen.behind)
+            return self._knows.behind.nbytes
+        return 0 if prepared.tried else max(0, self._knows.behind.nbytes - prepared.seen.behind)
 
     @staticmethod
     def _for_later(observer: Observer, graph: Graph, held: set[int]) -> int:
@@ -141,12 +140,12 @@ class Settling(Planning):
     ) -> None:
         """Refuse a step of which no plan for the rest, and so not this one, keeps the limit; unless
         only a guess says so."""
-        prepared, plain, before = decisions.prepared, plain_peak(whole), self.allowance.before
-        allowed, least = self.allowance.of(plain, before), None
+        prepared, plain, before = decisions.prepared, plain_peak(whole), self._allowance.before
+        allowed, least = self._allowance.of(plain, before), None
         graphs = [whole]
         sparing = sparing_graph(observer, decisions.first) if prepared is None else None
         if sparing is not None:
-            limit = self.allowance.planned(plain, before)
+            limit = self._allowance.planned(plain, before)
             least = least_peak(sparing, held, limit)
             if least <= allowed:
                 return
@@ -155,9 +154,9 @@ class Settling(Planning):
         again = (
             prepared is None
             and not decisions.estimated
-            and any(self.planned_from_the_start(graph, observer) for graph in graphs)
+            and any(self._planned_from_the_start(graph, observer) for graph in graphs)
         )
-        raise self._refusing(
+        raise refusing(
             forward_over(whole, held),
             allowed,
             retain,
@@ -170,45 +169,59 @@ class Settling(Planning):
             unwatched=decisions.estimated,
         )
 
-    def planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:
+    def _planned_from_the_start(self, graph: Graph, observer: Observer) -> bool:
         """An unplanned step is refused at its backward, as its forward has dropped too little:
         whether there is a plan for it that fits, which the next step like it will follow."""
-        if self._ranks is not None:  # the other ranks would not know
+        if self._knows.ranks is not None:  # the other ranks would not know
             return False
         learned = Learned(graph, observer.seen(), None, measured=False, lessons=0)
-        found = learned.search(self.allowance.planned(learned.plain_peak, self.allowance.before))
+        found = learned.search(self._allowance.planned(learned.plain_peak, self._allowance.before))
         if found is not None:
-            self._plans.add(found)
+            self._knows.plans.add(found)
         return found is not None
 
     # ------------------------------------------------------------------ halfway
 
-    def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:
-        """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit."""
-        limit, before = self.allowance.limit, self.allowance.before
+    def cannot_fit(
+        self,
+        observer: Observer,
+        name: str,
+        live: int,
+        need: int,
+        *,
+        in_part: bool,
+        model: torch.nn.Module | None,
+    ) -> None:
+        """Nothing is left to drop in an unplanned forward: refuse it if it exceeds the limit.
+
+        `in_part`: a part of it cannot be dropped, see `Decisions.kept_whole` and `Decisions.woken`:
+        it is refused only if the other part alone exceeds the limit. `model`: whose forward it is,
+        if that is known.
+        """
+        limit, before = self._allowance.limit, self._allowance.before
         if not isinstance(limit, int) or live + need <= limit - before:
             return
-        if self.partial:
+        if in_part:
             # Only what was not recorded might take less than is allowed for it.
-            before -= self.compared.nbytes
-            if not self.compared.nbytes or live + need <= limit - before:
+            before -= self._knows.compared.nbytes
+            if not self._knows.compared.nbytes or live + need <= limit - before:
                 return
         later = sum(nbytes for _, nbytes in observer.leaves.gradients.values())
         if observer.last_save:
             graph = sparingly(observer, lambda: graph_of(observer))
             found = from_held(forward_over(graph, ()), set(), 0).result.peak
             later = max(later, min(found, minimum(graph).peak))
-        to_come = self.gradients_to_come(observer)
+        gradients = 0 if model is None else observer.leaves.to_come(model)
         count = len(observer.ops)
         # The less is known, the more is added: else each retry gets a few operations further.
-        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + to_come + before
+        rest = live * _ROOM_FOR_REST // (_ROOM_FOR_REST + count) + gradients + before
         share = 1 - margins.MODELLED
         # What the operation itself takes is known, and no model's margin is left free for it.
         named = max(int((live + rest) / share) + need, int((later + rest) / share))
-        least = max(live + need, later) + to_come + before
-        at = self.compared.calls + count
+        least = max(live + need, later) + gradients + before
+        at = self._knows.compared.calls + count
         refused = too_small(name, live, need, limit, at, least, named, before)
-        self._halfway = refused.again()
+        self.halfway = refused.again()
         try:
             raise refused
         finally:
@@ -216,7 +229,7 @@ class Settling(Planning):
 
     # ------------------------------------------------------------------ what is known
 
-    def _known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
+    def known_refusal(self, decisions: StepDecisions) -> BudgetError | None:
         """The refusal of a step that was measured before and that no plan can fit."""
         observer = decisions.observer
         if decisions.ended or not self._refused:
@@ -228,17 +241,6 @@ class Settling(Planning):
         observer.leaves.look_again()  # gradients may have been cleared after the forward
         gradients = observer.leaves.gradients
         return self._refused.of(decisions.seen, decisions.calls, gradients, observer.before)
-
-    @property
-    def partial(self) -> bool:
-        """Whether a part of the running step cannot be dropped, see `Decisions.kept_whole` and
-        `Decisions.woken`: it is refused only if the other part alone exceeds the limit, and nothing
-        is learned from it."""
-        return False
-
-    def gradients_to_come(self, observer: Observer) -> int:
-        """Bytes of gradients to be allocated for leaves that no operation has read so far."""
-        return 0
 
 
 def _releases(prepared: Prepared | None) -> bool:

@@ -3,8 +3,8 @@
 Problem: where hardly any step comes again, watching each of them takes many times the step's own
 time, and teaches nothing. Invariant: a step is left alone only if a quarter more than the largest
 measured one would fit, and it is watched as soon as it may take more than the limit; whether it is
-decides about time, never about what is kept or refused. Imports settling, decide, engine. Rejected:
-leaving the first steps alone, from which all that is known of a loop is learned.
+decides about time, never about what is kept or refused. Imports knowledge, decide, engine.
+Rejected: leaving the first steps alone, from which all that is known of a loop is learned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowtide import engine
-from lowtide.learning.settling import Settling
+from lowtide.learning.knowledge import Knowledge
 from lowtide.running.decide import StepDecisions
 from lowtide.running.prepared import Prepared
 
@@ -20,8 +20,11 @@ _ROOM = 1.25  # times the largest measured step must fit
 _FAR = 2  # from so many times on, it fits however far a plan is off
 
 
-class Unwatched(Settling):
-    """The part of `lowtide.loop.Loop` that leaves steps alone."""
+class Unwatched:
+    """The part of a budget that leaves steps alone."""
+
+    def __init__(self, knows: Knowledge) -> None:
+        self._knows, self._allowance, self._effort = knows, knows.allowance, knows.effort
 
     @property
     def far_below(self) -> bool:
@@ -36,9 +39,9 @@ class Unwatched(Settling):
     def _fits(self, times: float) -> bool:
         """Whether so many times the largest measured step would fit, as far as a step can be left
         alone."""
-        if engine.core() is None or self._ranks is not None or self.behind.nbytes:
+        if engine.core() is None or self._knows.ranks is not None or self._knows.behind.nbytes:
             return False
-        return 0 < times * self.allowance.largest <= self.allowance.target(0, 0)
+        return 0 < times * self._allowance.largest <= self._allowance.target(0, 0)
 
     @property
     def may_go_alone(self) -> bool:
@@ -55,19 +58,19 @@ class Unwatched(Settling):
             return None
         start = 0 if left is None else left.backward_before(index)
         leaves = [] if left is None else left.seen.leaves_there()
-        allowance = self.allowance
-        return engine.core().Headroom(allowance.target(0, 0), allowance.outside, start, leaves)
+        target, outside = self._allowance.target(0, 0), self._allowance.outside
+        return engine.core().Headroom(target, outside, start, leaves)
 
-    def _alone_to_the_end(self, decisions: StepDecisions) -> bool:
+    def to_the_end(self, decisions: StepDecisions) -> bool:
         """The backward of such a step begins: whether it needs no plan."""
         headroom = decisions.headroom
-        if self.behind.nbytes or headroom.at_most(decisions.live[0]) > headroom.limit:
+        if self._knows.behind.nbytes or headroom.at_most(decisions.live[0]) > headroom.limit:
             decisions.watch_from_here()
             return False
         decisions.settle_alone()
         return True
 
-    def _learn_alone(self, decisions: StepDecisions) -> None:
+    def learn(self, decisions: StepDecisions) -> None:
         """A step is over: whether those like it come again is all that is learned if it was left
         alone."""
         if decisions.headroom is None and not decisions.estimated:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from lowtide import _compat
 
@@ -169,6 +170,17 @@ class Leaves:
             used = leaf is not None and leaf.grad is None and _compat.followed_by_hooks(leaf)
             left += 0 if used else nbytes
         return left
+
+    def to_come(self, model: torch.nn.Module) -> int:
+        """Bytes of gradients to be allocated for parameters that no operation has read so far."""
+        return sum(
+            self._bytes(parameter)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+            and parameter.grad is None
+            and not isinstance(parameter, UninitializedParameter)  # a lazy layer still to come
+            and id(parameter) not in self.gradients
+        )
 
     def look_again(self) -> None:
         """Update: since the forward, gradients may have been set to None, or allocated, and

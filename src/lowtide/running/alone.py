@@ -51,7 +51,7 @@ class StepAlone(StepInRoom):
         recorder = self.recorder
         if recorder is None or self.begun or self.observer is not None:
             return False
-        headroom = self.owner.headroom(recorder, left, index, teaches=not self.partial)
+        headroom = self.owner.unwatched.headroom(recorder, left, index, teaches=not self.partial)
         if headroom is None:
             return False
         compiled: Any = recorder
@@ -132,7 +132,7 @@ class StepAlone(StepInRoom):
             self._handles.alive(),
             recorder,
         )
-        self._told(observer, self.owner.place if left is None else left.seen.place)
+        self._told(observer, self.owner.knows.place if left is None else left.seen.place)
         self._nobody_counts()
         if recorder is not None:
             self._watch_room().take_over()

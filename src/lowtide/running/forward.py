@@ -40,7 +40,7 @@ class ForwardDecisions(StepAlone):
         if self.prepared is None and self.observer is None:
             if self._goes_alone(None, 0):
                 return
-            self._told(Observer(None), self.owner.place)
+            self._told(Observer(None), self.owner.knows.place)
         if self.observer is not None:
             self.observer.attach(tape.recorder, self.calls)
         if self.prepared is None:
@@ -140,12 +140,12 @@ class ForwardDecisions(StepAlone):
 
     def _other_plan(self, left: Prepared, *, whole: bool) -> tuple[Prepared | None, bool]:
         """Another plan for a step like this one so far, and whether it is that of a larger one."""
-        found = self.owner.matching(self.seen, whole=whole, other_than=left)
+        found = self.owner.choosing.matching(self.seen, whole=whole, other_than=left)
         if found is not None:
             return found, False
         # `left` itself may serve as that of a larger step, unless its operations all matched.
         other_than = left if whole else None
-        found = self.owner.covering(self.seen, whole=whole, other_than=other_than)
+        found = self.owner.choosing.covering(self.seen, whole=whole, other_than=other_than)
         return found, found is not None
 
     def _diverged(
@@ -209,7 +209,7 @@ class ForwardDecisions(StepAlone):
         """See `lowtide.tape.tape.Decisions`. What was made and saved before is not on the tape, and
         stays: the rest of the step has what the plan leaves of the limit."""
         self.idle = False
-        self.owner.woken(self.prepared, at)
+        self.owner.unrecorded.woken(self.prepared, at)
         if at:
             self.partial = True
             self._diverged(0, None, None, [], covered=False)
