@@ -124,6 +124,51 @@ def test_copies_after_training_steps(apply: Apply) -> None:
     assert all(map(torch.equal, step(copied), step(plain)))
 
 
+def by_dict(module: nn.Module) -> nn.Module:
+    """A copy of the `__dict__`, as some libraries make it, with parameters of its own."""
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    own = {
+        name: nn.Parameter(2 * p.detach())
+        for name, p in module._parameters.items()
+        if p is not None
+    }
+    copied.__dict__["_parameters"] = own
+    copied.__dict__["_buffers"] = {name: b.clone() for name, b in module._buffers.items()}  # type: ignore[union-attr]
+    copied.__dict__["_modules"] = {name: by_dict(m) for name, m in module._modules.items() if m}
+    return copied
+
+
+@applied
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_copy_of_the_dictionary_runs_with_its_own_parameters(apply: Apply, hooked: bool) -> None:
+    """Its `forward` is the entry of the module that it was copied from."""
+    model, plain = make(), make()
+    apply(model)
+    wanted, found = by_dict(plain), by_dict(model)
+    if hooked:  # torch then calls the forward from another function
+        found.register_forward_hook(lambda *_: None)
+        found.blocks[0].register_forward_hook(lambda *_: None)  # type: ignore[index, union-attr]
+    assert all(map(torch.equal, step(found), step(wanted)))
+    assert all(p.grad is None for p in model.parameters())
+    assert "forward" not in vars(found)
+    assert vars(copy.deepcopy(found)).keys() == vars(wanted).keys()
+    with recorded() as seen:
+        assert all(map(torch.equal, step(model), step(plain)))
+    assert seen
+
+
+@applied
+def test_a_forward_that_another_module_was_given_stays_that_of_its_module(apply: Apply) -> None:
+    model, plain = make(), make()
+    apply(model)
+    borrows, wanted = Net(), Net()
+    borrows.forward, wanted.forward = model.forward, plain.forward  # type: ignore[method-assign]
+    x = torch.linspace(-1, 1, 24).reshape(4, 6)
+    assert torch.equal(borrows(x), wanted(x))
+    assert "forward" in vars(borrows)
+
+
 @applied
 def test_undone_is_as_if_never_done(apply: Apply) -> None:
     model = make()

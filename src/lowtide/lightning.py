@@ -5,7 +5,7 @@ layers may not exist before ``configure_model`` has run. Invariant: the budget i
 ``training_step`` alone, that is forward and loss (under manual optimization, all that it does),
 from the first batch of a fit to its end, and while Lightning's tuners try learning rates and batch
 sizes; validation and the module itself are untouched. Imports lightning, budget, plans, step,
-foreign, override. Rejected: a budget around the module's ``forward``, which many training steps
+foreign, entries. Rejected: a budget around the module's ``forward``, which many training steps
 never call.
 """
 
@@ -22,8 +22,8 @@ from torch import nn
 
 from lowtide.budget import Budget
 from lowtide.errors import BudgetError, UsageError
+from lowtide.models.entries import InstanceEntry
 from lowtide.models.foreign import refuse_active_checkpointing
-from lowtide.models.override import InstanceEntry
 from lowtide.plans import Plan, limit_of
 from lowtide.report import LOGGED, BudgetReport, logged
 from lowtide.step import called_inside

@@ -22,11 +22,10 @@ from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
 from lowtide.limits import whole_number
 from lowtide.models.copied import GoesAlong
+from lowtide.models.entries import Call, InstanceEntry
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.keys import without_wrapper_keys
 from lowtide.models.override import (
-    Call,
-    InstanceEntry,
     Restore,
     add_entry,
     find_override,

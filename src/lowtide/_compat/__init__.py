@@ -114,6 +114,7 @@ from lowtide._compat.leafgrads import keep_from_leaves
 from lowtide._compat.modules import (
     CHECKPOINT_WRAPPER_HOME,
     COMPOSABLE_CHECKPOINT_HOME,
+    calling_module,
     forward_of_class,
     forward_pre_hooks,
     is_never_called,
@@ -181,6 +182,7 @@ __all__ = [
     "base_is_contiguous",
     "below_autograd",
     "called",
+    "calling_module",
     "cast_as",
     "casting_now",
     "compare_counters_with",

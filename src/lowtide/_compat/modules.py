@@ -8,6 +8,7 @@ recognised by name, not imported. Imports torch. Rejected: trying, and reading t
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,19 @@ def forward_of_class(module: torch.nn.Module) -> Callable[..., Any]:
         return found if bind is None else bind(module, kind)  # type: ignore[no-any-return]
     except AttributeError:
         return module.__getattr__("forward")  # type: ignore[return-value]
+
+
+def calling_module() -> torch.nn.Module | None:
+    """The module whose call has called the function that asks; None if no module's has.
+
+    A module calls `self.forward` without a word of who it is, and an entry in its `__dict__` is not
+    bound to it: only the frame of the call knows.
+    """
+    frame = sys._getframe(2)
+    if frame.f_globals is not vars(torch.nn.modules.module):
+        return None
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, torch.nn.Module) else None
 
 
 def is_never_called(module: torch.nn.Module) -> bool:

@@ -4,8 +4,7 @@ Problem: a region has to start where a module's forward starts. A wrapper module
 below it, another class changes `type(module)`, and a hook cannot enclose the call. Invariant
 (rule 11): type, names, `state_dict`, pickles and copies stay those of the plain module. Only a few
 entries of the instance's `__dict__` change, and each of them removes itself from every copy.
-Imports _compat, errors and reached. Rejected: a strong reference to the module, a cycle that keeps
-a deleted model in memory until the garbage collector runs.
+Imports _compat, errors, entries and reached. Rejected: a wrapper module; a subclass; hooks.
 """
 
 from __future__ import annotations
@@ -23,75 +22,10 @@ from torch import nn
 
 from lowtide import _compat
 from lowtide.errors import UsageError
+from lowtide.models.entries import ABSENT, Call, InstanceEntry, make_plain, without_entries
 from lowtide.models.reached import leads_to
 
-Call = Callable[..., Any]
-
-_ABSENT: Any = object()
 _OVERRIDE = "__lowtide_override__"  # on a function taken from an override: that override
-
-
-class InstanceEntry:
-    """A callable that shadows the method `attribute` of one module.
-
-    Copies of the module are plain. `_PlainState` removes the entry from the usual state. If a class
-    copies its `__dict__` by other means, `__reduce__` and `__deepcopy__` give the copy's own bound
-    method.
-    """
-
-    attribute = ""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self.shadowed = module.__dict__.get(self.attribute, _ABSENT)
-
-    def module(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise ReferenceError(
-                f"this `{self.attribute}` belongs to a module that was deleted; keep the module "
-                "itself while its methods are in use"
-            )
-        return module
-
-    def plain(self) -> Call:
-        """What the module would call without lowtide."""
-        if self.shadowed is not _ABSENT:
-            return self.shadowed  # type: ignore[no-any-return]
-        module = self.module()
-        return getattr(type(module), self.attribute).__get__(module)  # type: ignore[no-any-return]
-
-    def install(self) -> None:
-        self.module().__dict__[self.attribute] = self
-
-    def uninstall(self) -> None:
-        """Put back what was there, unless somebody has replaced the entry since."""
-        module = self._module()
-        if module is None or module.__dict__.get(self.attribute) is not self:
-            return
-        if self.shadowed is _ABSENT:
-            del module.__dict__[self.attribute]
-        else:
-            module.__dict__[self.attribute] = self.shadowed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Nothing of lowtide is in the pickle, so it loads where lowtide is not installed.
-        return (getattr, (self.module(), self.attribute))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self.module()
-        copied = memo.get(id(module))
-        if copied is None:
-            import copy
-
-            # The method alone is copied: copy its module, as for a bound method. The memo entry
-            # ends the recursion if the copy of that module comes here again.
-            memo[id(self)] = self.plain()
-            copied = copy.deepcopy(module, memo)
-            found = getattr(copied, self.attribute)
-            if isinstance(found, _ForwardOverride):  # it went along (`copied.GoesAlong`)
-                return types.MethodType(found.__func__, copied)  # which keeps the copy
-        return getattr(copied, self.attribute)
 
 
 class _PlainState(InstanceEntry):
@@ -102,8 +36,8 @@ class _PlainState(InstanceEntry):
     def __call__(self) -> Any:
         state = self.plain()()
         if isinstance(state, tuple) and state and isinstance(state[0], dict):
-            return (_without_entries(state[0]), *state[1:])
-        return _without_entries(state) if isinstance(state, dict) else state
+            return (without_entries(state[0]), *state[1:])
+        return without_entries(state) if isinstance(state, dict) else state
 
 
 class _Replica(InstanceEntry):
@@ -114,24 +48,12 @@ class _Replica(InstanceEntry):
     def __call__(self) -> nn.Module:
         module = self.module()
         replica: nn.Module = self.plain()()
-        replica.__dict__.update(_without_entries(replica.__dict__))
-        for name in [n for n, v in replica.__dict__.items() if isinstance(v, InstanceEntry)]:
-            del replica.__dict__[name]
+        make_plain(replica)
         current = find_override(module)
         if current is not None:
             for layer in current.layers:
                 override_forward(replica, layer.for_replica, kind=layer.kind)
         return replica
-
-
-def _without_entries(state: dict[str, Any]) -> dict[str, Any]:
-    plain = {}
-    for name, value in state.items():
-        if not isinstance(value, InstanceEntry):
-            plain[name] = value
-        elif value.shadowed is not _ABSENT:
-            plain[name] = value.shadowed
-    return plain
 
 
 class _ForwardOverride(InstanceEntry):
@@ -149,7 +71,7 @@ class _ForwardOverride(InstanceEntry):
         self._call: Call = _plain_forward(self._module, self.shadowed)
 
     def plain(self) -> Call:
-        if self.shadowed is not _ABSENT:
+        if self.shadowed is not ABSENT:
             return self.shadowed  # type: ignore[no-any-return]
         return _compat.forward_of_class(self.module())
 
@@ -160,7 +82,22 @@ class _ForwardOverride(InstanceEntry):
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            called = _compat.calling_module()
+            if called is not None and self._came_along(called):
+                make_plain(called)
+                return called.forward(*args, **kwargs)
         return self._call(*args, **kwargs)
+
+    def _came_along(self, called: nn.Module) -> bool:
+        """Whether this belongs to another module, of whose `__dict__` this one has a copy: it would
+        run with that one's parameters. Not if somebody has assigned that one's forward alone."""
+        if called is self._module():
+            return False
+        return any(called.__dict__.get(one.attribute) is one for one in self.companions)
+
+    def bound_to(self, copied: nn.Module) -> Call:
+        return types.MethodType(self.__func__, copied)  # which keeps the copy
 
     # `inspect.signature(module.forward)` and code that unwraps a forward must see the plain one.
     @property
@@ -222,7 +159,7 @@ class _ForwardOverride(InstanceEntry):
 
 
 def _plain_forward(reference: weakref.ref[nn.Module], shadowed: Any) -> Call:
-    if shadowed is not _ABSENT:
+    if shadowed is not ABSENT:
         return shadowed  # type: ignore[no-any-return]
 
     at_first = reference()
