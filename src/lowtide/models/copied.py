@@ -4,8 +4,8 @@ Problem: a layer is in the module's own `__dict__` and no copy has it (rule 11).
 wrapped for good is often only what the blocks of a model are copied from, as by
 `nn.TransformerEncoder(block, 6)`: there, plain copies would save no memory, and nothing would say
 so. Invariant: a deep copy has the layer if and only if the module has it when it is copied; pickles
-and shallow copies stay plain. Imports entries and override. Rejected: the same for every layer; a handle's
-`remove()` and a budget would have to know copies that their user has made.
+and shallow copies stay plain. Imports entries and override. Rejected: the same for every layer; a
+handle's `remove()` and a budget would have to know copies that their user has made.
 """
 
 from __future__ import annotations
