@@ -25,6 +25,8 @@ import lowtide
 from against_plain import Way, bits, budgeted, check, gradients, leaf
 from lowtide import engine
 from lowtide._compat import profiling
+from lowtide.learning.choosing import Choosing
+from lowtide.learning.settling import Settling
 from lowtide.loop import Loop
 from lowtide.memory import events, profiler
 from lowtide.memory.events import MemoryEvents
@@ -199,9 +201,13 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("at", ["_settle", "_for_this_backward", "asked_first"])
+@pytest.mark.parametrize(
+    ("part", "at"),
+    [(Settling, "settle"), (Choosing, "for_this_backward"), (Loop, "asked_first")],
+    ids=["settle", "for_this_backward", "asked_first"],
+)
 def test_a_backward_that_was_interrupted_before_it_began_is_planned_the_second_time(
-    monkeypatch: pytest.MonkeyPatch, at: str
+    monkeypatch: pytest.MonkeyPatch, part: type, at: str
 ) -> None:
     """Rule 13: what backward keeps is planned at its first request, which may take a while. A
     second call went on without a plan."""
@@ -209,9 +215,9 @@ def test_a_backward_that_was_interrupted_before_it_began_is_planned_the_second_t
     layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
     model, x = nn.Sequential(*layers, Mean()), torch.randn(256, 64)
     budget, step = budgeted(model, x, 0.6)
-    for _ in range(0 if at == "_settle" else 3):  # planned only when backward begins, or before
+    for _ in range(0 if at == "settle" else 3):  # planned only when backward begins, or before
         step()
-    planned, met = getattr(Loop, at), list[str]()
+    planned, met = getattr(part, at), list[str]()
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if not met:
@@ -219,7 +225,7 @@ def test_a_backward_that_was_interrupted_before_it_began_is_planned_the_second_t
             raise KeyboardInterrupt
         return planned(*args, **kwargs)
 
-    monkeypatch.setattr(Loop, at, interrupted)
+    monkeypatch.setattr(part, at, interrupted)
 
     def again() -> None:
         model.zero_grad()

@@ -26,7 +26,14 @@ from lowtide.kernels.promotion import converted, out_of_place
 from lowtide.kernels.recurrent import kept_for_backward, recurrent_workspace
 from lowtide.kernels.results import bytes_of, is_sparse, made_by
 from lowtide.kernels.scratchpad import scratchpad
-from lowtide.kernels.unfolding import Convolved, Options, options_of, unfolded, unfolded_workspace
+from lowtide.kernels.unfolding import (
+    Convolved,
+    Options,
+    channels_made,
+    options_of,
+    unfolded,
+    unfolded_workspace,
+)
 from lowtide.tape.operators import facts_of
 from lowtide.tape.values import tensors_in
 
@@ -257,7 +264,7 @@ def _convolution(
     if unfolded(source, weight, source.device.type, options):
         copied = 0 if source.is_contiguous() else bytes_of(source) + bytes_of(weight)
         return copied + unfolded_workspace(source, weight, made, options, False)
-    channels_out = weight.shape[1] if options.transposed else weight.shape[0]
+    channels_out = channels_made(weight, options)
     blocked = padded(made, channels_out)
     if source.shape[1] >= _NARROW or source.requires_grad:
         blocked += padded(bytes_of(source), source.shape[1])
