@@ -427,8 +427,9 @@ def test_a_backward_after_the_parameters_moved() -> None:
         "of Sequential) that was modified by an in-place operation after the forward read it: it "
         f"is at version {moved + 1}, expected version {moved}. "
         "Parameters and inputs must not change between forward and backward (is optimizer.step() "
-        "called before backward()?); clone the tensor before changing it, or run the change "
-        "inside the budget so that it is seen."
+        "called before backward()? does x += block(x) overwrite what a region was given?); clone "
+        "the tensor before changing it, or make the change inside a region or budget that is "
+        "around both, so that it is seen."
     )
     model.zero_grad()
     lowtide.checkpoint(model, torch.randn(3, 4)).square().sum().backward()

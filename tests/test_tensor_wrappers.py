@@ -172,8 +172,9 @@ def test_a_region_over_wrappers(kind: str) -> None:
     with counted() as replayed:
         peak, found = outcome(case)
     assert all(map(torch.equal, expected, found))
-    assert peak < 0.85 * plain
-    assert replayed["gelu"] + replayed["silu_"] == 3 * case.parts  # nothing reads a last GELU
+    assert peak < 0.95 * plain
+    # Of the rows the last dropout's mask reads the last GELU too; elsewhere nothing does.
+    assert replayed["gelu"] + replayed["silu_"] == 3 * case.parts + (kind == "rows")
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -236,6 +237,24 @@ def test_lengths_that_are_computed_inside() -> None:
         )
     assert all(map(torch.equal, expected, found))
     assert replayed["gelu"]
+
+
+def test_the_mask_of_a_dropout_is_dropped() -> None:
+    """It is no integer, though no floating-point number either: only offsets stay."""
+    batch = Rows().batch
+
+    def held(dropouts: int) -> int:
+        model = nn.Sequential(*[nn.Dropout(0.5) for _ in range(dropouts)])
+        weight = nn.Parameter(torch.ones(32))
+        model(batch * weight)  # so that only the measured call is measured
+        out: list[Tensor] = []
+
+        def call() -> None:
+            out.append(lowtide.checkpoint(lambda: model(batch * weight)))
+
+        return lowtide.measure(call, device="cpu").allocated_bytes
+
+    assert held(4) < held(1) + batch.numel() // 2
 
 
 def test_a_wrapper_that_was_changed_before_backward_is_refused() -> None:

@@ -51,14 +51,15 @@ def _some_view(chance: random.Random, base: Tensor) -> Tensor:
         elif kind == "expand":
             view = view.unsqueeze(d).expand(*view.shape[:d], 2, *view.shape[d:])
         elif kind == "step":
-            view = view[(slice(None),) * d + (slice(None, None, 2),)]
+            start = chance.randrange(min(2, view.shape[d]))
+            view = view[(slice(None),) * d + (slice(start, None, chance.choice([2, 3])),)]
     return view
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_what_counts_as_written_was_written(seed: int) -> None:
     chance = random.Random(seed)
-    shape = [chance.choice([1, 2, 3, 4]) for _ in range(chance.randint(1, 4))]
+    shape = [chance.choice([1, 2, 3, 4, 6]) for _ in range(chance.randint(1, 4))]
     base = torch.zeros(shape)
     if chance.random() < 0.4:
         order = chance.sample(range(len(shape)), len(shape))
@@ -88,6 +89,17 @@ def test_slices_in_any_order_fill_the_whole() -> None:
             assert not pieces.cover(base)
             pieces = pieces.after(Ref(None, base.select(d, place)))
         assert pieces is None
+
+
+def test_steps_fill_the_whole() -> None:
+    base = torch.empty(4, 6, 3)
+    pieces = Pieces.of(base)
+    for part in (base[:, 1::3], base[::2, ::3], base[:, 2::3], base[1::2, ::3]):
+        assert pieces is not None
+        assert not pieces.cover(part)
+        pieces = pieces.after(Ref(None, part))
+        assert pieces is None or pieces.cover(part)
+    assert pieces is None
 
 
 # ---------------------------------------------------------------------- the same bits
@@ -206,6 +218,14 @@ def _tiles(x: Tensor, weight: Tensor) -> Tensor:
     return found * x.sum(1)
 
 
+def _rotary(x: Tensor, weight: Tensor) -> Tensor:
+    """As rotary embeddings interleave."""
+    y, out = x @ weight, torch.empty_like(x)
+    out[..., ::2] = y[..., ::2].cos() - y[..., 1::2].sin()
+    out[..., 1::2] = y[..., ::2].sin() + y[..., 1::2].cos()
+    return out.sin() * x
+
+
 def _into_what_it_reads(x: Tensor, weight: Tensor) -> Tensor:
     with torch.no_grad():
         out = torch.empty(2, *x.shape)
@@ -242,6 +262,7 @@ def _unseen_zeros(x: Tensor, weight: Tensor) -> Tensor:
 
 
 PROGRAMS = [
+    _rotary,
     _low_rank,
     _unseen_zeros,
     _tiles,
@@ -269,10 +290,13 @@ def test_the_same_bits(way: Way, program: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 @every_way
-def test_a_piece_is_replayed_and_nothing_is_copied(way: Way) -> None:
+@pytest.mark.parametrize("program", [_columns, _rotary])
+def test_a_piece_is_replayed_and_nothing_is_copied(
+    way: Way, program: Callable[[Tensor, Tensor], Tensor]
+) -> None:
     def scenario(way: Way) -> list[Tensor | None]:
         x, weight = leaf(6, 8), leaf(8, 8)
-        out = way(_columns, x, weight)
+        out = way(program, x, weight)
         return [out, *gradients(out.square().sum(), x, weight)]
 
     assert check(scenario, way)["copy_"] > 0

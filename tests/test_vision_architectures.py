@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -118,6 +119,24 @@ def test_the_bits_at_every_level(name: str, replayed: Callable[[], int]) -> None
     assert counts[0] == 0
     assert counts[5] > 0
     assert same(step(build, library(theirs=True), 5), expected)
+
+
+def test_a_net_that_was_pickled_with_their_own_class(replayed: Callable[[], int]) -> None:
+    """The pickle names their class, and finds lowtide's where that stands in its place."""
+    library(theirs=True)
+    their_calls = importlib.import_module(HOME).ActivationCheckpointing
+    calls = [their_calls(2, 3), their_calls(3, 2), their_calls(2, 3)]
+    calls[2].perform_checkpointing = False
+    pickled = pickle.dumps(nn.ModuleList(calls).train())
+    library(theirs=False)
+    on = []
+    for call in pickle.loads(pickled):
+        assert type(call) is lowtide.ActivationCheckpointing
+        assert sorted((call.fn_checkpoint_level, call.training_checkpoint_level)) == [2, 3]
+        before = replayed()
+        call(lambda x: x.sin().cos(), torch.ones(2, requires_grad=True)).sum().backward()
+        on.append(replayed() > before)
+    assert on == [True, False, False]
 
 
 def test_their_own_class_is_found_switched_on() -> None:

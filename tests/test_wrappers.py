@@ -172,6 +172,8 @@ def test_what_the_wrapper_refuses() -> None:
         ActivationCheckpointWrapper.remove(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="cannot be subclassed"):
         type("Mine", (ActivationCheckpointWrapper,), {})
+    with pytest.raises(TypeError, match=r"^ActivationCheckpointWrapper\(\) got an unexpected"):
+        ActivationCheckpointWrapper(nn.ReLU(), offload_to_cpu=True)  # type: ignore[call-arg]
 
 
 # --- levels of single calls -------------------------------------------------------------------

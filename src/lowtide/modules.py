@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ LEVELS = range(6)
 
 # Keywords of `lowtide.checkpoint` itself: a forward's own keyword of the same name goes to it.
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
+
+# What the class of vision_architectures has as plain attributes.
+_THEIRS = ("fn_checkpoint_level", "training_checkpoint_level", "perform_checkpointing")
 
 
 class CheckpointedModules(Removable):
@@ -243,6 +246,8 @@ class _WrapperType(type):
         _as_wrapper(module, policy)
         return module
 
+    __call__.__qualname__ = "ActivationCheckpointWrapper"  # what Python's own errors name
+
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, nn.Module) and is_checkpointed(instance)
 
@@ -360,14 +365,24 @@ class ActivationCheckpointing(nn.Module):
             raise UsageError(f"perform_checkpointing is True or False, not {perform!r}")
         self._set_to = perform
 
+    @overload
     def forward(
+        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
+    ) -> _T: ...
+
+    @overload
+    def forward(
+        self, *, fn: Callable[..., _T], use_reentrant: bool | None = None, **kwargs: Any
+    ) -> _T: ...
+
+    def forward(  # type: ignore[misc]  # a function given by name is among kwargs
         self,
-        fn: Callable[..., _T] | None = None,
+        fn: Callable[..., Any] | None = None,
         /,
         *args: Any,
         use_reentrant: bool | None = None,
         **kwargs: Any,
-    ) -> _T:
+    ) -> Any:
         """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect.
 
         The function may be given by name too, `fn=function`.
@@ -380,11 +395,20 @@ class ActivationCheckpointing(nn.Module):
             )
         if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
             return fn(*args, **kwargs)
-        result: _T = _run_region(fn, args, kwargs, None)
-        return result
+        return _run_region(fn, args, kwargs, None)
 
     if TYPE_CHECKING:  # to a type checker, a call of any module returns Any
         __call__ = forward
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A net pickled with vision_architectures' own class finds this one where it replaces that.
+        super().__setstate__({name: state[name] for name in state if name not in _THEIRS})
+        if all(name in state for name in _THEIRS):
+            self.fn_checkpoint_level, self.training_checkpoint_level, perform = map(
+                state.__getitem__, _THEIRS
+            )
+            if perform != self.perform_checkpointing:  # set by hand, or before a level was
+                self.perform_checkpointing = perform
 
     def extra_repr(self) -> str:
         return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"

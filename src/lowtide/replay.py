@@ -417,8 +417,9 @@ def _lost(value: Value, ref: Ref | None) -> ReplayError:
             f"backward needs {what} that was modified by an in-place operation after the forward "
             f"read it: it is at version {now}, expected version {then}. "
             "Parameters and inputs must not change between forward and backward "
-            "(is optimizer.step() called before backward()?); clone the tensor before changing "
-            "it, or run the change inside the budget so that it is seen."
+            "(is optimizer.step() called before backward()? does x += block(x) overwrite what a "
+            "region was given?); clone the tensor before changing it, or make the change inside a "
+            "region or budget that is around both, so that it is seen."
         )
     return ReplayError(
         f"backward needs {what} that can neither be found in memory nor be made again. This is a "

@@ -53,13 +53,42 @@ class Pieces:
         """When a recorded operation has written what this `Ref` views; None: all is written."""
         box = self._box(ref.size, ref.stride, ref.offset, ref.dtype.itemsize)
         if box is None:
-            return self
+            finer = self._in_steps(ref)
+            return self if finer is None else finer.after(ref)
         boxes = _merged([*self._boxes, box])
         if not _left([tuple((0, n) for _, n in self._dims)], boxes):
             return None
-        more = Pieces((), (), self._itemsize, tuple(boxes))
-        more._dims = self._dims
-        return more
+        return self._with(self._dims, boxes)
+
+    def _with(self, dims: list[tuple[int, int]], boxes: Sequence[Box]) -> Pieces:
+        other = Pieces((), (), self._itemsize, tuple(boxes))
+        other._dims = dims
+        return other
+
+    def _in_steps(self, ref: Any) -> Pieces | None:
+        """The same parts, with a dimension that a view goes through in steps (`out[..., ::2]`, as
+        rotary embeddings are written) as two: the steps, and the places in each. None: there is
+        none, or the steps do not divide it or what was written of it."""
+        if ref.dtype.itemsize != self._itemsize:
+            return None
+        known = {step for step, _ in self._dims}
+        for step, _ in _runs(ref.size, ref.stride):
+            if step in known:
+                continue
+            for d, (st, n) in enumerate(self._dims):
+                times = step // st
+                if step % st or not 1 < times < n:
+                    continue
+                if n % times or any(end % times for box in self._boxes for end in box[d]):
+                    return None
+                dims = [*self._dims[:d], (step, n // times), (st, times), *self._dims[d + 1 :]]
+                split = [
+                    (*b[:d], (b[d][0] // times, b[d][1] // times), (0, times), *b[d + 1 :])
+                    for b in self._boxes
+                ]
+                return self._with(dims, split)
+            return None
+        return None
 
     def cover(self, tensor: Any) -> bool:
         """Whether everything that a tensor views was written."""

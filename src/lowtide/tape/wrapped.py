@@ -36,6 +36,13 @@ def kept(
     return Kept(_compat.detached_alias(tensor))  # the class's own detach keeps the class
 
 
+def _may_be_another(part: torch.Tensor) -> bool:
+    """Whether a tensor of the same content may take the place of this part. Nested tensors tell
+    equal lengths by the identity of their offsets, which are integers; a mask is a part like any
+    other, and a fourth of what it masks."""
+    return part.is_floating_point() or part.is_complex() or part.dtype is torch.bool
+
+
 class Wrapped:
     """A wrapper, taken apart.
 
@@ -60,9 +67,9 @@ class Wrapped:
             part = getattr(tensor, name)
             if not isinstance(part, torch.Tensor):
                 self._parts[name] = part, False
-            elif part.is_floating_point() or part.is_complex():
+            elif _may_be_another(part):
                 self._parts[name] = pack(part), True
-            else:  # nested tensors tell equal lengths by the identity of their offsets
+            else:
                 self._parts[name] = Kept(part), True
         self.version = -1 if tensor.is_inference() else _compat.version_of(tensor)
 
