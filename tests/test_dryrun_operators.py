@@ -232,6 +232,21 @@ def test_an_ensemble(bias: bool) -> None:
 
 # torch's own warning, at the first use of forward-mode differentiation
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_spectrum_that_is_read_as_two_real_tensors_too() -> None:
+    """One memory of two dtypes, of which autograd saves a part of the real one first."""
+    weight = nn.Parameter(torch.randn(64, 33, 32))
+
+    def step() -> Tensor:
+        spectrum = torch.fft.rfft(weight * 2).mT
+        parts = torch.view_as_real(spectrum).movedim(-1, 1)
+        return (torch.sin(parts[:, 0]) * (spectrum * spectrum).abs()).mean()
+
+    plan = lowtide.plan(step)
+    assert plan.source == "fake"
+    measured = lowtide.measure(lambda: step().backward(), device="cpu").peak_bytes
+    assert plan.plain_peak == pytest.approx(measured, rel=0.01)
+
+
 def test_an_operator_that_makes_no_tensor() -> None:
     # The derivatives of a dual ask of many tensors whether they are alike.
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])

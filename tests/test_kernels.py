@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from lowtide import _compat
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.results import made_by
 from lowtide.kernels.workspace import kernel_workspace
@@ -241,8 +242,8 @@ def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
 
 # A batch, long sums, narrow and wide products, and lengths that fill no block.
 PRODUCTS = ((1, 256, 32, 64), (1, 64, 4096, 64), (1, 8, 2048, 2048), (1, 512, 768, 768),
-            (1, 256, 2048, 512), (1, 15, 40, 3448), (1, 117, 1318, 40), (8, 32, 351, 11),
-            (7, 2, 398, 723))  # fmt: skip
+            (1, 256, 2048, 512), (1, 256, 8192, 512), (1, 1024, 1024, 1024), (1, 15, 40, 3448),
+            (1, 117, 1318, 40), (8, 32, 351, 11), (7, 2, 398, 723))  # fmt: skip
 
 
 @of_onednn
@@ -259,6 +260,23 @@ def test_what_products_of_half_types_pack(dtype: torch.dtype, across: bool) -> N
             left, right, made = left[0], right[0], made[0]
         name = "mm" if batch == 1 else "bmm"
         assert not_above_the_model(name, left, right, made)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_without_tiles_bfloat16_packs_some_steps_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, across: bool
+) -> None:
+    """So the gradient of a parameter takes no more for many rows than for some; all of both
+    matrices were counted, 40 % of a step in bfloat16."""
+    for known, holds in (("takes", True), ("multiplies", True), ("tiles", False)):
+        monkeypatch.setattr(_compat, f"onednn_{known}", lambda _dtype, holds=holds: holds)
+    taken = []
+    for steps in (2048, 65536):
+        left = torch.empty(steps, 64, dtype=torch.bfloat16).mT
+        left = left if across else torch.empty(64, steps, dtype=torch.bfloat16)
+        right = torch.empty(steps, 512, dtype=torch.bfloat16)
+        taken.append(kernel_workspace("aten::mm", [left, right], (left, right), 0))
+    assert 0 < taken[0] == taken[1]
 
 
 @of_onednn

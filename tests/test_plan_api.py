@@ -387,6 +387,10 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "seen": (lambda d: d["live"].pop(), "'live' must be a list of"),
     "parameters": (lambda d: change(d, "parameters", [[1]]), "pairs of numbers"),
     "more than 64 bits": (lambda d: change(d["graph"], "turn", 10**30), "whole number"),
+    "a time without end": (lambda d: change(d, "seconds", 10**400), "cannot take 1000"),
+    "a bound without end": (lambda d: change(d, "bound", 10**400), "'bound' cannot be 1000"),
+    "a limit without end": (lambda d: change(d, "limit", 10**400), "'limit' cannot be 1000"),
+    "an endless op": (lambda d: d["graph"]["ops"][0].__setitem__(1, 10**400), "a number belongs"),
     "more bytes than there are": (lambda d: change_first(d["live"], 10**30), "'live' must be"),
 }
 

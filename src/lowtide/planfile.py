@@ -24,6 +24,7 @@ FORMAT = "lowtide.plan"
 VERSION = 6
 # Fields of each operation, see `OpLog`.
 _LISTS = ("reads", "receivers", "viewing", "whole", "pieces", "piece_sizes")
+_MOST = 2**63  # seconds, and bytes of a limit, are below
 _NUMBERS = ("live", "workspace", "temporaries", "left", "wanted", "besides")
 
 T = TypeVar("T", int, float)
@@ -81,7 +82,7 @@ def _step(data: dict[str, Any]) -> Dry:
     if any(not 0 <= place < len(names) for place in places):
         raise UsageError("damaged document: 'modules' points outside 'module_names'")
     seconds = data.get("seconds")
-    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+    if not isinstance(seconds, int | float) or not 0 <= seconds < _MOST:
         raise UsageError(f"damaged document: a step cannot take {seconds!r} seconds")
     source, device = data.get("source"), data.get("device")
     if source not in ("fake", "recorded") or not isinstance(device, str):
@@ -155,7 +156,7 @@ def optional(data: dict[str, Any], key: str, kind: type[T]) -> T | None:
     number = data.get(key)
     if number is None:
         return None
-    if type(number) not in (int, kind) or not 0 <= number < float("inf"):
+    if type(number) not in (int, kind) or not 0 <= number < _MOST:
         raise UsageError(f"damaged document: {key!r} cannot be {number!r}")
     return kind(number)
 

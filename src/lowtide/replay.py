@@ -100,10 +100,10 @@ def _as_saved(base: Tensor, ref: Ref) -> Tensor:
         _compat.no_overrides(),
         _compat.counting_writes(),
     ):
-        return ref.of(_as_dtype(base, ref))
+        return ref.of(as_dtype(base, ref))
 
 
-def _as_dtype(base: Tensor, ref: Ref) -> Tensor:
+def as_dtype(base: Tensor, ref: Ref) -> Tensor:
     """The memory of `base` as a view of the dtype of `ref`, as far as whole elements go."""
     if base.dtype == ref.dtype:
         return base

@@ -39,7 +39,7 @@ def look_at_reads(
         anew: whether the gradient of a value that is read as a whole is made anew for this read.
     """
     receivers: list[int] = []
-    whole, besides = [], 0
+    whole, besides, scattered = [], 0, 0
     views: list[tuple[int, int]] = []
     turned: list[int] = []
     remade: list[int] = []
@@ -80,6 +80,12 @@ def look_at_reads(
                         split.append(number)
                 else:
                     besides += _made_for(tensor, value.nbytes, arrived)
+            if nbytes > value.nbytes and _scattered(tensor):
+                # Added by the places of its elements, of all of the whole and of the windows. What
+                # a copy was given is handed on, that of a product is turned: made contiguous here.
+                places = torch.long.itemsize * (nbytes + value.nbytes) // tensor.element_size()
+                handed = nbytes if log.name == "aten::clone" or len(tensors) > 1 else 0
+                scattered = max(scattered, value.nbytes + places + handed)
         elif value is not None and value.op is None and nbytes == value.nbytes:
             maker = _compat.made_by(tensor)
             if maker is not None:
@@ -90,7 +96,7 @@ def look_at_reads(
     log.pieces = tuple([number for number, _ in pieces])
     log.piece_sizes = tuple([nbytes for _, nbytes in pieces])
     log.split, log.unmade = tuple(split), tuple(unmade)
-    log.besides += besides
+    log.besides += besides + scattered  # one after another
 
 
 def _made_for(tensor: torch.Tensor, whole: int, arrived: Counter[int]) -> int:
@@ -101,6 +107,22 @@ def _made_for(tensor: torch.Tensor, whole: int, arrived: Counter[int]) -> int:
         return whole
     arrived[node] += 1
     return whole if arrived[node] <= _AT_ONCE else 0
+
+
+def _scattered(tensor: torch.Tensor) -> bool:
+    """Whether it is overlapping windows, whose gradient is added to zeros as large as the whole."""
+    return _overlaps(tensor) and bool(_compat.made_anew(tensor))
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements may be in one place, other than by being expanded."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride:
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+    return False
 
 
 def summed(name: str, args: Sequence[Any]) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 Problem: the recorder copies what it holds and compares versions, but a fake tensor has neither
 bytes nor a version counter that matters; and some programs read the content of a tensor. Invariant:
 the tape is the one that a real step would write; a question about content is answered from the real
-tensors behind the fake ones, or the dry run is given up, never guessed. Imports the tape, standins,
-provenance. Rejected: a flag in the recorder, which would be tested at every operation.
+tensors behind the fake ones, or the dry run is given up, never guessed. Imports the tape, replay,
+standins, provenance. Rejected: a flag in the recorder, which would be tested at every operation.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lowtide.dryrun.products import matmul
 from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
 from lowtide.dryrun.standins import StandIns
 from lowtide.memory.filled import Filled
+from lowtide.replay import as_dtype
 from lowtide.step import Recording, current_recorder
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import facts_of
@@ -306,8 +307,7 @@ def _given(packed: Any) -> Any:
     if base is None:
         raise RuntimeError("backward needs a tensor that was overwritten in place")
     packed.tape.decisions.answered(value)
-    if base.dtype != ref.dtype:
-        base = base.view(ref.dtype)
+    base = as_dtype(base, ref)
     if base.shape == ref.size and ref.fits(base):
         return base
     return torch.as_strided(base, ref.size, ref.stride, ref.offset)

@@ -40,7 +40,12 @@ _FOLLOWS = {
     "aten::roll": 0,
     "aten::reflection_pad2d_backward": 1,
     "aten::replication_pad2d_backward": 1,
+    "aten::replication_pad3d": 0,
+    "aten::replication_pad3d_backward": 1,
 }
+# The first result of these has the channels-last format of that argument, or else is contiguous.
+_NORMALIZED = {"aten::native_batch_norm": 0, "aten::native_batch_norm_backward": 1}
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # What these return lies in memory as the gradient does that they are given.
 _AS_GIVEN = frozenset(
     f"aten::{name}_backward"
@@ -62,6 +67,9 @@ class Shapes:
         result = grouped.on_shapes(self._called, func, args, kwargs)
         name = _compat.schema_of(func).name
         dtypes = dtypes_of_results(name, args)
+        if name in _NORMALIZED and args[0].device.type == "cpu" and result[0] is not None:
+            form = _format(args[_NORMALIZED[name]]) or torch.contiguous_format
+            result = (self._in_format(result[0], form, args[0].device), *result[1:])
         if dtypes:
             return self._of_dtypes(dtypes, args[0].device, result)
         if name in _CONTIGUOUS or name in _FOLLOWS:
@@ -95,19 +103,23 @@ class Shapes:
         if device.type != "cpu":
             return result
         follows = args[_FOLLOWS[name]] if name in _FOLLOWS else None
-        if follows is not None and follows.dim() == 4 and not follows.is_contiguous():
-            if not follows.is_contiguous(memory_format=torch.channels_last):
+        if follows is not None and follows.dim() in _LAST:
+            known = _format(follows)
+            if known is None:
                 return result
-            form = torch.channels_last
+            form = known
         several = isinstance(result, tuple)
-        found = []
-        for tensor in result if several else (result,):
-            with _compat.disable_dispatch():
-                made = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="meta", memory_format=form
-                )
-            found.append(tensor if tensor.stride() == made.stride() else self._make(made, device))
+        found = [
+            self._in_format(tensor, form, device) for tensor in (result if several else (result,))
+        ]
         return tuple(found) if several else found[0]
+
+    def _in_format(
+        self, tensor: torch.Tensor, form: torch.memory_format, device: torch.device
+    ) -> torch.Tensor:
+        with _compat.disable_dispatch():
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=form)
+        return tensor if tensor.stride() == made.stride() else self._make(made, device)
 
     def _as_given(self, gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """The result in the layout of the gradient, if that has neither gaps nor overlaps."""
@@ -189,6 +201,14 @@ class Shapes:
                 [self._make(r, device) if isinstance(r, torch.Tensor) else r for r in result]
             )
         return result
+
+
+def _format(tensor: torch.Tensor) -> torch.memory_format | None:
+    """The format that a tensor lies in memory in; None if in another order, or with gaps."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    last = _LAST.get(tensor.dim())
+    return last if last is not None and tensor.is_contiguous(memory_format=last) else None
 
 
 def _enlarge(result: torch.Tensor, nbytes: int) -> None:

@@ -3,8 +3,8 @@
 Problem: a product copies matrices that it cannot read in place, and for half-precision types oneDNN
 also packs what it multiplies, or sums in float32. Invariant: as measured; for what oneDNN packs,
 where no formula was found, more than was measured for some 300 sizes of either kind (AMX's tiles,
-AVX-512's own float16), on one and two threads. Imports `_compat`, blocks and grouped. Rejected:
-leaving the packed matrices out, which are of the size of a parameter.
+AVX-512's own float16) and 1,800 of AVX-512's bfloat16, on one and two threads. Imports `_compat`,
+blocks and grouped. Rejected: leaving the packed matrices out, which are of the size of a parameter.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _COLUMNS, _FEW_COLUMNS, _WIDE_COLUMNS = 256, 384, 1024
 _STEPS, _SUMMED_STEPS = 1536, 1024
 _FEW_ROWS = 64
 _WHOLE = 1 << 19  # elements of a right matrix that is packed as a whole
+# The same for bfloat16 without tiles, of a left matrix whose columns are contiguous.
+_TURNED_ROWS, _TURNED_COLUMNS, _TURNED_SUMS = 256, 128, 1024
 
 
 def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> int | None:
@@ -60,14 +62,14 @@ def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     if not _compat.onednn_multiplies(left.dtype):
         return copied + _SUM * left.shape[-2] * right.shape[-1]
     rows, columns, steps = left.shape[-2], up(right.shape[-1], _BLOCK), up(left.shape[-1], _BLOCK)
-    least, tiles = _LEAST, _compat.onednn_tiles(left.dtype)
+    tiles = _compat.onednn_tiles(left.dtype)
     if left.dtype == torch.float16 and not tiles:
         packed = _in_float32(rows, columns, steps)
-    else:
+    elif tiles:
         packed = _in_halves(rows, columns, steps)
-        if not tiles:  # short sums are not kept in registers either
-            least = max(least, _SUM * min(rows, _ROWS) * _BLOCK)
-    return copied + torch.get_num_threads() * (packed + least)
+    else:
+        packed = _in_vectors(up(rows, _BLOCK), columns, steps, left.stride(-1) == 1)
+    return copied + torch.get_num_threads() * (packed + _LEAST)
 
 
 def _in_float32(rows: int, columns: int, steps: int) -> int:
@@ -84,6 +86,15 @@ def _in_halves(rows: int, columns: int, steps: int) -> int:
     rows = min(up(rows, _BLOCK) + _BLOCK, _WIDE_ROWS)
     sums = rows * min(columns, _WIDE_COLUMNS) if steps > _SUMMED_STEPS else 0
     return _HALF * (rows * steps + right) + _SUM * sums
+
+
+def _in_vectors(rows: int, columns: int, steps: int, as_read: bool) -> int:
+    """The same for AVX-512's bfloat16, however many steps there are: a left matrix whose rows are
+    contiguous is read in place, and another one, such as a gradient that makes that of a parameter,
+    is packed, and kept for all columns of the sums. Short sums are in memory, too."""
+    steps, right = min(steps, _SUMMED_STEPS + _BLOCK), min(columns, _TURNED_COLUMNS)
+    sums = min(rows, _ROWS) * min(columns, _BLOCK if as_read else _TURNED_SUMS)
+    return _HALF * steps * (right if as_read else min(rows, _TURNED_ROWS) + right) + _SUM * sums
 
 
 def _of_groups(tensors: list[torch.Tensor], device: str) -> int:
