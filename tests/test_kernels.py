@@ -375,3 +375,12 @@ def not_above_the_model(
     took = lowtide.measure(run, device="cpu").peak_bytes - made
     known = kernel_workspace(f"aten::{name}", [left, right], (), made)
     return took <= known + 1024  # the ends of groups in 64 bits
+
+
+def test_each_group_of_a_transposed_convolution_is_not_taken_for_all_of_it() -> None:
+    """Channels are reordered in blocks of 16: taken for one channel, 64 counted as 1,024."""
+    x, weight = torch.randn(2, 64, 12, 12), torch.randn(64, 1, 2, 2)
+    args = (x, weight, None, [2, 2], [0, 0], [1, 1], True, [0, 0], 64)
+    made = 2 * 64 * 24 * 24 * 4
+    taken = workspace_of("aten::convolution", [x, weight], args, made)
+    assert taken < 4 * made
