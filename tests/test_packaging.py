@@ -246,7 +246,8 @@ FLOORS = {
     # Following a plan does not include searching for one.
     "running": "_compat engine errors kernels limits measure memory observing planner replay tape",
     # A dry run is recorded and observed like a real step, and knows no budget.
-    "dryrun": "_compat engine errors kernels memory models observing planner running step tape",
+    "dryrun": "_compat engine errors kernels memory models observing planner replay running step "
+    "tape",
     # Planning a budget's steps is independent of recording them.
     "learning": "_compat engine errors limits memory observing planner report running",
     # Figures for pictures are made above planning.

@@ -46,6 +46,7 @@ from lowtide.modules import (
     checkpoint_modules,
 )
 from lowtide.plans import Plan, load_plan, plan
+from lowtide.replayable import replayable
 from lowtide.report import BudgetReport
 from lowtide.saved import (
     SavedTensors,
@@ -124,6 +125,7 @@ __all__ = [
     "policies",
     "print_explanation",
     "print_saved_tensors",
+    "replayable",
     "saved_tensors",
     "use_cpu_allocator",
 ]

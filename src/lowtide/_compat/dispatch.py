@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,24 @@ def in_forward_mode() -> bool:
 def schema_if_any(func: Any) -> Any:
     """The same; None for a higher-order operator, which has none."""
     return getattr(func, "_schema", None)
+
+
+def operator_name(thing: object) -> str | None:
+    """The qualified name of an operator, however it is given: as a name, an operator, an overload
+    of one, or what ``torch.library.custom_op`` returns. None: it is none. Unnecessary when torch's
+    classes of operators have public names and attributes."""
+    if isinstance(thing, torch._ops.OpOverload):
+        return str(thing._schema.name)
+    if isinstance(thing, torch._ops.OpOverloadPacket):
+        return str(thing._qualified_op_name)
+    if isinstance(thing, CustomOpDef):
+        return str(thing._qualname)
+    return thing if isinstance(thing, str) else None
+
+
+def is_registered(name: str) -> bool:
+    """Whether there is an operator of this qualified name. Unnecessary as above."""
+    return bool(torch._C._jit_get_schemas_for_operator(name))
 
 
 def is_operator(thing: object) -> bool:

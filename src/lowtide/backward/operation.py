@@ -83,7 +83,7 @@ class Cost:
 
 def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
     """A call as numbers; None if it must not be run again or its arguments cannot be compared."""
-    if facts.opaque:
+    if facts.opaque or facts.foreign:
         return None
     call = Call(
         facts.func,

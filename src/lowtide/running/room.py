@@ -64,6 +64,8 @@ class Room:
         if plenty <= target and not unfolds(facts.name):
             return
         need = room_for(facts.name, func, args, kwargs)
+        if facts.foreign:
+            need = max(need, _guessed(facts, args, kwargs))
         target = self.target(need)
         if not self.shrink(target - need):
             nearest = room_for(facts.name, func, args, kwargs, nearest=True)
@@ -83,10 +85,7 @@ class Room:
         if over:
             self._fits(facts.name)
             return
-        tensors = tensors_in(args, kwargs)
-        need = max(map(_made_like, tensors), default=0)
-        if facts.opaque and any(tensor.requires_grad for tensor in tensors):
-            need *= _INSIDE
+        need = _guessed(facts, args, kwargs)
         self.shrink(self.target(need) - need)
 
     def before_backward(self) -> None:
@@ -153,6 +152,14 @@ def elsewhere(owner: Loop, args: Any) -> bool:
         return False
     found = next(iter(tensors_in(args, {})), None)
     return found is not None and found.device != counts
+
+
+def _guessed(facts: Facts, args: Any, kwargs: Any) -> int:
+    """What a call, or its backward, takes of which only the inputs are known."""
+    tensors = tensors_in(args, kwargs)
+    need = max(map(_made_like, tensors), default=0)
+    has_backward = any(tensor.requires_grad for tensor in tensors)
+    return need * _INSIDE if has_backward and (facts.opaque or facts.foreign) else need
 
 
 def _made_like(tensor: torch.Tensor) -> int:

@@ -21,6 +21,9 @@ from lowtide import _compat
 # processes or to state the tape cannot see: it is never replayed (rule 5).
 _PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
 
+# What the program says of operators of other namespaces, by their qualified names.
+_declared: set[str] = set()
+
 # Operators of those namespaces that must not be replayed nevertheless.
 _NEVER_REPLAYED = frozenset(
     {
@@ -169,6 +172,7 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: is run, and never replayed.
+        foreign: not torch's own: what it takes inside, and what its backward does, nothing tells.
         added: to torch's own operators, by the program, which may take it away again.
         tried_out: the same while cuDNN tries kernels out, see `_TRIED_OUT`.
         has_bodies: a higher-order operator, which calls functions of the program.
@@ -200,6 +204,7 @@ class Facts:
         "constant",
         "fills",
         "fills_saved",
+        "foreign",
         "func",
         "generator",
         "has_bodies",
@@ -232,7 +237,7 @@ class Facts:
             self.makes = True
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
-            self.opaque = self.has_bodies = True
+            self.opaque = self.has_bodies = self.foreign = True
             self.writes: tuple[int | str, ...] = ()
             self.statistics: tuple[int, int, int] | None = None
             return
@@ -243,7 +248,9 @@ class Facts:
         self.writes = _written_arguments(schema)
         # Those of the other namespaces that Python code has added are torch's: all of `prims`.
         self.added = namespace == "aten" and _compat.added_in_python(schema)
-        self.opaque = namespace not in _PURE_NAMESPACES or schema.name in _NEVER_REPLAYED
+        self.foreign = namespace not in _PURE_NAMESPACES
+        declared = schema.name in _declared
+        self.opaque = (self.foreign and not declared) or schema.name in _NEVER_REPLAYED
         self.opaque = self.opaque or self.added
         self.tried_out = schema.name in _TRIED_OUT and torch.version.hip is None
         self.makes = any(r.alias_info is None for r in schema.returns)
@@ -251,7 +258,9 @@ class Facts:
         self.view = self.view or schema.name in _UNDECLARED_VIEWS
         if schema.name == _TELLS_THE_ALLOCATOR:
             self.view, self.writes = True, ()
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        # A declared one may draw from a default generator without saying so, as dropout inside of
+        # an attention kernel does.
+        self.random = torch.Tag.nondeterministic_seeded in func.tags or declared
         self.generator = None
         if self.random and schema.name.startswith("aten::"):  # others may draw from any besides
             self.with_generator, self.generator = _with_generator(func, schema)
@@ -281,7 +290,7 @@ class Facts:
         )
         self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
-        self.ambient = factory or any(part in base for part in _AMBIENT_PARTS)
+        self.ambient = factory or declared or any(part in base for part in _AMBIENT_PARTS)
 
 
 def _written_arguments(schema: Any) -> tuple[int | str, ...]:
@@ -325,6 +334,14 @@ def facts_of(func: Any) -> Facts:
     if facts is None:
         facts = FACTS[id(func)] = Facts(func)
     return facts
+
+
+def declare_replayable(name: str) -> None:
+    """Record calls of this operator from now on, and replay them."""
+    _declared.add(name)
+    for key, facts in list(FACTS.items()):
+        if facts.name == name:
+            del FACTS[key]
 
 
 def hidden_statistics(facts: Facts, args: tuple[Any, ...]) -> tuple[int, ...]:
