@@ -21,7 +21,7 @@ import lowtide
 from lowtide import _compat
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.results import made_by
-from lowtide.kernels.workspace import kernel_workspace
+from lowtide.kernels.workspace import kernel_workspace, workspace_of
 from lowtide.tape.values import flatten
 from once import on_one_recorder
 
