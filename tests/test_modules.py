@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from by_hand import Block, fails, net, same, step
-from lowtide.errors import UsageError
+from lowtide.errors import UncountedWarning, UsageError
 from lowtide.modules import checkpoint_modules, is_checkpointed
 from lowtide.selection import every, name_matches
 
@@ -253,7 +253,8 @@ def test_nothing_runs_as_a_region_in_eval_or_without_grad(replayed: Callable[[],
     """Rule 12."""
     model, plain = net().eval(), net().eval()
     checkpoint_modules(model, Block)
-    assert same(step(model), step(plain))
+    with pytest.warns(UncountedWarning, match="in eval mode, where it is a plain module"):
+        assert same(step(model), step(plain))
     model.train()
     with torch.no_grad():
         assert not model(torch.randn(6, 4)).requires_grad
@@ -268,7 +269,8 @@ def test_a_part_in_eval_is_no_region_of_a_training_model(replayed: Callable[[], 
     model = net(1)
     checkpoint_modules(model, Block)
     model.layers[0].eval()
-    step(model)
+    with pytest.warns(UncountedWarning, match="through a Block"):
+        step(model)
     assert replayed() == 0
 
 

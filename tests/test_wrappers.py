@@ -20,12 +20,9 @@ from torch import Tensor, nn
 
 import lowtide
 from by_hand import Block, Flagged, net, same, step
-from lowtide.errors import UsageError
-from lowtide.modules import (
-    ActivationCheckpointing,
-    ActivationCheckpointWrapper,
-    is_checkpointed,
-)
+from lowtide.errors import UncountedWarning, UsageError
+from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed
+from lowtide.training_level import ActivationCheckpointing
 from once import on_one_recorder
 
 # --- the wrapper ------------------------------------------------------------------------------
@@ -50,7 +47,8 @@ def test_the_wrapper_gives_back_the_module_switched_on(replayed: Callable[[], in
 def test_the_wrapper_recomputes_nothing_in_eval(replayed: Callable[[], int]) -> None:
     model = nn.Sequential(ActivationCheckpointWrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
     model.eval()
-    step(model)
+    with pytest.warns(UncountedWarning, match="in eval mode"):
+        step(model)
     assert replayed() == 0
 
 

@@ -40,7 +40,6 @@ from lowtide.inductor import CompileBudget, CompileReport
 from lowtide.levels import Levels, checkpoint_levels, find_levels
 from lowtide.measure import Measurement, measure
 from lowtide.modules import (
-    ActivationCheckpointing,
     ActivationCheckpointWrapper,
     CheckpointedModules,
     checkpoint_modules,
@@ -55,6 +54,7 @@ from lowtide.saved import (
     saved_tensors,
 )
 from lowtide.selection import every
+from lowtide.training_level import ActivationCheckpointing
 
 if TYPE_CHECKING:  # of what `__getattr__` gives, a type checker knows no more than a module
     from lowtide import lightning as lightning

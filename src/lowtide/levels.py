@@ -3,9 +3,9 @@
 Problem: few users know the module names of the net they train, but most know whether they want
 single layers or whole stages recomputed. Invariant: the choice can be read before and after
 (`find_levels`, `handle.describe()`), and a higher level never keeps more activations than a lower
-one. Imports modules, `models.levels`, texttable, errors. Rejected: only the modules of exactly one
-level: a whole stage or encoder is then recomputed at once in backward, and the peak is hardly
-lower.
+one. Imports modules, training_level, `models.levels`, texttable, errors. Rejected: only the modules
+of exactly one level: a whole stage or encoder is then recomputed at once in backward, and the peak
+is hardly lower.
 
 Level L switches on all modules found at levels 1 to L, nested. While an outer region is replayed,
 its inner regions free their insides again, so another level never raises the peak. Each level
@@ -25,9 +25,10 @@ from torch import nn
 
 from lowtide.errors import UsageError
 from lowtide.models.levels import Unit, find_units
-from lowtide.modules import LEVELS, CheckpointedModules, check_level, check_model, switch_on
+from lowtide.modules import CheckpointedModules, check_model, switch_on
 from lowtide.policies import PolicyLike, check_policy
 from lowtide.texttable import count_of
+from lowtide.training_level import LEVELS, check_level
 
 _TITLES = {
     1: "single layers",
@@ -121,6 +122,7 @@ def checkpoint_levels(
     *,
     nested: bool = True,
     policy: PolicyLike | None = None,
+    in_eval: bool = False,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` up to `level`; lowtide finds them.
 
@@ -132,6 +134,7 @@ def checkpoint_levels(
         nested: whether regions are nested. False takes only the largest ones, so that each
             operation is recomputed at most once.
         policy: what to keep inside the regions, as for `lowtide.checkpoint`.
+        in_eval: also while a module is in eval mode, as for `lowtide.checkpoint_modules`.
 
     Returns:
         A handle, whose `describe()` says what was chosen and why, and whose `remove()` switches it
@@ -169,7 +172,14 @@ def checkpoint_levels(
         [f"{levels.model_type}, level {level}: {count_of(len(regions), 'module')} checkpointed"]
         + [_level_text(n, tuple(r for r in regions if r.level == n)) for n in range(1, level + 1)]
     )
-    return switch_on(model, chosen, policy=policy, caller="checkpoint_levels", description=text)
+    return switch_on(
+        model,
+        chosen,
+        policy=policy,
+        in_eval=in_eval,
+        caller="checkpoint_levels",
+        description=text,
+    )
 
 
 def _present(levels: Levels) -> str:

@@ -3,8 +3,8 @@
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
 module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
-override, copied, selection, foreign, keys, limits and errors. Rejected: wrapper modules, which put
-their own name into every key below them.
+override, copied, passed, selection, step, foreign, keys and errors. Rejected: wrapper modules,
+which put their own name into every key below them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from torch import nn
 from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
-from lowtide.limits import whole_number
 from lowtide.models.copied import GoesAlong
 from lowtide.models.entries import Call, InstanceEntry
 from lowtide.models.foreign import refuse_active_checkpointing
@@ -32,29 +31,25 @@ from lowtide.models.override import (
     has_override,
     override_forward,
 )
+from lowtide.models.passed import PassedThrough
 from lowtide.models.removable import Removable
 from lowtide.policies import PolicyLike, check_policy
 from lowtide.selection import Which, is_container, select
+from lowtide.step import current_recorder
 
 __all__ = [
     "ActivationCheckpointWrapper",
-    "ActivationCheckpointing",
     "CheckpointedModules",
     "checkpoint_modules",
 ]
 
-_T = TypeVar("_T")
 _M = TypeVar("_M", bound=nn.Module)
 
 _KIND = "checkpoint"
 _TOO_LATE = "already compiled with torch.compile; apply lowtide first, then compile"
-LEVELS = range(6)
 
 # Keywords of `lowtide.checkpoint` itself: a forward's own keyword of the same name goes to it.
 _CHECKPOINT_KEYWORDS = frozenset({"function", "policy", *TORCH_KEYWORDS})
-
-# What the class of vision_architectures has as plain attributes.
-_THEIRS = ("fn_checkpoint_level", "training_checkpoint_level", "perform_checkpointing")
 
 
 class CheckpointedModules(Removable):
@@ -107,6 +102,7 @@ def checkpoint_modules(
     which: Which,
     *,
     policy: PolicyLike | None = None,
+    in_eval: bool = False,
 ) -> CheckpointedModules:
     """Checkpoint the modules of `model` that `which` selects.
 
@@ -118,6 +114,9 @@ def checkpoint_modules(
             `every(n, ...)` of these; or a list, a set or the like that mixes them. A module chosen
             together with one inside it gives nested regions.
         policy: what to keep inside the regions, as for `lowtide.checkpoint`.
+        in_eval: also while a module is in eval mode and grad is enabled: a backbone in ``.eval()``
+            under adapters, a perceptual loss, an attack on the input. Without it such a module is a
+            plain one, and the first backward through it gives an `UncountedWarning`.
 
     Returns:
         A handle, whose `remove()` switches checkpointing off again. Copies and pickles of the
@@ -129,7 +128,8 @@ def checkpoint_modules(
             is, by lowtide or by its own flag, or because it is compiled or TorchScript.
     """
     check_model(model, "checkpoint_modules")
-    return switch_on(model, select(model, which), policy=policy, caller="checkpoint_modules")
+    chosen = select(model, which)
+    return switch_on(model, chosen, policy=policy, in_eval=in_eval, caller="checkpoint_modules")
 
 
 def switch_on(
@@ -137,17 +137,21 @@ def switch_on(
     chosen: Sequence[tuple[str, nn.Module]],
     *,
     policy: Any,
+    in_eval: bool,
     caller: str,
     description: str = "",
 ) -> CheckpointedModules:
     """Checkpoint all of `chosen`, or none if one cannot be."""
     check_policy(policy, caller)
+    if not isinstance(in_eval, bool):
+        raise UsageError(f"{caller}: in_eval is True or False, not {in_eval!r}")
+    passed = None if in_eval else PassedThrough()
     refuse_active_checkpointing(model, caller)
     _refuse_unfit(model, chosen, caller)
     restores: list[Restore] = []
     try:
         for _, module in chosen:
-            restores.append(_checkpoint_one(module, policy))
+            restores.append(_checkpoint_one(module, policy, passed))
     except BaseException:
         for restore in restores:
             restore.remove()
@@ -175,22 +179,27 @@ def is_checkpointed(module: nn.Module) -> bool:
     return has_override(module, _KIND)
 
 
-def _checkpoint_one(module: nn.Module, policy: Any) -> Restore:
+def _checkpoint_one(module: nn.Module, policy: Any, passed: PassedThrough | None) -> Restore:
+    """`passed`: tells of a backward through the module in eval mode, where it is a plain one; None:
+    it is none there."""
     reference = weakref.ref(module)
 
     def make_call(forward: Call) -> Call:
         def call(*args: Any, **kwargs: Any) -> Any:
             owner = reference()
-            if owner is None or not owner.training or not torch.is_grad_enabled():
+            if owner is None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return _run_region(forward, args, kwargs, policy)
+            if passed is not None and not owner.training:
+                result = forward(*args, **kwargs)
+                return result if current_recorder() is not None else passed.watch(owner, result)
+            return run_region(forward, args, kwargs, policy)
 
         return call
 
     return override_forward(module, make_call, kind=_KIND)
 
 
-def _run_region(
+def run_region(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Any
 ) -> Any:
     if not _CHECKPOINT_KEYWORDS.isdisjoint(kwargs):
@@ -226,7 +235,7 @@ def _refuse_unfit(model: nn.Module, chosen: Sequence[tuple[str, nn.Module]], cal
 class _WrapperType(type):
     """Makes a call of the class return its argument, and `isinstance` recognise that module."""
 
-    def __call__(cls, module: _M, *, policy: PolicyLike | None = None) -> _M:
+    def __call__(cls, module: _M, *, policy: PolicyLike | None = None, in_eval: bool = False) -> _M:
         check_model(module, "ActivationCheckpointWrapper")
         if is_container(module):
             raise UsageError(
@@ -234,16 +243,18 @@ class _WrapperType(type):
                 "modules in it instead"
             )
         if is_checkpointed(module):
-            if policy is not None:  # which of two policies holds must not depend on who was first
+            # Which of two policies holds must not depend on who was first.
+            given = "the policy" if policy is not None else "in_eval" if in_eval else ""
+            if given:
                 raise UsageError(
                     f"ActivationCheckpointWrapper: this {type(module).__name__} is already "
-                    "checkpointed by lowtide, and the policy would have no effect; give it in the "
+                    f"checkpointed by lowtide, and {given} would have no effect; give it in the "
                     "first call, or call ActivationCheckpointWrapper.remove(module) before"
                 )
             return module
         caller = "ActivationCheckpointWrapper"
-        switch_on(module, [("", module)], policy=policy, caller=caller)
-        _as_wrapper(module, policy)
+        switch_on(module, [("", module)], policy=policy, in_eval=in_eval, caller=caller)
+        _as_wrapper(module, policy, in_eval)
         return module
 
     __call__.__qualname__ = "ActivationCheckpointWrapper"  # what Python's own errors name
@@ -257,18 +268,18 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
 
     The name and the call are MONAI's. It returns the module itself, checkpointed, not a module
     around it: type, parameter names and `state_dict` stay as they were, nothing is recomputed in
-    eval, and plain weights load. Weights saved through a wrapper (keys that begin with "module.")
-    load too. Deep copies are checkpointed as well, as those that `nn.TransformerEncoder(block, 6)`
-    makes; pickles and shallow copies are plain modules (rule 11). A module that is already
-    checkpointed is returned as it is, if no policy is given.
+    eval (unless `in_eval` is given), and plain weights load. Weights saved through a wrapper (keys
+    that begin with "module.") load too. Deep copies are checkpointed as well, as those that
+    `nn.TransformerEncoder(block, 6)` makes; pickles and shallow copies are plain modules (rule 11).
+    A module that is already checkpointed is returned as it is, if no policy is given.
 
     `module` is any module with a forward; `policy` says what to keep inside the region, as for
-    `lowtide.checkpoint`.
+    `lowtide.checkpoint`; `in_eval` is as for `lowtide.checkpoint_modules`.
 
     Raises:
         UsageError: the argument is not a module or has no forward; the module is compiled,
-            TorchScript, or checkpointed by its own flag; a policy is given for a module that
-            lowtide already checkpoints; or the class is subclassed.
+            TorchScript, or checkpointed by its own flag; a policy, or `in_eval`, is given for a
+            module that lowtide already checkpoints; or the class is subclassed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -287,12 +298,12 @@ class ActivationCheckpointWrapper(nn.Module, metaclass=_WrapperType):
                 layer.remove()
 
 
-def _as_wrapper(module: nn.Module, policy: Any) -> None:
+def _as_wrapper(module: nn.Module, policy: Any, in_eval: bool) -> None:
     """What a wrapped module has besides the layer around its forward."""
 
     def wrapped(copied: nn.Module) -> None:
-        _checkpoint_one(copied, policy)
-        _as_wrapper(copied, policy)
+        _checkpoint_one(copied, policy, None if in_eval else PassedThrough())
+        _as_wrapper(copied, policy, in_eval)
 
     add_entry(_LoadEitherForm(module))
     add_entry(GoesAlong(module, _KIND, wrapped))
@@ -307,123 +318,3 @@ class _LoadEitherForm(InstanceEntry):
         known_keys = functools.partial(self.module().state_dict, keep_vars=True)
         without_wrapper_keys(state_dict, prefix, known_keys)
         self.plain()(state_dict, prefix, *args, **kwargs)
-
-
-class ActivationCheckpointing(nn.Module):
-    """Checkpoint a call if its level is at or below the training's level.
-
-    `ac = ActivationCheckpointing(3, training_level)`, then `ac(function, *args, **kwargs)`. The
-    call runs as a region if this object is in training mode (`.train()`, `.eval()`; as a submodule
-    it follows its model) and `fn_checkpoint_level <= training_checkpoint_level`. So a training of
-    level 0 checkpoints nothing but calls of level 0, which are regions at every training level.
-
-    Args:
-        fn_checkpoint_level: the level of the call: 1 single layers, 2 small blocks, 3 transformer
-            layers and decoder blocks, 4 stages, 5 whole encoders and decoders; 0 whatever is
-            always to be a region.
-        training_checkpoint_level: the level of the training, 0 to 5. It may be set between steps.
-
-    Raises:
-        UsageError: a level is not an int from 0 to 5.
-    """
-
-    def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
-        super().__init__()
-        self.fn_checkpoint_level = fn_checkpoint_level
-        self.training_checkpoint_level = training_checkpoint_level
-
-    @property
-    def fn_checkpoint_level(self) -> int:
-        """The level of the call, 0 to 5. It may be set between steps."""
-        return self._fn_level
-
-    @fn_checkpoint_level.setter
-    def fn_checkpoint_level(self, level: int) -> None:
-        self._fn_level = check_level(level, "fn_checkpoint_level")
-        self._set_to: bool | None = None
-
-    @property
-    def training_checkpoint_level(self) -> int:
-        """The level of the training, 0 to 5. It may be set between steps."""
-        return self._training_level
-
-    @training_checkpoint_level.setter
-    def training_checkpoint_level(self, level: int) -> None:
-        self._training_level = check_level(level, "training_checkpoint_level")
-        self._set_to = None
-
-    @property
-    def perform_checkpointing(self) -> bool:
-        """Whether the levels ask for a region. What it is set to holds until a level is set."""
-        if self._set_to is not None:
-            return self._set_to
-        return self.fn_checkpoint_level <= self.training_checkpoint_level
-
-    @perform_checkpointing.setter
-    def perform_checkpointing(self, perform: bool) -> None:
-        if not isinstance(perform, bool):
-            raise UsageError(f"perform_checkpointing is True or False, not {perform!r}")
-        self._set_to = perform
-
-    @overload
-    def forward(
-        self, fn: Callable[..., _T], /, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    @overload
-    def forward(
-        self, *, fn: Callable[..., _T], use_reentrant: bool | None = None, **kwargs: Any
-    ) -> _T: ...
-
-    def forward(  # type: ignore[misc]  # a function given by name is among kwargs
-        self,
-        fn: Callable[..., Any] | None = None,
-        /,
-        *args: Any,
-        use_reentrant: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run `fn(*args, **kwargs)`; `use_reentrant` is accepted and has no effect.
-
-        The function may be given by name too, `fn=function`.
-        """
-        if fn is None:
-            fn = kwargs.pop("fn", None)
-        if fn is None:
-            raise UsageError(
-                "ActivationCheckpointing got no function: call it as (function, *args, **kwargs)"
-            )
-        if not (self.training and self.perform_checkpointing and torch.is_grad_enabled()):
-            return fn(*args, **kwargs)
-        return _run_region(fn, args, kwargs, None)
-
-    if TYPE_CHECKING:  # to a type checker, a call of any module returns Any
-        __call__ = forward
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A net pickled with vision_architectures' own class finds this one where it replaces that.
-        super().__setstate__({name: state[name] for name in state if name not in _THEIRS})
-        if all(name in state for name in _THEIRS):
-            self.fn_checkpoint_level, self.training_checkpoint_level, perform = map(
-                state.__getitem__, _THEIRS
-            )
-            if perform != self.perform_checkpointing:  # set by hand, or before a level was
-                self.perform_checkpointing = perform
-
-    def extra_repr(self) -> str:
-        return f"{self.fn_checkpoint_level}, {self.training_checkpoint_level}"
-
-
-def check_level(level: int, name: str) -> int:
-    """Return `level` if it is an int from 0 to 5, else raise `UsageError`."""
-    number = whole_number(level)
-    if number is None:
-        raise UsageError(
-            f"{name} is a whole number from 0 to 5, not {level!r} ({type(level).__name__})"
-        )
-    if number not in LEVELS:
-        raise UsageError(
-            f"{name} is {number}, outside 0 to 5: 1 single layers, 2 small blocks, "
-            "3 transformer layers and decoder blocks, 4 stages, 5 whole encoders and decoders"
-        )
-    return number

@@ -1,0 +1,70 @@
+"""Notices a backward through a checkpointed module that ran in eval mode, as a plain one.
+
+Problem: a module in eval mode is no region (rule 12), so a backbone that is kept in `.eval()` and
+trained through stores all that it was to recompute; a validation that forgot `torch.no_grad()`
+looks the same in the forward. Invariant: it is said once, and only where a backward comes; the
+results are the module's own. Imports `_compat` and errors. Rejected: saying it in the forward,
+which most programs in eval mode do not mean to follow with a backward; making it a region, whose
+records a validation has no use for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowtide import _compat
+from lowtide.errors import UncountedWarning, users_frame
+
+
+class PassedThrough:
+    """One for all modules that one call has checkpointed."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def watch(self, module: nn.Module, result: Any) -> Any:
+        """Look out for a backward into what this module returned; returns that."""
+        if not self._told and not _traced():
+            node = _first_node(result)
+            if node is not None:
+                node.register_prehook(self._teller(type(module).__name__))
+        return result
+
+    def _teller(self, kind: str) -> Any:
+        def tell(_: Any) -> None:
+            if self._told:
+                return
+            self._told = True
+            warnings.warn(
+                f"a backward goes through a {kind} that lowtide checkpoints, but that is in eval "
+                "mode, where it is a plain module: all that its backward needs was stored. If that "
+                "is not what you mean, checkpoint it with in_eval=True, call "
+                "lowtide.checkpoint(module, x), or put lowtide.budget around the step.",
+                UncountedWarning,
+                stacklevel=users_frame(),
+            )
+
+        return tell
+
+
+def _traced() -> bool:
+    """Whether a graph is made of what runs now, or a transform of `torch.func` runs it."""
+    if torch.compiler.is_compiling() or _compat.in_functorch():
+        return True
+    return _compat.is_traced_by_fx() or _compat.is_traced_by_jit()
+
+
+def _first_node(result: Any) -> Any:
+    """The node of autograd's that made the first result that has one."""
+    if isinstance(result, torch.Tensor):
+        return result.grad_fn
+    if isinstance(result, Mapping):
+        result = result.values()
+    elif not isinstance(result, list | tuple):
+        return None
+    return next((node for node in map(_first_node, result) if node is not None), None)
