@@ -147,12 +147,14 @@ def unet_ways(work: Workload) -> list[Way]:
     plain = work.make()
     settings = (3, 1, 16, (16, 32, 64, 128), (1, 2, 2))
     ours = around(CheckpointUNet(*settings, num_res_units=1, dropout=0.1)).train()
+    nested = around(CheckpointUNet(*settings, num_res_units=1, dropout=0.1, nested=True)).train()
     monais = around(WrappedUNet(*settings, num_res_units=1, dropout=0.1)).train()
     limit = max(measured_peak(work, ours) for _ in range(2))
     return [
         Way("`UNet`", plain),
         Way("MONAI's `CheckpointUNet`", monais),
         Way("`lowtide.monai.CheckpointUNet`", ours),
+        Way("the same, `nested=True`", nested),
         Way("`UNet` under `lowtide.budget`, limit = that peak", work.make(), lowtide.budget(limit)),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import counted
 from by_hand import same
 from lowtide import replay
-from lowtide.errors import UncountedWarning
+from lowtide.errors import UncountedWarning, UsageError
 from lowtide.measure import measure
 from lowtide.modules import checkpoint_modules, is_checkpointed
 from once import on_one_recorder
@@ -33,10 +35,11 @@ from lowtide.monai import CheckpointUNet
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def build(kind: type[nn.Module], dims: int = 3, **options: Any) -> nn.Module:
+def build(kind: Callable[..., nn.Module], dims: int = 3, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"num_res_units": 2, "norm": "batch", "dropout": 0.1}
-    return kind(dims, 1, 2, (4, 8, 8, 16), (2, 2, 2), **{**settings, **options})
+    settings = {"strides": (2, 2, 2), **settings, **options}
+    return kind(dims, 1, 2, (4, 8, 8, 16), **settings)
 
 
 def step(model: nn.Module, dims: int = 3, size: int = 16) -> list[Tensor]:
@@ -60,6 +63,35 @@ def test_the_same_bits_as_the_plain_net(
     for _ in range(3):
         assert same(step(model, dims), step(plain, dims))
     assert replayed() > 0
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_with_nested_regions_it_takes_no_more_than_monais(dims: int) -> None:
+    """MONAI's has them; without them less is replayed, and more is kept."""
+    options: dict[str, Any] = {"num_res_units": 0, "dropout": 0.0, "strides": (1, 2, 2)}
+    nested = functools.partial(CheckpointUNet, nested=True)
+    peaks = []
+    for kind in (MonaisCheckpointUNet, nested, CheckpointUNet):
+        model = build(kind, dims, **options)
+        peaks.append(measure(lambda model=model: step(model, dims, 32), device="cpu").peak_bytes)  # type: ignore[misc]
+    monais, found, default = peaks
+    assert found <= monais < default
+    model, plain = build(nested, dims, **options), build(UNet, dims, **options)
+    with counted() as seen:
+        assert same(step(model, dims), step(plain, dims))
+    times = seen["convolution"]
+    names = [name for name, m in model.named_modules() if is_checkpointed(m)]
+    assert {"model.1.submodule", "model.1.submodule.1.submodule"} <= set(names)
+    with counted() as seen:
+        step(build(CheckpointUNet, dims, **options), dims)
+    assert 0 < seen["convolution"] < times
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [name for name, m in each.named_modules() if is_checkpointed(m)] == names
+
+
+def test_nested_is_a_bool() -> None:
+    with pytest.raises(UsageError, match="nested is True or False, not 2"):
+        build(CheckpointUNet, nested=2)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -4,8 +4,8 @@ Problem: MONAI's `CheckpointUNet` wraps every part of every connection block. It
 load into a plain `UNet`, the deepest convolution runs once for each level of the net and its
 BatchNorm counts each time, and evaluation with gradients recomputes too. Invariant: the same net,
 the same keys as `UNet` in both directions, one forward. Imports MONAI, which no other file does,
-modules and `models.keys`. Rejected: regions around the nested sub-blocks too; they hold everything
-deeper, which is small in a U-Net, and would be replayed once for each level above.
+modules, errors and `models.keys`. Rejected: regions around the nested sub-blocks too, unless they
+are asked for: what is in them is small in most U-Nets, and replayed once for each level above.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from lowtide.errors import UsageError
 from lowtide.models.keys import without_wrapper_keys
 from lowtide.modules import ActivationCheckpointWrapper, is_checkpointed
 
@@ -37,10 +38,20 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
     Arguments, parameter names and results are those of `monai.networks.nets.UNet`, in 2D and 3D,
     and weights load in both directions; weights of MONAI's own `CheckpointUNet` load too. Every
     block on the way down, the bottom and every block on the way up is a region of its own: only
-    their inputs are kept. In eval, or with grad disabled, it is a plain `UNet`.
+    their inputs are kept, and each operation is replayed at most once. In eval, or with grad
+    disabled, it is a plain `UNet`.
+
+    `nested=True` has the regions of MONAI's own, which are around all that is deeper too: up to a
+    tenth less is in memory, and the deepest block is replayed once for each level above it.
+
+    Raises:
+        UsageError: `nested` is not a bool.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, nested: bool = False, **kwargs: Any) -> None:
+        if not isinstance(nested, bool):
+            raise UsageError(f"CheckpointUNet: nested is True or False, not {nested!r}")
+        self._nested = nested  # the blocks are made in there
         super().__init__(*args, **kwargs)
         # Copies and unpickled nets get the same regions. TorchScript would not understand the type
         # if it were annotated in the class.
@@ -52,8 +63,9 @@ class CheckpointUNet(UNet):  # type: ignore[misc, unused-ignore]
         # MONAI's own hook: a subclass that makes other blocks gets those checkpointed too.
         ActivationCheckpointWrapper(down_path)
         ActivationCheckpointWrapper(up_path)
-        if not any(isinstance(part, SkipConnection) for part in subblock.modules()):
-            ActivationCheckpointWrapper(subblock)  # the bottom
+        bottom = not any(isinstance(part, SkipConnection) for part in subblock.modules())
+        if bottom or self._nested:
+            ActivationCheckpointWrapper(subblock)
         block: nn.Module = super()._get_connection_block(down_path, up_path, subblock)
         return block
 
