@@ -1,19 +1,24 @@
-"""`lowtide.replayable`: operators that are not torch's, whose results may be dropped.
+"""`lowtide.replayable`: operators and Functions that are not torch's, whose results may be dropped.
 
-Problem: an operator of a library may talk to other processes or to state that no record has, so its
-results are kept (rule 5); a model whose attention or norm is a kernel of its own then saves little.
-Only who wrote the operator knows that it may run twice. Invariant: it is recorded like torch's own
-from then on, and nothing is guessed of what it takes inside. Imports `_compat`, errors and
-operators. Rejected: running it twice to see whether the results are equal, as one that talks to
-others would hang; reading the dispatcher's tags, which nobody sets.
+Problem: an operator of a library may talk to other processes or to state that no record has, and
+nobody sees what the kernel in a custom Function does, so their results are kept (rule 5); a model
+whose attention or norm is a kernel of its own then saves little. Only who wrote it knows that it
+may run twice. Invariant: it is recorded like an operator of torch's from then on, and nothing is
+assumed of what it takes inside. Imports `_compat`, errors, step, functions and operators. Rejected:
+running it twice to see whether the results are equal, as one that talks to others would hang;
+reading the dispatcher's tags, which nobody sets.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
+
 from lowtide import _compat
 from lowtide.errors import UsageError
+from lowtide.step import current_recorder
+from lowtide.tape import functions
 from lowtide.tape.operators import declare_replayable
 
 _T = TypeVar("_T")
@@ -25,19 +30,23 @@ _OF_TORCH = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
 
 
 def replayable(operator: _T) -> _T:
-    """Let lowtide drop what an operator of a library makes, and run it again in backward.
+    """Let lowtide drop what an operator or Function of a library makes, and run it again.
 
-    What custom operators make is kept otherwise, as one may do what must not happen twice. Say it
-    before the first step, once per process; also as the outermost decorator of an operator of your
-    own::
+    What custom operators make is kept otherwise, as one may do what must not happen twice; and so
+    is what a kernel of Triton's or of an extension fills in a `torch.autograd.Function`. Say it
+    before the first step, once per process; also as the outermost decorator of one of your own::
 
         @lowtide.replayable
         @torch.library.custom_op("mylib::swiglu", mutates_args=())
         def swiglu(gate: Tensor, up: Tensor) -> Tensor: ...
 
         lowtide.replayable("flash_attn::_flash_attn_forward")
+        lowtide.replayable(LigerRMSNormFunction)
 
-    The operator has to be a function of its arguments: the same bits from the same tensors, no
+    Of a Function, the forward becomes one operation, which makes what it returns and what else it
+    saves by ``ctx.save_for_backward``. It is called again with a context of its own.
+
+    It has to be a function of its arguments: the same bits from the same tensors, no
     state of its own, no other process. It may draw from the default generator of its device, whose
     state is put back for the replay, and write to the arguments that its schema says it writes,
     whose new content is kept. A kernel that adds up with atomics, in an order that differs from run
@@ -46,15 +55,17 @@ def replayable(operator: _T) -> _T:
 
     Args:
         operator: what `torch.library.custom_op` returned; an operator or overload of
-            ``torch.ops``; or its name, such as ``"mylib::swiglu"``, once the library that defines
-            it was imported.
+            ``torch.ops``; its name, such as ``"mylib::swiglu"``, once the library that defines it
+            was imported; or a subclass of `torch.autograd.Function`.
 
     Returns:
         The same.
 
     Raises:
-        UsageError: it is no operator, or there is none of that name; or it belongs to torch, which
-            says itself what may be replayed, or to a collective.
+        UsageError: it is neither, or there is no operator of that name; or it belongs to torch,
+            of which lowtide knows what may be replayed, or to a collective. A Function whose
+            forward writes to its arguments (``ctx.mark_dirty``) raises `UnsupportedError` when it
+            is called in a recording.
 
     Examples:
         >>> import torch
@@ -65,7 +76,10 @@ def replayable(operator: _T) -> _T:
         >>> twice(torch.ones(1)).item()
         2.0
     """
-    declare_replayable(_checked(operator))
+    if isinstance(operator, type) and issubclass(operator, torch.autograd.Function):
+        functions.declare(operator, current_recorder)
+    else:
+        declare_replayable(_checked(operator))
     return operator
 
 
@@ -73,10 +87,10 @@ def _checked(operator: Any) -> str:
     name = _compat.operator_name(operator)
     if name is None or "::" not in name:
         raise UsageError(
-            "lowtide.replayable takes an operator: what torch.library.custom_op returned, one of "
-            f'torch.ops, or its name, such as "mylib::swiglu"; got {operator!r}. A '
-            "torch.autograd.Function or a plain function needs none of this: what it calls is "
-            "recorded, and what a kernel without an operator makes is kept."
+            "lowtide.replayable takes an operator (what torch.library.custom_op returned, one of "
+            'torch.ops, or its name, such as "mylib::swiglu") or a subclass of '
+            f"torch.autograd.Function; got {operator!r}. A plain function needs none of this: what "
+            "it calls is recorded. Put a kernel that is called there into one of these."
         )
     name = name.partition(".")[0]  # an overload: its operator
     namespace = name.partition("::")[0]

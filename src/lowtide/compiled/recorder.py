@@ -84,6 +84,8 @@ def recorder_class(core: Any) -> type[Recorder]:
         def _aside(self, run: Callable[[], Any]) -> Any:
             return core.aside(run)
 
+        _beside = _aside
+
         def pack_slowly(self, tensor: torch.Tensor) -> Any:
             if _compat.is_wrapper(type(tensor)):
                 self.tape.decisions.kept_whole()

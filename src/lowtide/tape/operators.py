@@ -172,6 +172,7 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: is run, and never replayed.
+        forward: that of a custom Function, see `functions.Rerun`.
         foreign: not torch's own: what it takes inside, and what its backward does, nothing tells.
         added: to torch's own operators, by the program, which may take it away again.
         tried_out: the same while cuDNN tries kernels out, see `_TRIED_OUT`.
@@ -205,6 +206,7 @@ class Facts:
         "fills",
         "fills_saved",
         "foreign",
+        "forward",
         "func",
         "generator",
         "has_bodies",
@@ -238,6 +240,7 @@ class Facts:
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = self.has_bodies = self.foreign = True
+            self.forward = False
             self.writes: tuple[int | str, ...] = ()
             self.statistics: tuple[int, int, int] | None = None
             return
@@ -248,7 +251,7 @@ class Facts:
         self.writes = _written_arguments(schema)
         # Those of the other namespaces that Python code has added are torch's: all of `prims`.
         self.added = namespace == "aten" and _compat.added_in_python(schema)
-        self.foreign = namespace not in _PURE_NAMESPACES
+        self.foreign, self.forward = namespace not in _PURE_NAMESPACES, False
         declared = schema.name in _declared
         self.opaque = (self.foreign and not declared) or schema.name in _NEVER_REPLAYED
         self.opaque = self.opaque or self.added
@@ -291,6 +294,15 @@ class Facts:
         self.places = any(a.name == "device" and a.kwarg_only for a in schema.arguments)
         factory = makes and any(a.name == "dtype" for a in schema.arguments)
         self.ambient = factory or declared or any(part in base for part in _AMBIENT_PARTS)
+
+    @classmethod
+    def of_forward(cls, func: Any, name: str) -> Facts:
+        """Of a function of the program's that may run again, see `functions.Rerun`."""
+        facts = cls(func)
+        facts.name, facts.opaque, facts.has_bodies = name, False, False
+        facts.forward = True
+        facts.random = facts.ambient = True  # as of a declared operator
+        return facts
 
 
 def _written_arguments(schema: Any) -> tuple[int | str, ...]:

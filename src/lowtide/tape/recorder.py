@@ -74,6 +74,7 @@ class Recorder(Encoding, _compat.Mode):
         self.draws: Callable[[], None] | None = None  # called before a random state is read
         self.drawn: Callable[[], None] | None = None  # called when it was read
         self._switches: tuple[object, ...] = ()
+        self._inside = False  # of a forward that is one operation
 
     # ------------------------------------------------------------------ operators
 
@@ -83,6 +84,8 @@ class Recorder(Encoding, _compat.Mode):
         facts = FACTS.get(id(func)) or facts_of(func)
         if kwargs is None:
             kwargs = {}
+        if self._inside and not facts.forward:
+            return _compat.called(func, args, kwargs)
         if self._elsewhere():  # what it makes is known to nobody, and kept
             return _compat.called(func, args, kwargs)
         if types and self.takes_apart and any(map(_compat.is_wrapper, types)):
@@ -402,6 +405,23 @@ class Recorder(Encoding, _compat.Mode):
     def _aside(self, run: Callable[[], Any]) -> Any:
         with _compat.disable_dispatch():
             return run()
+
+    def record_forward(self, forward: Any, args: tuple[Any, ...]) -> None:
+        """Record a `functions.Rerun` as an operation; what it calls is none."""
+        self.met_unusual()
+        self._beside(lambda: self._dispatched(forward, args))
+
+    def _dispatched(self, forward: Any, args: tuple[Any, ...]) -> None:
+        types = {type(tensor) for tensor in tensors_in(args, {})}
+        Recorder.__torch_dispatch__(self, forward, types, args, {})
+
+    def _beside(self, run: Callable[[], Any]) -> Any:
+        """Run in the modes of the program, all but this one."""
+        self._inside = True
+        try:
+            return run()
+        finally:
+            self._inside = False
 
     def pause(self, failed: Callable[[], None] | None = None) -> None:
         """A backward begins inside the recording. The table forgets its values, as through that of
