@@ -297,3 +297,54 @@ def test_a_plan_has_it_as_one_operation() -> None:
         loss = step()
     loss.backward()
     assert limit.report().left_plan_at is None
+
+
+@lowtide.replayable
+class Pair(Function):
+    """Takes tensors in a list, or in a tuple, in which nobody would see that one has changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, others: Any) -> Tensor:
+        _calls["Pair"] += 1
+        out = torch.empty_like(x)
+        unseen(out, x.sin() * others[0] + others[1])
+        ctx.save_for_backward(x, *others)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        x, scale, _ = ctx.saved_tensors
+        return given * x.cos() * scale, None
+
+
+@pytest.mark.parametrize(("kind", "again"), [(list, 1), (tuple, 0)])
+def test_tensors_in_lists_are_known_and_in_tuples_the_call_is_as_it_was(
+    kind: type, again: int
+) -> None:
+    x, others = torch.randn(64, requires_grad=True), (torch.randn(64), torch.randn(64))
+
+    def forward(x: Tensor) -> Tensor:
+        made = [other * 2 for other in others]
+        out: Tensor = Pair.apply(x * 2, kind(made)).exp().sin()  # type: ignore[no-untyped-call]
+        return out
+
+    (wanted,) = torch.autograd.grad(forward(x).sum(), x)
+    with counted() as seen:
+        (found,) = torch.autograd.grad(lowtide.checkpoint(forward, x).sum(), x)
+    assert torch.equal(found, wanted)
+    assert seen.names()["function::Pair"] == again
+
+
+def test_it_is_named_in_tables_and_by_policies() -> None:
+    model, x = blocks(Norm), torch.randn(64, 32)
+    with counted() as seen:
+        way = functools.partial(
+            lowtide.checkpoint, policy=lowtide.policies.KeepOperators("function::Norm")
+        )
+        one_by_one(way, model, x).sum().backward()
+    assert seen.operations
+    assert not seen.names()["function::Norm"]
+    lowtide.replayable(Plain)
+    layer = nn.Linear(32, 32)
+    found = lowtide.saved_tensors(lambda: Plain.apply(layer(x)).sin().sum())  # type: ignore[no-untyped-call]
+    assert "function::Plain" in str(found.by("operator"))

@@ -44,7 +44,8 @@ def replayable(operator: _T) -> _T:
         lowtide.replayable(LigerRMSNormFunction)
 
     Of a Function, the forward becomes one operation, which makes what it returns and what else it
-    saves by ``ctx.save_for_backward``. It is called again with a context of its own.
+    saves by ``ctx.save_for_backward``. It is called again with a context of its own. A call with
+    tensors in tuples or dicts among its arguments is as without this.
 
     It has to be a function of its arguments: the same bits from the same tensors, no
     state of its own, no other process. It may draw from the default generator of its device, whose

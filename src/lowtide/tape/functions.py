@@ -69,9 +69,9 @@ class Rerun:
         """`needs`: which arguments need a gradient, as the forward may ask its context."""
         call = _now.call
         if call is not None and not call.ran:
-            call.ran = True
-            call.result = result = self._forward(call.ctx, args)
             ctx = call.ctx
+            call.result = result = self._forward(ctx, args)
+            call.ran = True  # only now: where a device had no room, it is called once more
         else:
             ctx = _thrown_away(needs)
             result = self._forward(ctx, args)
@@ -105,6 +105,17 @@ def _made_by(
     return tuple(map(new, (*results, *saved)))
 
 
+def _hides_tensors(argument: Any) -> bool:
+    """Whether it has tensors that no record would know of: in anything but a list."""
+    if isinstance(argument, dict):
+        argument = tuple(argument.values())
+    elif type(argument) is list:
+        return any(map(_hides_tensors, argument))
+    if not isinstance(argument, tuple | set | frozenset):
+        return False
+    return any(isinstance(item, torch.Tensor) or _hides_tensors(item) for item in argument)
+
+
 def _key(tensor: torch.Tensor) -> int | None:
     storage = _compat.storage_of(tensor)
     return None if storage is None else _compat.storage_id(storage)
@@ -117,16 +128,16 @@ def declare(function: type[Function], recorder_here: Callable[[], Recorder | Non
     rerun = Rerun(function)
     plain = rerun.forward
 
-    def recordable() -> Recorder | None:
+    def recordable(args: tuple[Any, ...]) -> Recorder | None:
         if torch.compiler.is_compiling() or _now.call is not None or _compat.in_functorch():
             return None
-        return recorder_here()
+        return None if any(map(_hides_tensors, args)) else recorder_here()
 
     if rerun.has_context:
 
         @functools.wraps(plain)
         def forward(ctx: Any, *args: Any) -> Any:
-            recorder = recordable()
+            recorder = recordable(args)
             if recorder is None:
                 return plain(ctx, *args)
             return rerun.record(recorder, ctx, args)
@@ -135,7 +146,7 @@ def declare(function: type[Function], recorder_here: Callable[[], Recorder | Non
 
         @functools.wraps(plain)
         def forward(*args: Any) -> Any:
-            recorder = recordable()
+            recorder = recordable(args)
             return plain(*args) if recorder is None else rerun.record(recorder, None, args)
 
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
