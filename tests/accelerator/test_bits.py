@@ -143,8 +143,39 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
 
 
+@lowtide.replayable
+class Fused(torch.autograd.Function):
+    """One operation of the record, which draws, and saves what it does not return."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float) -> Tensor:
+        kept, slope = torch.rand_like(x) > share, x.sigmoid()
+        ctx.save_for_backward(kept, slope)
+        return x * slope * kept
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        kept, slope = ctx.saved_tensors
+        return given * slope * kept, None
+
+
+class Kernels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + Fused.apply(layer(x), 0.2).tanh()  # type: ignore[no-untyped-call]
+        return x
+
+    @staticmethod
+    def example() -> Tensor:
+        return torch.randn(64, 32, device=DEVICE)
+
+
 SIDE: list[Any] = []
-MODELS = [ConvNet, Transformer, Recurrent, TwoStreams, TwoDevices]
+MODELS = [ConvNet, Transformer, Recurrent, TwoStreams, TwoDevices, Kernels]
 
 
 def forward_and_backward(model: nn.Module, x: Tensor) -> Tensor:
