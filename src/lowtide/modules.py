@@ -21,7 +21,7 @@ from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
 from lowtide.models.copied import GoesAlong
-from lowtide.models.entries import Call, InstanceEntry
+from lowtide.models.entries import Call, InstanceEntry, make_plain
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.keys import without_wrapper_keys
 from lowtide.models.override import (
@@ -315,6 +315,11 @@ class _LoadEitherForm(InstanceEntry):
     attribute = "_load_from_state_dict"
 
     def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        loaded = _compat.calling_module("module")
+        if loaded is not None and self.came_along(loaded):
+            make_plain(loaded)
+            loaded._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
         known_keys = functools.partial(self.module().state_dict, keep_vars=True)
         without_wrapper_keys(state_dict, prefix, known_keys)
         self.plain()(state_dict, prefix, *args, **kwargs)
