@@ -20,6 +20,8 @@ from torch import nn
 from lowtide import _compat
 from lowtide.errors import UncountedWarning, users_frame
 
+_DEPTH = 8  # of lists in lists, which may contain themselves
+
 
 class PassedThrough:
     """One for all modules that one call has checkpointed."""
@@ -29,7 +31,7 @@ class PassedThrough:
 
     def watch(self, module: nn.Module, result: Any) -> Any:
         """Look out for a backward into what this module returned; returns that."""
-        if not self._told and not _traced():
+        if not self._told and not _traced() and not _left_to_others():
             node = _first_node(result)
             if node is not None:
                 node.register_prehook(self._teller(type(module).__name__))
@@ -59,12 +61,21 @@ def _traced() -> bool:
     return _compat.is_traced_by_fx() or _compat.is_traced_by_jit()
 
 
-def _first_node(result: Any) -> Any:
+def _left_to_others() -> bool:
+    """Whether hooks of the program's take what is saved, as those of torch's checkpoint do, or a
+    backward runs: that of its reentrant kind calls the module again."""
+    return _compat.other_hooks_than(None) or _compat.in_backward()
+
+
+def _first_node(result: Any, depth: int = _DEPTH) -> Any:
     """The node of autograd's that made the first result that has one."""
     if isinstance(result, torch.Tensor):
         return result.grad_fn
+    if not depth:
+        return None
     if isinstance(result, Mapping):
         result = result.values()
     elif not isinstance(result, list | tuple):
         return None
-    return next((node for node in map(_first_node, result) if node is not None), None)
+    nodes = (_first_node(one, depth - 1) for one in result)
+    return next((node for node in nodes if node is not None), None)
