@@ -37,12 +37,13 @@ def replayable(operator: _T) -> _T:
 
         lowtide.replayable("flash_attn::_flash_attn_forward")
 
-    The operator has to be a function of its arguments: the same bits from the same tensors, no
-    state of its own, no other process. It may draw from the default generator of its device, whose
-    state is put back for the replay, and write to the arguments that its schema says it writes,
-    whose new content is kept. A kernel that adds up with atomics, in an order that differs from run
-    to run, is not the same function twice: its replay then has other bits, as with
-    `torch.utils.checkpoint`.
+    The operator has to be a function of its arguments: the same bits from the same tensors, whether
+    they require grad or not (in a replay none does), no state of its own, no other process. It may
+    draw from the default generator of its device, whose state is put back for the replay, and write
+    to the arguments that its schema says it writes, whose new content is kept. A kernel that adds
+    up with atomics, in an order that differs from run to run, is not the same function twice: its
+    replay then has other bits, as with `torch.utils.checkpoint`. Under `CompileBudget`, what it
+    makes is kept.
 
     Args:
         operator: what `torch.library.custom_op` returned; an operator or overload of
