@@ -153,6 +153,12 @@ def test_where_others_take_what_is_saved_nothing_is_said(run: Callable[..., Tens
         run(layer, batch()).sum().backward()
 
 
+def test_a_compiled_one_is_one_graph() -> None:
+    model, x = make(by_type), batch()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), make()(x))
+
+
 def test_under_a_transform_nothing_is_watched() -> None:
     model, x = make(by_type), batch().detach()
     found = torch.func.grad(lambda x: model(x).sum())(x)

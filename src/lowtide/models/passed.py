@@ -31,7 +31,7 @@ class PassedThrough:
 
     def watch(self, module: nn.Module, result: Any) -> Any:
         """Look out for a backward into what this module returned; returns that."""
-        if not self._told and not _traced() and not _left_to_others():
+        if not self._told and not _not_plain():
             node = _first_node(result)
             if node is not None:
                 node.register_prehook(self._teller(type(module).__name__))
@@ -54,16 +54,12 @@ class PassedThrough:
         return tell
 
 
-def _traced() -> bool:
-    """Whether a graph is made of what runs now, or a transform of `torch.func` runs it."""
+def _not_plain() -> bool:
+    """Whether a graph is made of what runs now, a transform of `torch.func` runs it, or hooks take
+    what is saved, of a budget or of torch's checkpoint, whose reentrant kind calls the module again
+    in a backward."""
     if torch.compiler.is_compiling() or _compat.in_functorch():
         return True
-    return _compat.is_traced_by_fx() or _compat.is_traced_by_jit()
-
-
-def _left_to_others() -> bool:
-    """Whether hooks of the program's take what is saved, as those of torch's checkpoint do, or a
-    backward runs: that of its reentrant kind calls the module again."""
     return _compat.other_hooks_than(None) or _compat.in_backward()
 
 
