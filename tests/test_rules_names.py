@@ -174,6 +174,28 @@ def test_a_copy_of_the_dictionary_is_to_lowtide_a_plain_model(apply: Apply) -> N
         assert seen
 
 
+class Lends(nn.Linear):
+    def lent(self, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = other.forward(x)
+        return out
+
+
+def test_what_a_copy_of_the_dictionary_has_of_its_own_and_whom_it_calls() -> None:
+    block, x = Lends(3, 3), torch.ones(3)
+    block.forward = patched = torch.sin  # type: ignore[method-assign, assignment]
+    lowtide.checkpoint_modules(block, block)
+    copied = by_dict(block)
+    del copied.__dict__["__getstate__"]  # a library may leave out what it does not know
+    assert torch.equal(copied(x), x.sin())
+    assert vars(copied)["forward"] is patched
+
+    block = Lends(3, 3)
+    lowtide.checkpoint_modules(block, block)
+    copied = by_dict(block)
+    assert torch.equal(copied.lent(block, x), block(x))  # type: ignore[operator]
+    assert not torch.equal(copied(x), block(x))
+
+
 def test_a_copy_of_the_dictionary_of_a_wrapped_block_loads_its_own_weights() -> None:
     block = lowtide.ActivationCheckpointWrapper(nn.Linear(3, 3))
     copied = by_dict(block)
