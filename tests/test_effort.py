@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.errors import BudgetError
 from lowtide.kernels import results
 from lowtide.kernels.results import made_by
 from lowtide.learning.awaited import Awaited
 from lowtide.learning.effort import Effort, annealings
 from lowtide.learning.planning import Planning
+from lowtide.learning.refusals import Refusals
 from lowtide.memory.marks import OwnEvents
+from lowtide.observing.leaves import Leaves
+from lowtide.observing.seen import Seen
 from once import on_one_recorder
 
 pytestmark = [on_one_recorder, pytest.mark.usefixtures("one_thread")]
@@ -273,3 +277,26 @@ def test_several_backwards_that_no_plan_fits_are_not_measured_for_ever() -> None
 def test_the_longer_the_steps_the_longer_the_search_beside_them() -> None:
     """For as long as ten steps take, and at most eight times as long as others wait for."""
     assert [annealings(step) for step in (0.0, 1e-3, 0.1, 0.2, 60.0)] == [1, 1, 2, 4, 8]
+
+
+def test_with_more_room_none_is_refused_again() -> None:
+    seen = Seen((), frozenset(), {}, {}, 0)
+    refusals = Refusals()
+    assert refusals.not_yet(seen)
+    refusals.add(seen, BudgetError("too small"))
+    assert refusals
+    assert refusals.of((), (), {}, 0)
+    refusals.clear()
+    assert not refusals
+    assert refusals.of((), (), {}, 0) is None
+    assert refusals.not_yet(seen)
+
+
+def test_gradients_to_come_are_those_of_parameters_that_nothing_has_read() -> None:
+    model, leaves = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1), nn.LazyLinear(2)), Leaves()
+    first, second = model[0], model[1]
+    first.bias.requires_grad_(False)  # type: ignore[union-attr, operator]
+    second.bias.grad = torch.zeros(1)  # type: ignore[union-attr]
+    assert leaves.to_come(model) == 4 * (6 + 3)
+    leaves.gradients[id(first.weight)] = 0, 24
+    assert leaves.to_come(model) == 4 * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from against_plain import bits, counted
@@ -114,6 +116,47 @@ def test_a_result_in_a_dictionary_is_looked_into() -> None:
     layer = lowtide.ActivationCheckpointWrapper(InADict(4, 4)).eval()
     with pytest.warns(UncountedWarning, match="through a InADict that"):
         layer(batch())["out"][0].sum().backward()
+
+
+class InItself(nn.Linear):
+    def forward(self, x: Tensor) -> list[Any]:  # type: ignore[override]
+        found: list[Any] = []
+        found += [found, super().forward(x)]
+        return found
+
+
+def test_a_result_that_contains_itself_is_no_obstacle() -> None:
+    layer = lowtide.ActivationCheckpointWrapper(InItself(4, 4)).eval()
+    with pytest.warns(UncountedWarning, match="through a InItself that"):
+        layer(batch())[1].sum().backward()
+
+
+def offloaded(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        out: Tensor = layer(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        offloaded,
+        functools.partial(checkpoint, use_reentrant=False),
+        functools.partial(checkpoint, use_reentrant=True),
+    ],
+    ids=["offloaded", "checkpoint", "reentrant"],
+)
+def test_where_others_take_what_is_saved_nothing_is_said(run: Callable[..., Tensor]) -> None:
+    layer = lowtide.ActivationCheckpointWrapper(nn.Sequential(nn.Linear(4, 4), nn.GELU())).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(layer, batch()).sum().backward()
+
+
+def test_a_compiled_one_is_one_graph() -> None:
+    model, x = make(by_type), batch()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), make()(x))
 
 
 def test_under_a_transform_nothing_is_watched() -> None:

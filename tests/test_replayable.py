@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from against_plain import WAYS, Way, bits, counted
+from against_plain import WAYS, Way, bits, check, counted, leaf
+from against_plain import gradients as gradients_of
 from lowtide.tape import operators
 
 _LIBRARY = "lowtide_tests_replayable"
@@ -63,6 +64,27 @@ dropped.register_autograd(
 @torch.library.custom_op(f"{_LIBRARY}::add_to", mutates_args={"total"})
 def add_to(total: Tensor, x: Tensor) -> None:
     total.add_(x)
+
+
+@lowtide.replayable
+@torch.library.custom_op(f"{_LIBRARY}::as_switched", mutates_args=())
+def as_switched(x: Tensor) -> Tensor:
+    return x.sin() if torch.are_deterministic_algorithms_enabled() else x.cos()
+
+
+@lowtide.replayable
+@torch.library.custom_op(f"{_LIBRARY}::spacious", mutates_args=())
+def spacious(x: Tensor) -> Tensor:
+    inside = [x * number for number in range(5)]
+    return inside[0].copy_(inside[4])
+
+
+@spacious.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+spacious.register_autograd(lambda ctx, given: given * 4)
 
 
 class Block(nn.Module):
@@ -168,6 +190,37 @@ def test_a_budget_is_held_from_the_first_step_on_with_such_operators() -> None:
     report = limit.report()
     assert report.planned
     assert report.replayed_operations
+    assert report.highest_peak is not None
+    assert report.highest_peak <= report.limit  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_switches_are_as_they_were_when_it_is_replayed(way: Way) -> None:
+    def scenario(way: Way) -> list[Tensor | None]:
+        x = leaf(8, 8)
+        loss = way(lambda x: (x * as_switched(x.detach().exp())).sin().sum(), x)
+        torch.use_deterministic_algorithms(True)
+        try:
+            return gradients_of(loss, x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    assert check(scenario, way).names()[f"{_LIBRARY}::as_switched"]
+
+
+def test_what_it_takes_inside_has_room_in_the_first_step_already() -> None:
+    """Nothing tells that it takes five times its input."""
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = x.sin().cos()
+        return spacious(x).sum()
+
+    with lowtide.budget(15 * 64 * 256 * 4) as limit:
+        loss = forward(x)
+    loss.backward()
+    report = limit.report()
     assert report.highest_peak is not None
     assert report.highest_peak <= report.limit  # type: ignore[operator]
 

@@ -159,6 +159,53 @@ def test_a_copy_of_the_dictionary_runs_with_its_own_parameters(apply: Apply, hoo
 
 
 @applied
+def test_a_copy_of_the_dictionary_is_to_lowtide_a_plain_model(apply: Apply) -> None:
+    """It is no region that was there before, and what it is given is not put on the original."""
+    model, plain = make(), make()
+    apply(model)
+    wanted, found = by_dict(plain), by_dict(model)
+    before = {name: value for name, value in vars(model).items() if callable(value)}
+    apply(found)
+    assert {name: value for name, value in vars(model).items() if callable(value)} == before
+    assert vars(found).keys() == vars(model).keys()
+    for one, other in ((found, wanted), (model, plain)):
+        with recorded() as seen:
+            assert all(map(torch.equal, step(one), step(other)))
+        assert seen
+
+
+class Lends(nn.Linear):
+    def lent(self, other: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = other.forward(x)
+        return out
+
+
+def test_what_a_copy_of_the_dictionary_has_of_its_own_and_whom_it_calls() -> None:
+    block, x = Lends(3, 3), torch.ones(3)
+    block.forward = patched = torch.sin  # type: ignore[method-assign, assignment]
+    lowtide.checkpoint_modules(block, block)
+    copied = by_dict(block)
+    del copied.__dict__["__getstate__"]  # a library may leave out what it does not know
+    assert torch.equal(copied(x), x.sin())
+    assert vars(copied)["forward"] is patched
+
+    block = Lends(3, 3)
+    lowtide.checkpoint_modules(block, block)
+    copied = by_dict(block)
+    assert torch.equal(copied.lent(block, x), block(x))  # type: ignore[operator]
+    assert not torch.equal(copied(x), block(x))
+
+
+def test_a_copy_of_the_dictionary_of_a_wrapped_block_loads_its_own_weights() -> None:
+    block = lowtide.ActivationCheckpointWrapper(nn.Linear(3, 3))
+    copied = by_dict(block)
+    state = {name: torch.ones_like(p) for name, p in block.state_dict().items()}
+    copied.load_state_dict(state)
+    assert all(map(torch.equal, copied.state_dict().values(), state.values()))
+    assert not any(map(torch.equal, block.state_dict().values(), state.values()))
+
+
+@applied
 def test_a_forward_that_another_module_was_given_stays_that_of_its_module(apply: Apply) -> None:
     model, plain = make(), make()
     apply(model)

@@ -102,6 +102,17 @@ def test_steps_fill_the_whole() -> None:
     assert pieces is None
 
 
+def test_a_part_that_begins_between_two_steps_counts_for_no_more_than_it_is() -> None:
+    base = torch.empty(6)
+    pieces = Pieces.of(base)
+    for part in (base[3:], base[1::2]):
+        assert pieces is not None
+        pieces = pieces.after(Ref(None, part))
+    assert pieces is not None
+    assert pieces.cover(base[3:])
+    assert not pieces.cover(base[2:3])
+
+
 # ---------------------------------------------------------------------- the same bits
 
 

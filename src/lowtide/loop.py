@@ -74,7 +74,7 @@ class Loop:
         self.where = Where(device, self._moved)
         self.knows = knows = Knowledge(limit, ranks)
         self._ranks, self._plans, self._effort = ranks, knows.plans, knows.effort
-        self._refused, self._beside = knows.refused, knows.beside
+        self._beside = knows.beside
         self.allowance, self.behind = knows.allowance, knows.behind
         self._resizing = Resizing(knows)
         self._reported = Reported(knows)

@@ -3,7 +3,7 @@
 Problem: users think in layers and blocks, the engine in regions. Invariant (rules 11 and 12): the
 model keeps its class, names, weights, pickles and copies; a region exists only where a chosen
 module is called in training with grad enabled, and `remove()` leaves no trace. Imports checkpoint,
-override, copied, passed, selection, step, foreign, keys and errors. Rejected: wrapper modules,
+override, copied, passed, selection, foreign, keys and errors. Rejected: wrapper modules,
 which put their own name into every key below them.
 """
 
@@ -21,7 +21,7 @@ from lowtide import _compat
 from lowtide.checkpoint import TORCH_KEYWORDS, checkpoint
 from lowtide.errors import UsageError
 from lowtide.models.copied import GoesAlong
-from lowtide.models.entries import Call, InstanceEntry
+from lowtide.models.entries import Call, InstanceEntry, make_plain
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.keys import without_wrapper_keys
 from lowtide.models.override import (
@@ -35,7 +35,6 @@ from lowtide.models.passed import PassedThrough
 from lowtide.models.removable import Removable
 from lowtide.policies import PolicyLike, check_policy
 from lowtide.selection import Which, is_container, select
-from lowtide.step import current_recorder
 
 __all__ = [
     "ActivationCheckpointWrapper",
@@ -190,8 +189,7 @@ def _checkpoint_one(module: nn.Module, policy: Any, passed: PassedThrough | None
             if owner is None or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if passed is not None and not owner.training:
-                result = forward(*args, **kwargs)
-                return result if current_recorder() is not None else passed.watch(owner, result)
+                return passed.watch(owner, forward(*args, **kwargs))
             return run_region(forward, args, kwargs, policy)
 
         return call
@@ -315,6 +313,11 @@ class _LoadEitherForm(InstanceEntry):
     attribute = "_load_from_state_dict"
 
     def __call__(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        loaded = _compat.calling_module("module")
+        if loaded is not None and self.came_along(loaded):
+            make_plain(loaded)
+            loaded._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
         known_keys = functools.partial(self.module().state_dict, keep_vars=True)
         without_wrapper_keys(state_dict, prefix, known_keys)
         self.plain()(state_dict, prefix, *args, **kwargs)

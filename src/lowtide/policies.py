@@ -299,6 +299,8 @@ def _all_qualified(names: tuple[Any, ...], caller: str) -> frozenset[str]:
     for name in names:
         if _compat.is_operator(name):
             name = str(name)
+        elif not isinstance(name, str):
+            name = _compat.operator_name(name) or name
         if not isinstance(name, str):
             raise UsageError(
                 f'{caller} takes one operator per argument: {caller}("mm", "aten::addmm"); got '

@@ -47,12 +47,13 @@ def replayable(operator: _T) -> _T:
     saves by ``ctx.save_for_backward``. It is called again with a context of its own. A call with
     tensors in tuples or dicts among its arguments is as without this.
 
-    It has to be a function of its arguments: the same bits from the same tensors, no
-    state of its own, no other process. It may draw from the default generator of its device, whose
-    state is put back for the replay, and write to the arguments that its schema says it writes,
+    Either has to be a function of its arguments: the same bits from the same tensors, whether they
+    require grad or not (in a replay none does; ``ctx.needs_input_grad`` is as it was), no state of
+    its own, no other process. It may draw from the default generator of its device, whose state is
+    put back for the replay. An operator may write to the arguments that its schema says it writes,
     whose new content is kept. A kernel that adds up with atomics, in an order that differs from run
     to run, is not the same function twice: its replay then has other bits, as with
-    `torch.utils.checkpoint`.
+    `torch.utils.checkpoint`. Under `CompileBudget`, what they make is kept.
 
     Args:
         operator: what `torch.library.custom_op` returned; an operator or overload of

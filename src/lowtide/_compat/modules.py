@@ -34,16 +34,17 @@ def forward_of_class(module: torch.nn.Module) -> Callable[..., Any]:
         return module.__getattr__("forward")  # type: ignore[return-value]
 
 
-def calling_module() -> torch.nn.Module | None:
-    """The module whose call has called the function that asks; None if no module's has.
+def calling_module(name: str = "self") -> torch.nn.Module | None:
+    """The module that torch's code for modules, which has called the function that asks, does it
+    for, and calls by this name; None if that code has not called it.
 
-    A module calls `self.forward` without a word of who it is, and an entry in its `__dict__` is not
-    bound to it: only the frame of the call knows.
+    It calls `self.forward` without a word of who that is, and an entry in a `__dict__` is not bound
+    to a module: only the frame of the call knows. `load_state_dict` says `module`.
     """
     frame = sys._getframe(2)
     if frame.f_globals is not vars(torch.nn.modules.module):
         return None
-    found = frame.f_locals.get("self")
+    found = frame.f_locals.get(name)
     return found if isinstance(found, torch.nn.Module) else None
 
 

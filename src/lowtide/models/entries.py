@@ -24,7 +24,8 @@ class InstanceEntry:
 
     Copies of the module are plain. `_PlainState` removes the entry from the usual state. If a class
     copies its `__dict__` by other means, `__reduce__` and `__deepcopy__` give the copy's own bound
-    method. A copy of the `__dict__` itself becomes plain when it is called.
+    method. A copy of the `__dict__` itself becomes plain when it is called, loads, or is given to
+    lowtide.
     """
 
     attribute = ""
@@ -41,6 +42,10 @@ class InstanceEntry:
                 "itself while its methods are in use"
             )
         return module
+
+    def came_along(self, module: nn.Module) -> bool:
+        """Whether it is in a copy of the `__dict__` of another module."""
+        return module is not self._module() and module.__dict__.get(self.attribute) is self
 
     def plain(self) -> Call:
         """What the module would call without lowtide."""

@@ -84,17 +84,15 @@ class _ForwardOverride(InstanceEntry):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             called = _compat.calling_module()
-            if called is not None and self._came_along(called):
+            if called is not None and self.came_along(called):
                 make_plain(called)
                 return called.forward(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def _came_along(self, called: nn.Module) -> bool:
+    def came_along(self, module: nn.Module) -> bool:
         """Whether this belongs to another module, of whose `__dict__` this one has a copy: it would
         run with that one's parameters. Not if somebody has assigned that one's forward alone."""
-        if called is self._module():
-            return False
-        return any(called.__dict__.get(one.attribute) is one for one in self.companions)
+        return any(one.came_along(module) for one in self.companions)
 
     def bound_to(self, copied: nn.Module) -> Call:
         return types.MethodType(self.__func__, copied)  # which keeps the copy
@@ -318,7 +316,16 @@ def add_entry(entry: InstanceEntry) -> None:
 
 
 def find_override(module: nn.Module) -> _ForwardOverride | None:
-    """The override on `module`, also if somebody has wrapped its forward since."""
+    """The override on `module`, also if somebody has wrapped its forward since. If that is another
+    module's, of whose `__dict__` this one has a copy, it is taken off the copy."""
+    found = _override_in(module)
+    if found is None or not found.came_along(module):
+        return found
+    make_plain(module)
+    return _override_in(module)
+
+
+def _override_in(module: nn.Module) -> _ForwardOverride | None:
     forward = module.__dict__.get("forward")
     for _ in range(32):  # a wrapper may name itself as what it wraps
         if isinstance(forward, _ForwardOverride):

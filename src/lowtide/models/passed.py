@@ -20,6 +20,8 @@ from torch import nn
 from lowtide import _compat
 from lowtide.errors import UncountedWarning, users_frame
 
+_DEPTH = 8  # of lists in lists, which may contain themselves
+
 
 class PassedThrough:
     """One for all modules that one call has checkpointed."""
@@ -29,7 +31,7 @@ class PassedThrough:
 
     def watch(self, module: nn.Module, result: Any) -> Any:
         """Look out for a backward into what this module returned; returns that."""
-        if not self._told and not _traced():
+        if not self._told and not _not_plain():
             node = _first_node(result)
             if node is not None:
                 node.register_prehook(self._teller(type(module).__name__))
@@ -52,19 +54,24 @@ class PassedThrough:
         return tell
 
 
-def _traced() -> bool:
-    """Whether a graph is made of what runs now, or a transform of `torch.func` runs it."""
+def _not_plain() -> bool:
+    """Whether a graph is made of what runs now, a transform of `torch.func` runs it, or hooks take
+    what is saved, of a budget or of torch's checkpoint, whose reentrant kind calls the module again
+    in a backward."""
     if torch.compiler.is_compiling() or _compat.in_functorch():
         return True
-    return _compat.is_traced_by_fx() or _compat.is_traced_by_jit()
+    return _compat.other_hooks_than(None) or _compat.in_backward()
 
 
-def _first_node(result: Any) -> Any:
+def _first_node(result: Any, depth: int = _DEPTH) -> Any:
     """The node of autograd's that made the first result that has one."""
     if isinstance(result, torch.Tensor):
         return result.grad_fn
+    if not depth:
+        return None
     if isinstance(result, Mapping):
         result = result.values()
     elif not isinstance(result, list | tuple):
         return None
-    return next((node for node in map(_first_node, result) if node is not None), None)
+    nodes = (_first_node(one, depth - 1) for one in result)
+    return next((node for node in nodes if node is not None), None)
