@@ -278,3 +278,13 @@ def test_what_is_refused(what: Any, text: str, undeclared: set[str]) -> None:
     with pytest.raises(lowtide.UsageError, match=text):
         lowtide.replayable(what)
     assert undeclared == before
+
+
+def test_a_policy_takes_what_custom_op_returned() -> None:
+    keep = lowtide.policies.KeepOperators
+    assert keep(kept) == keep(f"{_LIBRARY}::kept")
+    model, x = blocks(declared), torch.randn(64, 16)
+    with counted() as seen:
+        lowtide.checkpoint(model, x, policy=keep(declared)).sum().backward()
+    assert seen.operations
+    assert not seen.names()[f"{_LIBRARY}::declared"]
