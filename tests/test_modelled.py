@@ -173,6 +173,42 @@ def test_gradients_that_share_memory(name: str, monkeypatch: pytest.MonkeyPatch)
     compare(modelled, measured, 0.06, 64 << 10)
 
 
+def normalized(x: Tensor) -> Tensor:
+    # Both are given to the operator right after they were made, and it saves them.
+    mean, var = torch.zeros(32).clone(), torch.ones(32).clone()
+    return torch.native_batch_norm(x, None, None, mean, var, False, 0.1, 1e-5)[0]
+
+
+PLACES = torch.randint(0, 31, (64, 32))
+MADE_BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather": lambda x: x.gather(-1, PLACES.clamp(0, 30)),
+    "take": lambda x: x.take(PLACES + 1),
+    "clamp": lambda x: torch.clamp(x, torch.zeros(64, 32)),
+    "masked_select": lambda x: x.masked_select(PLACES > 3),
+    "nll_loss": lambda x: nn.functional.nll_loss(x, PLACES[:, 0] + 1),
+    "maximum": lambda x: torch.maximum(x, x.new_full((64, 32), 0.5)),
+    "where": lambda x: torch.where(PLACES > 3, x, x.exp()),
+    "embedding_bag": lambda x: nn.functional.embedding_bag(PLACES + 1, x, mode="max"),
+    "batch_norm": normalized,
+}
+
+
+@pytest.mark.parametrize("name", MADE_BEFORE)
+def test_what_is_made_without_a_gradient_is_saved_by_what_reads_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right before it. As a result of the operation that made it, it would be asked for last."""
+    w = torch.randn(64, 32, requires_grad=True)
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            loss = MADE_BEFORE[name](w.sin()).exp().mean()
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    assert [e.value for e in modelled.events] == [e.value for e in measured.events]
+
+
 class Looked(nn.Module):
     """A table with a sparse gradient, of the rows that were looked up."""
 
@@ -698,7 +734,7 @@ def test_what_one_backward_takes() -> None:
         nbytes, nbytes, (False,), (True,), (True,), (True,)
     )
     assert cost_of(aten.eq.Tensor, x, y) == Cost(
-        0, 0, (None, None), (False, False), (False, False), ()
+        0, 0, (None, None), (False, False), (False, False), (False,)
     )
 
 

@@ -197,6 +197,8 @@ def _places(
             places.append((before, before, True))
         elif nearest:
             places.append((before if saved is None else after, after, saved is None))
+        elif saved == () and sequence < count and before not in ended:
+            places.append((after, after, False))  # running statistics are not among its inputs
         else:
             writer = None if saved is None else _writer(ops, number, sequence)
             places.append((before, before, True) if writer is None else (writer, writer, False))

@@ -155,7 +155,7 @@ def _run(call: Call) -> Cost:
     made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
     if not made:
         none = (False,) * len(wanted)
-        return Cost(0, 0, (None,) * len(wanted), none, none, ())
+        return Cost(0, 0, (None,) * len(wanted), none, none, results)
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
