@@ -190,6 +190,7 @@ MADE_BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda x: torch.where(PLACES > 3, x, x.exp()),
     "embedding_bag": lambda x: nn.functional.embedding_bag(PLACES + 1, x, mode="max"),
     "batch_norm": normalized,
+    "rrelu": lambda x: nn.functional.rrelu(x, training=True).sin(),
 }
 
 
@@ -207,6 +208,37 @@ def test_what_is_made_without_a_gradient_is_saved_by_what_reads_it(
 
     modelled, measured = modelled_and_measured(monkeypatch, step)
     assert [e.value for e in modelled.events] == [e.value for e in measured.events]
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "sum of a scatter"])
+def test_a_gradient_that_arrives_in_another_order_than_it_is_read_in(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sine of transposed numbers gets is not transposed, as a sum made it: the backward of
+    the normalization before copies it. To the byte, with the gradient that the loss begins with."""
+    layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+    x, places = torch.randn(16, 16, 48), torch.randint(0, 16, (16, 16, 48))
+
+    def part(x: Tensor) -> Tensor:
+        if name == "layer_norm":
+            return nn.functional.layer_norm(x.mT, (16,)).mT.sin()
+        return torch.zeros_like(x).scatter(1, places, x.tanh())
+
+    def step(budget: lowtide.Budget) -> None:
+        with budget:
+            y = x
+            for layer in layers:
+                y = y + part(layer(y))
+            loss = y.square().mean()
+        loss.backward()
+
+    modelled, measured = modelled_and_measured(monkeypatch, step)
+    assert [e.value for e in modelled.events] == [e.value for e in measured.events]
+    least = [max(e.peak_other, e.after) for e in measured.events]
+    assert all(
+        max(guess.peak_other, guess.after) >= real
+        for guess, real in zip(modelled.events, least, strict=True)
+    )
 
 
 class Looked(nn.Module):

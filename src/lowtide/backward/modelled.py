@@ -99,7 +99,7 @@ def modelled_events(
     )
     done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
-    fixed += 0 if seen.sparing else seen.turnover
+    fixed += seen.names.of_losses(sizes) + (0 if seen.sparing else seen.turnover)
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
         order = _to_come(seen, places)

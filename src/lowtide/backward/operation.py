@@ -65,7 +65,8 @@ class Cost:
             view of that of the output (True), memory of its own (False), or None: it gets none.
         fresh: for the same: whether nothing else refers to the gradient's memory, so that another
             may be added to it in place.
-        contiguous: for the same: whether the gradient is contiguous.
+        contiguous: for the same: whether the gradient is contiguous, or is if that of the output
+            is, which may come in either order where the output is transposed.
         astray: for those of them, counted from 0, whose gradient may be laid out in memory in
             another way than the argument: the bytes of the memory that it is in.
         saved: for each storage that the operation made, in order, whether autograd saves it as a
@@ -170,16 +171,21 @@ def _run(call: Call) -> Cost:
         lent is False and not _compat.is_view(gradient)
         for gradient, lent in zip(found, given, strict=True)
     ]
-    contiguous = tuple([g is not None and g.is_contiguous() for g in found])
+    contiguous = [g is not None and g.is_contiguous() for g in found]
     astray = _astray(found, wanted)
     if turned:
-        astray |= _astray(torch.autograd.grad(made, wanted, straight, allow_unused=True), wanted)
+        again = torch.autograd.grad(made, wanted, straight, allow_unused=True)
+        astray |= _astray(again, wanted)
+        contiguous = [
+            c or (g is not None and g.is_contiguous())
+            for c, g in zip(contiguous, again, strict=True)
+        ]
     return Cost(
         counting.peak,
         counting.level,
         tuple(given),
         tuple(fresh),
-        contiguous,
+        tuple(contiguous),
         results,
         tuple(astray.items()),
     )
