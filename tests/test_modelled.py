@@ -696,6 +696,28 @@ def test_kernels_of_several_steps_take_more_than_they_make() -> None:
         assert modelled == pytest.approx(peak - made, abs=4096), (name, args[2:])
 
 
+@pytest.mark.parametrize("size", [3, 40])
+@pytest.mark.parametrize(("mode", "padding"), [(0, -1), (0, 3), (1, -1), (2, -1)])
+def test_embedding_bags_take_more_than_they_make(mode: int, padding: int, size: int) -> None:
+    aten, table, indices = torch.ops.aten, torch.randn(50, 16), torch.randint(50, (12_000,))
+    places = torch.arange(0, 12_000, size)
+    bags = (table, indices, places, False, mode, False, None, False, padding)
+    found = aten._embedding_bag.default(*bags)
+    rest = (torch.randn_like(found[0]), indices, places, *found[1:], 50, False, mode, False, None)
+    operators = {
+        aten._embedding_bag.default: bags,
+        aten._embedding_bag_backward.default: (*rest, padding),
+    }
+    for operator, args in operators.items():
+        made = operator(*args)
+        parts = made if isinstance(made, tuple) else (made,)
+        nbytes = sum(part.untyped_storage().nbytes() for part in parts)
+        peak = lowtide.measure(lambda o=operator, a=args: o(*a), device="cpu").peak_bytes
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        modelled = kernel_workspace(operator._schema.name, tensors, args, nbytes)
+        assert modelled == pytest.approx(peak - nbytes, abs=64), operator
+
+
 FLAGS = torch.ones(500, dtype=torch.bool)
 
 

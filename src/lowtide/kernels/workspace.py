@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.kernels import cuda
+from lowtide.kernels.bags import bags_backward_workspace, bags_workspace
 from lowtide.kernels.blocks import padded
 from lowtide.kernels.convolution import convolution_workspace
 from lowtide.kernels.cuda import cuda_workspace
@@ -231,6 +232,8 @@ _FEW_ROWS = 25
 _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::roll": _rolled,
     "aten::_ctc_loss_backward": _table,
+    "aten::_embedding_bag": bags_workspace,
+    "aten::_embedding_bag_backward": bags_backward_workspace,
     "aten::masked_select": _selected,
     "aten::soft_margin_loss_backward": _soft_margins,
     "aten::_cdist_forward": _distances,
