@@ -210,7 +210,7 @@ def test_what_is_made_without_a_gradient_is_saved_by_what_reads_it(
     assert [e.value for e in modelled.events] == [e.value for e in measured.events]
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "sum of a scatter"])
+@pytest.mark.parametrize("name", ["layer_norm", "sum of a scatter", "fft", "complex"])
 def test_a_gradient_that_arrives_in_another_order_than_it_is_read_in(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +222,10 @@ def test_a_gradient_that_arrives_in_another_order_than_it_is_read_in(
     def part(x: Tensor) -> Tensor:
         if name == "layer_norm":
             return nn.functional.layer_norm(x.mT, (16,)).mT.sin()
+        if name == "fft":  # the gradient of its input is every other number of a complex one
+            return torch.fft.fft2(x).real.sin()
+        if name == "complex":
+            return torch.complex(x, torch.ones_like(x)).abs().sin()
         return torch.zeros_like(x).scatter(1, places, x.tanh())
 
     def step(budget: lowtide.Budget) -> None:
