@@ -80,6 +80,8 @@ def lifetimes(
                 most = max(map(sizes.__getitem__, ops[start].outputs))
                 apart = given and sizes[number] != most
                 turned = number in (ops[start].turned if given else ops[start].athwart)
+                if number in ops[start].perhaps and not given and not turned:
+                    turned = not _of_one_number(ops, start, sizes, readers)
                 if (apart and not remade) or turned:
                     copies[index] += _copied(log, number, sizes) if turned else sizes[number]
             apart = only and given and ops[start].name in _COMPLEX

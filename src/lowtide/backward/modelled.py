@@ -63,6 +63,11 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
                 if given is False and straight
             ]
             log.athwart = tuple(n for n in own if n in log.turned)
+            log.perhaps = tuple(
+                n
+                for (n, given), straight in zip(pairs, cost.in_order, strict=False)
+                if given is False and straight and n in log.turned
+            )
             log.remade = tuple(n for n in log.remade if n in own or n in log.viewing)
 
 

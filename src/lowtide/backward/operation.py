@@ -65,10 +65,11 @@ class Cost:
             view of that of the output (True), memory of its own (False), or None: it gets none.
         fresh: for the same: whether nothing else refers to the gradient's memory, so that another
             may be added to it in place.
-        contiguous: for the same: whether the gradient is contiguous, or is if that of the output
-            is, which may come in either order where the output is transposed.
+        contiguous: for the same: whether the gradient is contiguous.
         astray: for those of them, counted from 0, whose gradient may be laid out in memory in
             another way than the argument: the bytes of the memory that it is in.
+        in_order: for the same, where the output is transposed: whether the gradient is contiguous
+            if that of the output is, as a sum may have made it.
         saved: for each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
@@ -80,6 +81,7 @@ class Cost:
     contiguous: tuple[bool, ...]
     saved: tuple[bool, ...]
     astray: tuple[tuple[int, int], ...] = ()
+    in_order: tuple[bool, ...] = ()
 
 
 def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
@@ -171,23 +173,21 @@ def _run(call: Call) -> Cost:
         lent is False and not _compat.is_view(gradient)
         for gradient, lent in zip(found, given, strict=True)
     ]
-    contiguous = [g is not None and g.is_contiguous() for g in found]
-    astray = _astray(found, wanted)
+    contiguous = tuple([g is not None and g.is_contiguous() for g in found])
+    astray, in_order = _astray(found, wanted), tuple[bool, ...]()
     if turned:
         again = torch.autograd.grad(made, wanted, straight, allow_unused=True)
         astray |= _astray(again, wanted)
-        contiguous = [
-            c or (g is not None and g.is_contiguous())
-            for c, g in zip(contiguous, again, strict=True)
-        ]
+        in_order = tuple([g is not None and g.is_contiguous() for g in again])
     return Cost(
         counting.peak,
         counting.level,
         tuple(given),
         tuple(fresh),
-        tuple(contiguous),
+        contiguous,
         results,
         tuple(astray.items()),
+        in_order,
     )
 
 
