@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import lowtide
 from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.backward.operation import costs, describe
+from lowtide.dryrun.shapes import Shapes
 from lowtide.tape.operators import facts_of
 from once import on_one_recorder
 
@@ -51,6 +53,22 @@ def test_one_hot(case: str) -> None:
 
     assert follows(step, x, labels)
     assert F.one_hot is usual
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["int64", "int32", "lists"])
+def test_a_loss_of_sequences_needs_their_lengths_only(kind: str, reduction: str) -> None:
+    layers, usual = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 10)), torch.ctc_loss
+    x, labels = torch.randn(20, 8, 16), torch.randint(1, 10, (8, 5))
+    lengths: tuple[Any, Any] = torch.full((8,), 20), torch.tensor([5, 4, 3, 5, 1, 2, 5, 5])
+    lengths = tuple(t.tolist() if kind == "lists" else t.to(getattr(torch, kind)) for t in lengths)
+    loss = nn.CTCLoss(reduction=reduction, zero_infinity=kind == "int32")
+
+    def step(x: Tensor, labels: Tensor, ends: Any, most: Any) -> Tensor:
+        return loss(layers(x).log_softmax(-1), labels, ends, most)
+
+    assert follows(step, x, labels, *lengths)
+    assert torch.ctc_loss is usual
 
 
 @pytest.mark.parametrize("how", ["function", "method", "operator", "autocast"])
@@ -317,3 +335,22 @@ def test_a_mixture_of_experts(dtype: torch.dtype, transposed: bool) -> None:
     # A first step, of whose backward nothing was measured, is not refused what it can do with.
     budget = lowtide.budget(int(1.05 * made.minimum_peak))
     assert lowtide.measure(step, budget, device="cpu").peak_bytes <= budget.limit
+
+
+@pytest.mark.parametrize("name", ["_fft_r2c", "_fft_c2c", "_fft_c2r"])
+def test_the_layout_of_a_transform(name: str) -> None:
+    """Dimensions with equal strides, as those that are expanded, get an order of their own."""
+    mode = fakes.fake_mode()
+    shapes = Shapes(mode)
+    draws, operator = random.Random(0), getattr(torch.ops.aten, name).default
+    for _ in range(100):
+        dims = draws.randint(3, 4)
+        sizes = [draws.choice((2, 3, 4)) for _ in range(dims)]
+        order, over = draws.sample(range(dims), dims), draws.sample(range(dims), 1)
+        dtype = torch.float32 if name == "_fft_r2c" else torch.complex64
+        here = torch.randn([1 if draws.random() < 0.5 else sizes[d] for d in order], dtype=dtype)
+        here = here.permute([order.index(d) for d in range(dims)]).expand(sizes)
+        last = 2 * sizes[over[-1]] - 2 if name == "_fft_c2r" else True
+        made = operator(here, over, 0, last)
+        fake = fakes.faked(mode, here, here.device)
+        assert shapes(operator, (fake, over, 0, last), {}).stride() == made.stride()

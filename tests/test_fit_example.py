@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
@@ -150,3 +151,48 @@ def test_an_output_that_has_a_name_until_the_step_is_over() -> None:
     budget = lowtide.fit(net, limit, example=(x, labels))
     assert peak() <= limit
     assert budget.report().planned
+
+
+def wide() -> nn.Module:
+    """What it returns is wider than what it makes on the way."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(32, 64))
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "squares": lambda y: y.square().mean(),
+    "classes": lambda y: F.cross_entropy(y, torch.zeros(len(y), dtype=torch.long)),
+    "l1_loss": lambda y: F.l1_loss(y, torch.zeros(y.shape)),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_first_step_has_room_for_a_loss_outside(loss: str, share: float) -> None:
+    net, x = wide(), torch.randn(512, 32)
+
+    def step() -> None:
+        net.zero_grad()
+        LOSSES[loss](net(x)).backward()
+
+    step()
+    limit = int(share * lowtide.measure(step, device="cpu").peak_bytes)
+    lowtide.fit(net, limit, example=x)
+    assert max(lowtide.measure(step, device="cpu").peak_bytes for _ in range(3)) <= limit
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_no_limit_is_refused_for_the_room_for_a_loss() -> None:
+    """It may take less, as a sum does."""
+    net, x = wide(), torch.randn(512, 32)
+
+    def step() -> None:
+        net.zero_grad()
+        net(x).sum().backward()
+
+    step()
+    limit = int(0.9 * lowtide.measure(step, device="cpu").peak_bytes)
+    lowtide.fit(net, limit, example=x)
+    assert max(lowtide.measure(step, device="cpu").peak_bytes for _ in range(3)) <= limit

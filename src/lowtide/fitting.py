@@ -4,9 +4,9 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-plans, ranks, region, decide, override, selection and uncalled. Rejected: a wrapper module, which
-renames parameters; running the first batch on fake tensors unasked, which would run user code twice
-(rule 2).
+dryrun, plans, ranks, region, decide, override, selection and uncalled. Rejected: a wrapper module,
+which renames parameters; running the first batch on fake tensors unasked, which would run user code
+twice (rule 2).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from lowtide import _compat
 from lowtide.budget import Budget
+from lowtide.dryrun.run import dry_run
 from lowtide.errors import (
     BudgetError,
     CompiledWarning,
@@ -36,7 +37,7 @@ from lowtide.models.override import Restore, find_layer, override_forward
 from lowtide.models.removable import Removable
 from lowtide.models.uncalled import Uncalled, may_be_called_unseen
 from lowtide.modules import check_model
-from lowtide.plans import Plan, plan
+from lowtide.plans import Plan, plan_alone
 from lowtide.region import RegionDecisions
 from lowtide.report import BudgetReport
 from lowtide.running.decide import StepDecisions
@@ -274,7 +275,8 @@ def fit(
 
     The limit covers the same as that of a `lowtide.budget` entered where the model's forward
     begins. What a loss outside the forward stores, and takes for itself, is counted but not
-    recomputed; in the first step, before anything was measured, it is not known and comes on top.
+    recomputed. In the first step, before anything was measured, it is not known: three times the
+    largest result is left free for it, as far as the limit allows.
     ``model`` stays the object it was: its type, parameter names, ``state_dict``, copies and pickles
     are those of the plain model. In eval and with grad disabled the forward is the plain one. The
     same holds inside a budget or region that is open already (that of a fitted model around this
@@ -377,6 +379,6 @@ def _planned(model: torch.nn.Module, limit: int | float | str, example: Any) -> 
         return output
 
     if isinstance(example, Mapping):  # also what tokenizers and collators return
-        return plan(functools.partial(forward, **example), limit=limit)
+        return plan_alone(dry_run(forward, (), dict(example)), parse_limit(limit))
     args = example if isinstance(example, tuple) else (example,)
-    return plan(forward, *args, limit=limit)
+    return plan_alone(dry_run(forward, args, {}), parse_limit(limit))

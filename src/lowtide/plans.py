@@ -22,7 +22,7 @@ import torch
 
 from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
-from lowtide.errors import UsageError
+from lowtide.errors import BudgetError, UsageError
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.memory import margins
 from lowtide.memory.margins import limit_for
@@ -369,6 +369,22 @@ def plan_step(step: Dry, limit: int | float | None) -> Plan:
             )
         solution = least
     return from_solution(step, limit, solution)
+
+
+def plan_alone(step: Dry, limit: int | float) -> Plan:
+    """Plan a model's forward alone, that a dry run saw: with room for a loss that is to come or, as
+    that is a guess, with as much of it as a plan can leave."""
+    if not step.guessed:
+        return plan_step(step, limit)
+    bare = replace(step, graph=replace(step.graph, turn=0))
+    if isinstance(limit, float):
+        limit = int(limit * plain_peak(bare.graph))
+    try:
+        return plan_step(step, limit)
+    except BudgetError:
+        usual, least = plan_step(bare, limit), minimum(step.graph)
+    roomy = replace(usual, retention=least.plan, bound=None, status="fits")
+    return roomy if roomy.peak <= limit else usual
 
 
 def from_solution(step: Dry, limit: int, solution: Solution) -> Plan:

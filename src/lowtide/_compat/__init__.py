@@ -105,6 +105,7 @@ from lowtide._compat.dynamo import (
     run_compiled_eagerly,
 )
 from lowtide._compat.kernels import (
+    ctc_losses,
     onednn_instructions,
     onednn_is_on,
     onednn_multiplies,
@@ -192,6 +193,7 @@ __all__ = [
     "constant_while_compiling",
     "counting_writes",
     "counts_bytes",
+    "ctc_losses",
     "current_device",
     "current_stream",
     "default_generator",

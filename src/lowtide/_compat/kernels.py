@@ -16,6 +16,14 @@ from typing import Any
 import torch
 
 
+def ctc_losses(*args: Any) -> torch.Tensor:
+    """`torch.ctc_loss` of each sequence, with the lengths in lists. Public once there is a
+    `reduction="none"` that takes lists, whatever kind of tensor the rest is."""
+    losses, _ = torch.ops.aten._ctc_loss.default(*args)
+    found: torch.Tensor = losses
+    return found
+
+
 def onednn_is_on() -> bool:
     """Whether torch may use oneDNN at all."""
     return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 _COPYING = ("upsample", "pool", "layer_norm", "group_norm", "gelu", "softmax", "convolution",
             "pixel_shuffle")  # fmt: skip
 
+# The gradients of what these make complex are every other number of its gradient, which a product
+# copies: it takes rows with gaps between them, but no gaps in rows.
+_COMPLEX = ("aten::_to_copy", "aten::complex")
+_PRODUCTS = ("mm", "aten::mv", "aten::addmv", "aten::dot")
+
 _NUMBER = 16  # bytes of the largest
 
 
@@ -75,8 +80,13 @@ def lifetimes(
                 most = max(map(sizes.__getitem__, ops[start].outputs))
                 apart = given and sizes[number] != most
                 turned = number in (ops[start].turned if given else ops[start].athwart)
+                if number in ops[start].perhaps and not given and not turned:
+                    turned = not _of_one_number(ops, start, sizes, readers)
                 if (apart and not remade) or turned:
                     copies[index] += _copied(log, number, sizes) if turned else sizes[number]
+            apart = only and given and ops[start].name in _COMPLEX
+            if apart and any(name in log.name for name in _PRODUCTS):
+                copies[index] += sizes[number]
             view = given and not remade
             if view:
                 # Its gradient is a view of that of the reader's result, until another is added.

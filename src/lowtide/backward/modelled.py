@@ -63,6 +63,11 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
                 if given is False and straight
             ]
             log.athwart = tuple(n for n in own if n in log.turned)
+            log.perhaps = tuple(
+                n
+                for (n, given), straight in zip(pairs, cost.in_order, strict=False)
+                if given is False and straight and n in log.turned
+            )
             log.remade = tuple(n for n in log.remade if n in own or n in log.viewing)
 
 
@@ -99,7 +104,7 @@ def modelled_events(
     )
     done = list(itertools.accumulate(reversed(leaves.made)))[::-1]
     fixed = sum(sizes[number] for number in seen.pinned) + seen.elsewhere
-    fixed += 0 if seen.sparing else seen.turnover
+    fixed += seen.names.of_losses(sizes) + (0 if seen.sparing else seen.turnover)
     begins = [fixed + crossing[k] + done[k + 1] for k in range(count)]
     if requests is None:
         order = _to_come(seen, places)
@@ -197,6 +202,8 @@ def _places(
             places.append((before, before, True))
         elif nearest:
             places.append((before if saved is None else after, after, saved is None))
+        elif saved == () and sequence < count and before not in ended:
+            places.append((after, after, False))  # running statistics are not among its inputs
         else:
             writer = None if saved is None else _writer(ops, number, sequence)
             places.append((before, before, True) if writer is None else (writer, writer, False))

@@ -68,6 +68,8 @@ class Cost:
         contiguous: for the same: whether the gradient is contiguous.
         astray: for those of them, counted from 0, whose gradient may be laid out in memory in
             another way than the argument: the bytes of the memory that it is in.
+        in_order: for the same, where the output is transposed: whether the gradient is contiguous
+            if that of the output is, as a sum may have made it.
         saved: for each storage that the operation made, in order, whether autograd saves it as a
             result of this operation.
     """
@@ -79,6 +81,7 @@ class Cost:
     contiguous: tuple[bool, ...]
     saved: tuple[bool, ...]
     astray: tuple[tuple[int, int], ...] = ()
+    in_order: tuple[bool, ...] = ()
 
 
 def describe(facts: Facts, args: Any, kwargs: dict[str, Any], device: str) -> Call | None:
@@ -155,7 +158,7 @@ def _run(call: Call) -> Cost:
     made = [t for t in result if t.requires_grad and unused.isdisjoint(storage_keys([t]))]
     if not made:
         none = (False,) * len(wanted)
-        return Cost(0, 0, (None,) * len(wanted), none, none, ())
+        return Cost(0, 0, (None,) * len(wanted), none, none, results)
     saved.clear()
     gradients = [torch.empty_like(t) for t in made]
     del args, kwargs, result
@@ -171,9 +174,11 @@ def _run(call: Call) -> Cost:
         for gradient, lent in zip(found, given, strict=True)
     ]
     contiguous = tuple([g is not None and g.is_contiguous() for g in found])
-    astray = _astray(found, wanted)
+    astray, in_order = _astray(found, wanted), tuple[bool, ...]()
     if turned:
-        astray |= _astray(torch.autograd.grad(made, wanted, straight, allow_unused=True), wanted)
+        again = torch.autograd.grad(made, wanted, straight, allow_unused=True)
+        astray |= _astray(again, wanted)
+        in_order = tuple([g is not None and g.is_contiguous() for g in again])
     return Cost(
         counting.peak,
         counting.level,
@@ -182,6 +187,7 @@ def _run(call: Call) -> Cost:
         contiguous,
         results,
         tuple(astray.items()),
+        in_order,
     )
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from lowtide import _compat, engine
 from lowtide._compat import fakes
+from lowtide.dryrun.lengths import ctc_loss
 from lowtide.dryrun.onehot import one_hot, only_checks
 from lowtide.dryrun.products import matmul
 from lowtide.dryrun.provenance import UnansweredError, copied, evaluate
@@ -61,9 +62,9 @@ class Adding:
     """Context manager: tracks, per thread, whether one of these functions is running.
 
     The compiled recorder is not a mode: a step that it records adds in place, so the dry run must
-    too. `one_hot` and `matmul` are replaced as well (`lowtide.dryrun.onehot`, `.products`), and
-    what makes a tensor of a list (`_of_contents`). Not a `TorchFunctionMode`, which misses the
-    calls that multi-head attention makes inside.
+    too. `one_hot`, `matmul` and `ctc_loss` are replaced as well (`lowtide.dryrun.onehot`,
+    `.products`, `.lengths`), and what makes a tensor of a list (`_of_contents`). Not a
+    `TorchFunctionMode`, which misses the calls that multi-head attention makes inside.
     """
 
     _lock = threading.Lock()
@@ -89,6 +90,7 @@ class Adding:
                 fake = fakes.fake_type()
                 for name in _PRODUCTS:
                     Adding._usual[fake, name] = None, matmul(getattr(fake, name))
+                Adding._usual[torch, "ctc_loss"] = torch.ctc_loss, ctc_loss(torch.ctc_loss, _known)
                 fakes.constructors_known()
                 for name in _FROM_LISTS:
                     usual = getattr(torch, name)
@@ -291,12 +293,16 @@ def _of_contents(usual: Any) -> Any:
 
     @functools.wraps(usual)
     def call(data: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = current_recorder()
-        if isinstance(data, list | tuple) and isinstance(recorder, FakeRecorder):
-            data = recorder.contents(data)
+        data = _known(data) if isinstance(data, list | tuple) else data
         return usual(data, *args, **kwargs)
 
     return call
+
+
+def _known(fake: Any) -> Any:
+    """What is in a fake tensor."""
+    recorder = current_recorder()
+    return recorder.contents(fake) if isinstance(recorder, FakeRecorder) else fake
 
 
 def _given(packed: Any) -> Any:

@@ -62,6 +62,7 @@ class Dry:
         device: the device that `seconds` refers to.
         lossless: autograd has saved something, but nothing that the step returned requires grad:
             there was no backward.
+        guessed: its backward began with that of a loss which is taken to come, see `outside`.
     """
 
     graph: Graph
@@ -71,6 +72,7 @@ class Dry:
     source: str
     device: str
     lossless: bool = False
+    guessed: bool = False
 
 
 def dry_run(
@@ -324,4 +326,5 @@ def _dry(observer: Watching, seconds: float, source: str, device: str) -> Dry:
         source,
         device,
         observer.lossless,
+        observer.guessed,
     )

@@ -4,8 +4,8 @@ Problem: torch examines every argument of every call on fake tensors in Python, 
 millisecond; ten thousand operations and their backward take half a minute. Invariant: the fast path
 is used only for simple calls on fake tensors of one device, and only for operators on which it gave
 exactly torch's own result (sizes, strides, dtypes, storages) on their first calls; everything else
-takes torch's path. Imports `_compat` and quick. Rejected: meta tensors in place of fake ones, for
-which torch and user code choose other operators than for the intended device.
+takes torch's path. Imports `_compat`, lengths and quick. Rejected: meta tensors in place of fake
+ones, for which torch and user code choose other operators than for the intended device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat import fakes
-from lowtide.kernels import grouped, quick
+from lowtide.dryrun import lengths
+from lowtide.kernels import fourier, grouped, quick
 from lowtide.kernels.mixed import dtypes_of_results
 from lowtide.kernels.pointwise import kept_of_bags, kept_storage
 from lowtide.tape.operators import FACTS, facts_of
@@ -46,6 +47,9 @@ _FOLLOWS = {
 # The first result of these has the channels-last format of that argument, or else is contiguous.
 _NORMALIZED = {"aten::native_batch_norm": 0, "aten::native_batch_norm_backward": 1}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+# The dimensions that they do not transform lie in the result in an order of their own, if some have
+# equal strides, as after `expand`.
+_FOURIER = frozenset({"aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r"})
 # What these return lies in memory as the gradient does that they are given.
 _AS_GIVEN = frozenset(
     f"aten::{name}_backward"
@@ -64,14 +68,19 @@ class Shapes:
         self._kind = fakes.fake_type()
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = grouped.on_shapes(self._called, func, args, kwargs)
         name = _compat.schema_of(func).name
+        if name == lengths.NAME and (sized := lengths.on_shapes(args)) is not None:
+            return tuple([self._make(tensor, args[0].device) for tensor in sized])
+        result = grouped.on_shapes(self._called, func, args, kwargs)
         dtypes = dtypes_of_results(name, args)
         if name in _NORMALIZED and args[0].device.type == "cpu" and result[0] is not None:
             form = _format(args[_NORMALIZED[name]]) or torch.contiguous_format
             result = (self._in_format(result[0], form, args[0].device), *result[1:])
         if dtypes:
             return self._of_dtypes(dtypes, args[0].device, result)
+        if name in _FOURIER and args[0].device.type == "cpu" and torch.backends.mkl.is_available():
+            strides = fourier.strides_of_result(name, args[0], args, result.shape)
+            return self._strided(result, strides, args[0].device)
         if name in _CONTIGUOUS or name in _FOLLOWS:
             return self._laid_out(name, args, result)
         if name in _AS_GIVEN:
@@ -130,6 +139,13 @@ class Shapes:
             made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device="meta")
             dense = torch.empty_like(made).stride() == strides
         return self._make(made, gradient.device) if dense else result
+
+    def _strided(
+        self, tensor: torch.Tensor, strides: tuple[int, ...], device: torch.device
+    ) -> torch.Tensor:
+        with _compat.disable_dispatch():
+            made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device="meta")
+        return tensor if tensor.stride() == strides else self._make(made, device)
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         trust = self._trust.get(func)

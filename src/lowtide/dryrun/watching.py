@@ -3,8 +3,8 @@
 Problem: a dry run, and the real step that stands in for one, want what a budget's first step shows,
 and also which module called each operation. Invariant: the observer sees what it would in a step
 under a budget; the function runs its own backward, or backward starts from all that it returns.
-Imports memory, witness, observer, step. Rejected: the decisions of a real step with a limit that is
-never reached, which look at times and room.
+Imports memory, outside, witness, observer, step. Rejected: the decisions of a real step with a
+limit that is never reached, which look at times and room.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from lowtide import _compat
 from lowtide._compat import fakes
 from lowtide.dryrun.memory import FakeMemory
+from lowtide.dryrun.outside import stand_in
 from lowtide.dryrun.standins import OWN
 from lowtide.dryrun.witness import Witness
 from lowtide.memory.marks import Marks
@@ -42,6 +43,7 @@ class Watching(Observer):
         self._inside: list[str] = []
         self.modules: list[str] = []
         self.lossless = False
+        self.guessed = False
         self.witness = witness
         if witness is not None:
             witness.inside = self._inside
@@ -164,18 +166,23 @@ def tensors_in(result: Any) -> list[torch.Tensor]:
     return []
 
 
-def loss_of(result: Any) -> torch.Tensor | None:
-    """What backward starts from: the sum of all tensors that require grad; None: none does."""
-    wanted = [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
+def loss_of(result: Any, to_come: torch.Tensor | None = None) -> torch.Tensor | None:
+    """What backward starts from: the sum of all tensors that require grad; None: none does.
+    `to_come`: of the loss too that is taken to come, see `outside`."""
+    wanted = _with_a_graph(result)
     if not wanted:
         return None
     if len(wanted) == 1 and wanted[0].numel() == 1:
         return wanted[0]
     parts = [t.sum() if not t.is_complex() else t.real.sum() for t in wanted]
-    total = parts[0]
+    total = parts[0] if to_come is None else parts[0] + to_come
     for part in parts[1:]:
         total = total + part.to(total.device)
     return total
+
+
+def _with_a_graph(result: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in(result) if t.requires_grad and not t.is_sparse]
 
 
 @contextmanager
@@ -207,8 +214,11 @@ def record(
         if observer.witness is not None:
             observer.witness.returned(tensors_in(result), tape.recorder)
     if not decisions.begun:  # else the function ran backward itself
-        loss = loss_of(result)
-        del result
+        # What a model returned whose forward alone is planned is held, see `lowtide.fitting`.
+        guess = stand_in(_with_a_graph(result)) if _compat.dry_run.outputs else None
+        observer.guessed = guess is not None
+        loss = loss_of(result, guess)
+        del result, guess
         observer.lossless = bool(observer.last_save)
         if loss is not None and loss.grad_fn is not None:
             leaves = [t for t in _compat.leaves_behind([loss]) if not fakes.is_fake(t)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,10 +34,34 @@ def fourier_workspace(name: str, tensors: list[torch.Tensor], args: Any, made: i
     return max(after, before - made)
 
 
+def strides_of_result(
+    name: str, source: torch.Tensor, args: Any, sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of a transform's result of these sizes: the batch first, then what was transformed."""
+    shape, strides = tuple(source.shape), source.stride()
+    dimensions = [d % source.dim() for d in args[1]]
+    first, last = dimensions[:-1], dimensions[-1:]
+    if name == "aten::_fft_c2c" or not last:
+        return _result(tuple(sizes), strides, dimensions)
+    if name == "aten::_fft_c2r":  # the others are transformed before
+        strides = _result(shape, strides, first) if first else strides
+        return _result(tuple(sizes), strides, last)
+    return _result(tuple(sizes), strides, first, last)
+
+
 def _batch(shape: tuple[int, ...], strides: Strides, dimensions: list[int]) -> list[int]:
-    """The dimensions that are not transformed, outermost first."""
-    others = (d for d in range(len(shape)) if d not in dimensions)
-    return sorted(others, key=lambda d: -strides[d])
+    """The dimensions that are not transformed, outermost first. Those with equal strides, as of
+    what is expanded, are in the order in which C++ leaves them, which fills the places of those
+    that are transformed from the end."""
+    others, transformed = list(range(len(shape))), set(dimensions)
+    low, high = 0, len(others)
+    while low < high:
+        if others[low] in transformed:
+            high -= 1
+            others[low], others[high] = others[high], others[low]
+        else:
+            low += 1
+    return sorted(others[:low], key=lambda d: -strides[d])
 
 
 def _is_batch(shape: tuple[int, ...], strides: Strides, dimensions: list[int]) -> bool:
@@ -47,11 +72,14 @@ def _is_batch(shape: tuple[int, ...], strides: Strides, dimensions: list[int]) -
     return all(strides[a] == shape[b] * strides[b] for a, b in itertools.pairwise(others))
 
 
-def _result(shape: tuple[int, ...], strides: Strides, dimensions: list[int]) -> Strides:
+def _result(
+    shape: tuple[int, ...], strides: Strides, dimensions: list[int], last: Sequence[int] = ()
+) -> Strides:
     """The strides of a result: the batch first, then what was transformed, outermost first."""
     order = [
-        *_batch(shape, strides, dimensions),
+        *_batch(shape, strides, [*dimensions, *last]),
         *sorted(dimensions, key=lambda d: -strides[d]),
+        *last,
     ]
     found = [0] * len(shape)
     for place, dimension in enumerate(order):

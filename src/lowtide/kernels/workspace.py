@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.kernels import cuda
+from lowtide.kernels.bags import bags_backward_workspace, bags_workspace
 from lowtide.kernels.blocks import padded
 from lowtide.kernels.convolution import convolution_workspace
 from lowtide.kernels.cuda import cuda_workspace
@@ -216,6 +217,11 @@ def _distances(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     return sum(bytes_of(t) + 2 * t.element_size() * math.prod(t.shape[:-1]) for t in (one, two))
 
 
+def _table(tensors: list[torch.Tensor], args: Any, made: int) -> int:
+    """Its backward makes another table like that of its forward, which is the last it reads."""
+    return bytes_of(tensors[-1])
+
+
 def _antialiased(tensors: list[torch.Tensor], args: Any, made: int) -> int:
     """The width is resized before the height, if both change."""
     (height, width), (tall, wide) = tensors[0].shape[-2:], args[1]
@@ -225,6 +231,9 @@ def _antialiased(tensors: list[torch.Tensor], args: Any, made: int) -> int:
 _FEW_ROWS = 25
 _FORMULAS: dict[str, Callable[[list[torch.Tensor], Any, int], int]] = {
     "aten::roll": _rolled,
+    "aten::_ctc_loss_backward": _table,
+    "aten::_embedding_bag": bags_workspace,
+    "aten::_embedding_bag_backward": bags_backward_workspace,
     "aten::masked_select": _selected,
     "aten::soft_margin_loss_backward": _soft_margins,
     "aten::_cdist_forward": _distances,

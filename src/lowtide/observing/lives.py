@@ -82,6 +82,7 @@ class Lives:
         self._saved: frozenset[int] | None = None  # when backward began
         self.handles: dict[int, int] = {}
         self._meant: weakref.WeakKeyDictionary[Handle, list[int]] = weakref.WeakKeyDictionary()
+        self._outside: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._refs: list[Any] = []
         self._values: list[weakref.ref[Value]] = []
 
@@ -95,14 +96,18 @@ class Lives:
             self._moved(handle, meant, number)
             return
         if number < 0:
+            self._outside[handle] = len(self.last_save)
             return
         if value.held is not None:  # held again, if it was dropped before
             self.evicted.pop(number, None)
             self._named.pop(number, None)
             self._found(number)
         self.forgotten.pop(number, None)
-        self.last_save.append((number, handle.sequence))
-        self.nodes.append(self.making.saving())
+        # What the program made is a value only once an operation that saves it has written it: a
+        # node asks for it in the order in which it was saved.
+        place = self._outside.pop(handle, len(self.last_save))
+        self.last_save.insert(place, (number, handle.sequence))
+        self.nodes.insert(place, self.making.saving())
         self.handles[number] = self.handles.get(number, 0) + 1
         meant = self._meant[handle] = [number]
         self._refs.append(_Saved.of(handle, self, meant, value))

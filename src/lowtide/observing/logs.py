@@ -88,6 +88,9 @@ class OpLog:
     athwart: tuple[int, ...] = field(default=(), compare=False)
     """Those whose gradients it makes in the order in which it reads them: these are not contiguous
     where the inputs are. Not written into files."""
+    perhaps: tuple[int, ...] = field(default=(), compare=False)
+    """The same if the gradient of its result is contiguous, and not expanded. Not written into
+    files."""
     overwrites: tuple[int, ...] = ()
     """Values whose memory it writes in place."""
     pad: int = field(default=0, compare=False)

@@ -97,6 +97,11 @@ class Names:
         found = self.returned
         return frozenset() if any(self._is_loss(n, sizes[n]) for n in found) else found
 
+    def of_losses(self, sizes: Sequence[int]) -> int:
+        """Bytes of the gradients with which a backward begins, and which its caller has until it is
+        over: those of the losses among the results. `sizes`: of each value, in bytes."""
+        return sum(min(_SCALAR, sizes[n]) for n in self.returned if self._is_loss(n, sizes[n]))
+
     def forward_ends(self) -> None:
         """Keep weak references to what is in memory now, as the table will be emptied, and note
         which of it the program has."""

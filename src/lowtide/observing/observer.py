@@ -232,7 +232,8 @@ class Observer(CutOff):
         elif wanted:
             self._look_for_functions(op.refs, tensors)
         else:
-            log.temporaries = log.left = 0  # it has no backward
+            log.temporaries = log.left = 0  # it has no backward, which would save its results
+            log.saved = ()
         if wanted and torch.is_grad_enabled() and op.facts.writes == (0,):
             writes_through(log, tensors[0])
         if wanted:
