@@ -10,8 +10,8 @@ tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -139,6 +139,38 @@ def below_autograd() -> AbstractContextManager[None]:
 
 
 no_overrides = torch._C.DisableTorchFunction
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutogradFunctionality"))
+for _name in ("AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+    _AUTOGRAD = _AUTOGRAD.add(torch._C._dispatch_key_parse(_name))
+_OF_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_OF_PYTHON = _OF_PYTHON.add(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+def through_autograd_again() -> AbstractContextManager[None]:
+    """Inside of `below_autograd`: run operators through autograd all the same, as the forward of a
+    custom Function runs, which may differentiate a graph of its own. Unnecessary as above."""
+    keys = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    if not torch._C._len_torch_dispatch_stack():  # then what this lets in is subclasses alone
+        keys -= _OF_PYTHON
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), keys
+    )
+    return guard
+
+
+@contextmanager
+def default_device(device: torch.device) -> Iterator[None]:
+    """Make this the default device, also inside of `no_overrides`. Unnecessary when torch has a
+    default device that is not a mode."""
+    if device == _CPU:  # what it is below overrides
+        yield
+        return
+    with torch._C._EnableTorchFunction(), device:
+        yield
+
+
+_CPU = torch.device("cpu")
 
 
 def without_inference_mode() -> AbstractContextManager[object]:
