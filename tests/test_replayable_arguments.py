@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
 import lowtide
 from against_plain import bits, counted, unseen
@@ -270,3 +271,18 @@ def test_lazily_conjugated_tensors_and_subclasses_inside() -> None:
         return out
 
     assert alike_and_again(forward, "Spectrum")
+
+
+class Thrice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 3 if func is Tensor.cos else result
+
+
+def test_a_mode_of_the_programs_that_changes_what_functions_do() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with Thrice():
+            out: Tensor = Scaled.apply(x * 2, 1.0)  # type: ignore[no-untyped-call]
+        return out.exp().sin()
+
+    assert not alike_and_again(forward, "Scaled")

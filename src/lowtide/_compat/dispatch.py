@@ -214,6 +214,15 @@ def modes_of_users() -> bool:
     return any(type(mode).__module__.partition(".")[0] not in ours for mode in modes)
 
 
+def function_modes_of_users() -> bool:
+    """Whether a torch-function mode of the user's own is on: it may change what functions do."""
+    ours = ("torch", "lowtide")
+    return bool(torch._C._len_torch_function_stack()) and any(
+        type(mode).__module__.partition(".")[0] not in ours
+        for mode in torch.overrides._get_current_function_mode_stack()
+    )
+
+
 class Mode(TorchDispatchMode):
     """A dispatch mode without the guard against Dynamo that torch puts around each call.
 

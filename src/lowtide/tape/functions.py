@@ -196,7 +196,9 @@ def declare(function: type[Function], recorder_here: Callable[[], Recorder | Non
         if kwargs or torch.is_grad_enabled():  # it was called as a function of the program's
             return None
         recorder = recorder_here()
-        return recorder if recorder is not None and all(map(may_be_recorded, args)) else None
+        if recorder is None or _compat.function_modes_of_users():  # replays are below those
+            return None
+        return recorder if all(map(may_be_recorded, args)) else None
 
     if rerun.has_context:
 
