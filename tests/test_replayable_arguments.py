@@ -218,6 +218,32 @@ class _Writes(Function):
         return given * ctx.saved_tensors[0], None
 
 
+@lowtide.replayable
+class Beside(Function):
+    """Writes to the memory in which its argument lies, but not to the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor) -> Tensor:
+        whole = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
+        unseen(whole[:3], torch.rand(3).to(torch.uint8) + whole[:3] + 1)
+        ctx.save_for_backward(x.cos() * part)
+        return x.sin() * part
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return given * ctx.saved_tensors[0], None
+
+
+def test_what_lies_beside_an_argument_may_change() -> None:
+    buffer = torch.rand(3 + 16 + 1).half()
+
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor = Beside.apply(x * 2, buffer[3:11]).exp().sin()  # type: ignore[no-untyped-call]
+        return out
+
+    assert alike_and_again(forward, "Beside")
+
+
 @pytest.mark.parametrize("how", ["seen", "unseen"])
 def test_a_forward_that_writes_to_its_arguments_without_a_word(how: str) -> None:
     lowtide.replayable(_Writes)
@@ -286,3 +312,16 @@ def test_a_mode_of_the_programs_that_changes_what_functions_do() -> None:
         return out.exp().sin()
 
     assert not alike_and_again(forward, "Scaled")
+
+
+def test_a_kernel_that_asks_where_a_fake_tensor_lies_is_told_that_it_lies_nowhere() -> None:
+    x = torch.randn(64, 8, requires_grad=True)
+
+    def step() -> Tensor:
+        out = x
+        for _ in range(4):
+            out = Scaled.apply(out * 2, 1.0).exp()  # type: ignore[no-untyped-call]
+        return out.sum()
+
+    with pytest.warns(lowtide.DryRunWarning, match="one real forward"):
+        assert lowtide.plan(step, limit=0.9).source == "recorded"

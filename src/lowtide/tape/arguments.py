@@ -115,13 +115,20 @@ class Contents:
                     _compat.storage_of(tensor))  # fmt: skip
                 if storage is None or tensor.device.type == "meta":
                     continue
-                words = storage.nbytes() // 8
+                if not tensor.numel():
+                    continue
+                begin = tensor.storage_offset() * tensor.itemsize
+                places = zip(tensor.shape, tensor.stride(), strict=True)
+                end = begin + (1 + sum((n - 1) * step for n, step in places)) * tensor.itemsize
+                first, last = min(-(-begin // 8), end // 8), end // 8  # whole words
                 flat = torch.empty(0, dtype=torch.int64, device=tensor.device)
-                flat = flat.set_(storage, 0, (words,), (1,))
+                flat = flat.set_(storage, first, (last - first,), (1,))
                 # Several, as some changes (another order, another sign) leave one of them alone.
                 found.extend(flat[::step].sum() for step in (1, 2, 3))
-                rest = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-                found.append(rest.set_(storage, 8 * words, (storage.nbytes() % 8,), (1,)).sum())
+                edges = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+                edges = edges.set_(storage, begin, (end - begin,), (1,))
+                head = 8 * first - begin if last > first else end - begin
+                found.extend((edges[:head].sum(), edges[8 * last - begin :][:8].sum()))
         return found
 
 
