@@ -103,7 +103,8 @@ class Contents:
         if list(map(_compat.version_of, self._tensors)) != self._versions:
             return True
         after = zip(self._sums, self._summed(), strict=True)
-        return not all(torch.equal(one, other) for one, other in after)
+        with _compat.disable_dispatch(), _compat.below_autograd(), _compat.no_overrides():
+            return not all(torch.equal(one, other) for one, other in after)
 
     def _summed(self) -> list[torch.Tensor]:
         if not self._whole:

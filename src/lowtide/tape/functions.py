@@ -84,11 +84,15 @@ class Rerun:
 
     def record(self, recorder: Recorder, ctx: Any, args: tuple[Any, ...]) -> Any:
         """Run the forward for the program, as an operation of the record."""
-        call = _Call(ctx, args)
+        call, kind = _Call(ctx, args), kind_of(args)
+        before = Contents(args, whole=kind not in self._seen)  # here, where no clock runs
         try:
             recorder.record_forward(self, (call, *map(copied, args)))
         finally:
             result = call.over()
+        if call.ran and before.changed():
+            raise self._writes()
+        self._seen.add(kind)
         if call.lazy:
             recorder.met_lazy()
         return result if call.ran else self._forward(ctx, args)
@@ -103,24 +107,24 @@ class Rerun:
         """The program's. Where a device had no room, it is called once more."""
         ctx, args = call.ctx, call.given
         assert args is not None
-        kind = kind_of(args)
-        before = Contents(args, whole=kind not in self._seen)
         result = self._forward(ctx, args)
-        if getattr(ctx, "dirty_tensors", None) or before.changed():
-            raise UnsupportedError(
-                f"the forward of {self.name} writes to its arguments, so it cannot be run again: "
-                "leave lowtide.replayable out for this Function if torch's operators do that, or "
-                "it says so by ctx.mark_dirty. What a kernel of another library writes there, "
-                "nobody sees: put it into an operator that says so (torch.library.custom_op with "
-                "mutates_args), or call the Function outside of the budget or region"
-            )
-        self._seen.add(kind)
+        if getattr(ctx, "dirty_tensors", None):
+            raise self._writes()
         made = _made_by(ctx, result, args)
         call.lazy = any(item is not None and is_lazy(item) for item in made)
         made = _without_lazy(made)
         call.made = [item if item is None else _look(item) for item in made]
         call.result, call.ran = result, True
         return made
+
+    def _writes(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"the forward of {self.name} writes to its arguments, so it cannot be run again: "
+            "leave lowtide.replayable out for this Function if torch's operators do that, or "
+            "it says so by ctx.mark_dirty. What a kernel of another library writes there, "
+            "nobody sees: put it into an operator that says so (torch.library.custom_op with "
+            "mutates_args), or call the Function outside of the budget or region"
+        )
 
     def _again(self, call: _Call, args: tuple[Any, ...]) -> tuple[Any, ...]:
         args = needing(tuple(map(copied, args)), call.grads)
