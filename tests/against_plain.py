@@ -8,6 +8,7 @@ Imports torch and lowtide; knows no test. Rejected: the catalogue's harness, mad
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -164,3 +165,9 @@ def budgeted(model: nn.Module, x: Tensor, share: float) -> tuple[lowtide.Budget,
         loss.backward()
 
     return budget, lambda: lowtide.measure(step, device="cpu").peak_bytes
+
+
+def unseen(into: Tensor, content: Tensor) -> None:
+    """Fill memory as a kernel does that no dispatcher sees."""
+    content = content.contiguous()
+    ctypes.memmove(into.data_ptr(), content.data_ptr(), into.numel() * into.element_size())

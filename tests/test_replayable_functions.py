@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -16,15 +15,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
-from against_plain import WAYS, Way, bits, counted
+from against_plain import WAYS, Way, bits, counted, unseen
 
 _calls: Counter[str] = Counter()
-
-
-def unseen(into: Tensor, content: Tensor) -> None:
-    """Fill memory as a kernel does that no dispatcher sees."""
-    content = content.contiguous()
-    ctypes.memmove(into.data_ptr(), content.data_ptr(), into.numel() * into.element_size())
 
 
 def _norm() -> type[Function]:

@@ -44,8 +44,10 @@ def replayable(operator: _T) -> _T:
         lowtide.replayable(LigerRMSNormFunction)
 
     Of a Function, the forward becomes one operation, which makes what it returns and what else it
-    saves by ``ctx.save_for_backward``. It is called again with a context of its own. A call with
-    tensors in tuples or dicts among its arguments is as without this.
+    saves by ``ctx.save_for_backward``. It is called again with a context of its own. Arguments may
+    be tensors, lists of them, generators, numbers, strings, functions without a closure, and plain
+    containers of these without tensors. A call with anything else among them (an object that
+    may hold tensors, a module, a tuple of tensors) is as without this.
 
     Either has to be a function of its arguments: the same bits from the same tensors, whether they
     require grad or not (in a replay none does; ``ctx.needs_input_grad`` is as it was), no state of
@@ -66,8 +68,8 @@ def replayable(operator: _T) -> _T:
     Raises:
         UsageError: it is neither, or there is no operator of that name; or it belongs to torch,
             of which lowtide knows what may be replayed, or to a collective. A Function whose
-            forward writes to its arguments (``ctx.mark_dirty``) raises `UnsupportedError` when it
-            is called in a recording.
+            forward writes to its arguments raises `UnsupportedError` when it is called in a
+            recording; of what kernels write there, the first call of each kind is looked at.
 
     Examples:
         >>> import torch

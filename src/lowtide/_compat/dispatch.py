@@ -10,8 +10,8 @@ tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -140,6 +140,38 @@ def below_autograd() -> AbstractContextManager[None]:
 
 no_overrides = torch._C.DisableTorchFunction
 
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutogradFunctionality"))
+for _name in ("AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+    _AUTOGRAD = _AUTOGRAD.add(torch._C._dispatch_key_parse(_name))
+_OF_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+_OF_PYTHON = _OF_PYTHON.add(torch._C.DispatchKey.PythonTLSSnapshot)
+
+
+def through_autograd_again() -> AbstractContextManager[None]:
+    """Inside of `below_autograd`: run operators through autograd all the same, as the forward of a
+    custom Function runs, which may differentiate a graph of its own. Unnecessary as above."""
+    keys = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    if not torch._C._len_torch_dispatch_stack():  # then what this lets in is subclasses alone
+        keys -= _OF_PYTHON
+    guard: AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), keys
+    )
+    return guard
+
+
+@contextmanager
+def default_device(device: torch.device) -> Iterator[None]:
+    """Make this the default device, also inside of `no_overrides`. Unnecessary when torch has a
+    default device that is not a mode."""
+    if device == _CPU:  # what it is below overrides
+        yield
+        return
+    with torch._C._EnableTorchFunction(), device:
+        yield
+
+
+_CPU = torch.device("cpu")
+
 
 def without_inference_mode() -> AbstractContextManager[object]:
     """Leave inference mode, in which a backward may ask for what is replayed: tensors made in that
@@ -180,6 +212,15 @@ def modes_of_users() -> bool:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     ours = ("torch", "lowtide")
     return any(type(mode).__module__.partition(".")[0] not in ours for mode in modes)
+
+
+def function_modes_of_users() -> bool:
+    """Whether a torch-function mode of the user's own is on: it may change what functions do."""
+    ours = ("torch", "lowtide")
+    return bool(torch._C._len_torch_function_stack()) and any(
+        type(mode).__module__.partition(".")[0] not in ours
+        for mode in torch.overrides._get_current_function_mode_stack()
+    )
 
 
 class Mode(TorchDispatchMode):

@@ -28,7 +28,10 @@ def fake_mode(around: Iterable[torch.Tensor] = ()) -> Any:
     for tensor in around:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Or `data_ptr` is 0, which a kernel that is no operator would write to.
+    mode._allow_unsafe_data_ptr_access = False
+    return mode
 
 
 @contextlib.contextmanager

@@ -33,10 +33,25 @@ lock = threading.Lock()
 device, and two of them may replay draws from one generator, such as the CPU's."""
 
 
-def states_before(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Draw] | None:
+def states_before(
+    args: Iterable[Any], kwargs: dict[str, Any], *, any_of_them: bool = False
+) -> list[Draw] | None:
     """The states that an operation called with these arguments is about to draw from; None: its
-    generator cannot be found out, so the operation cannot be replayed."""
+    generator cannot be found out, so the operation cannot be replayed.
+
+    Args:
+        any_of_them: it is a function of the program's, which may draw from each that it is given,
+            from its device's and from the CPU's (a seed for its kernel).
+    """
     explicit = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+    if any_of_them:
+        try:
+            device = _compat.default_generator(_device_of(args, kwargs))
+        except LookupError:
+            return None
+        default = [torch.default_generator, *([] if device is None else [device])]
+        found = {id(generator): generator for generator in (*explicit, *default)}
+        return [(generator, _state_of(generator)) for generator in found.values()]
     if explicit:
         return [(generator, _state_of(generator)) for generator in explicit]
     try:

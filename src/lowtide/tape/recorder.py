@@ -226,7 +226,9 @@ class Recorder(Encoding, _compat.Mode):
             self._not_read(written, read)
         if facts.random and through is not None and self.draws is not None:
             self.draws()
-        draws = states_before(args, kwargs) if facts.random and known else ()
+        draws: Any = ()
+        if facts.random and known:
+            draws = states_before(args, kwargs, any_of_them=facts.forward)
         if draws is None:
             through = None
         op: RareOperation | None = None
@@ -410,6 +412,10 @@ class Recorder(Encoding, _compat.Mode):
         """Record a `functions.Rerun` as an operation; what it calls is none."""
         self.met_unusual()
         self._beside(lambda: self._dispatched(forward, args))
+
+    def met_lazy(self) -> None:
+        """A lazily conjugated or negated tensor was made where no operator was seen."""
+        self._lazy_bits = True
 
     def _dispatched(self, forward: Any, args: tuple[Any, ...]) -> None:
         types = {type(tensor) for tensor in tensors_in(args, {})}
