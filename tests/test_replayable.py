@@ -172,7 +172,7 @@ def test_what_it_writes_to_is_kept(way: Way) -> None:
     assert not seen.names()[f"{_LIBRARY}::add_to"]
 
 
-def test_a_budget_is_held_from_the_first_step_on_with_such_operators() -> None:
+def test_a_budget_is_held_once_such_operators_were_measured() -> None:
     model, x = blocks(declared), torch.randn(256, 16)
     wanted = gradients(model, model, x)
     model.zero_grad()
@@ -184,14 +184,16 @@ def test_a_budget_is_held_from_the_first_step_on_with_such_operators() -> None:
             out: Tensor = model(x)
             return out
 
-    for _ in range(4):
+    for number in range(4):
         model.zero_grad()
         assert gradients(model, run, x) == wanted
-    report = limit.report()
-    assert report.planned
-    assert report.replayed_operations
-    assert report.highest_peak is not None
-    assert report.highest_peak <= report.limit  # type: ignore[operator]
+        report = limit.report()
+        assert report.replayed_operations
+        assert report.measured_peak is not None
+        assert report.limit is not None
+        if number:
+            assert report.planned
+            assert report.measured_peak <= report.limit
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -163,7 +163,8 @@ def test_blocks_take_no_more_than_under_torchs_checkpoint() -> None:
     assert peak(Kept, lowtide.checkpoint) > peak(Norm, torchs) + 2 * 256 * 32 * 4
 
 
-def test_a_budget_is_held_from_the_first_step_on() -> None:
+def test_a_budget_is_held_once_they_were_measured() -> None:
+    """Before that, nothing tells what their backward takes."""
     model, x = blocks(Norm), torch.randn(256, 32)
     plain = lowtide.measure(lambda: model(x).square().mean().backward(), device="cpu").peak_bytes
     wanted, limit = gradients(model, model), lowtide.budget(int(0.75 * plain))
@@ -173,14 +174,15 @@ def test_a_budget_is_held_from_the_first_step_on() -> None:
             out: Tensor = model(x)
             return out
 
-    for _ in range(4):
+    for number in range(4):
         assert gradients(model, run) == wanted
-    report = limit.report()
-    assert report.planned
-    assert report.replayed_operations
-    assert report.highest_peak is not None
-    assert report.limit is not None
-    assert report.highest_peak <= report.limit
+        report = limit.report()
+        assert report.replayed_operations
+        assert report.measured_peak is not None
+        assert report.limit is not None
+        if number:
+            assert report.planned
+            assert report.measured_peak <= report.limit
 
 
 @lowtide.replayable
