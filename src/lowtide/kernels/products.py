@@ -68,7 +68,8 @@ def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
     elif tiles:
         packed = _in_halves(rows, columns, steps)
     else:
-        packed = _in_vectors(up(rows, _BLOCK), columns, steps, left.stride(-1) == 1)
+        as_read = left.stride(-1) == 1 or not _dense(left)  # of a copy the rows are contiguous
+        packed = _in_vectors(up(rows, _BLOCK), columns, steps, as_read)
     return copied + torch.get_num_threads() * (packed + _LEAST)
 
 
