@@ -171,3 +171,14 @@ def unseen(into: Tensor, content: Tensor) -> None:
     """Fill memory as a kernel does that no dispatcher sees."""
     content = content.contiguous()
     ctypes.memmove(into.data_ptr(), content.data_ptr(), into.numel() * into.element_size())
+
+
+def held(limit: lowtide.Budget, *, planned: bool) -> None:
+    """The last step has replayed something; if it was `planned`, its limit was held."""
+    report = limit.report()
+    assert report.replayed_operations
+    assert report.measured_peak is not None
+    assert report.limit is not None
+    if planned:
+        assert report.planned
+        assert report.measured_peak <= report.limit

@@ -4,9 +4,9 @@ Problem: people who train through a framework have no place to put a ``with``. I
 stays the object it was (rule 11); off means off (rule 12): in eval and without grad its forward is
 the plain one. `FittedBudget` has the budget that the forward enters, and is none itself: a ``with``
 around it ends in `remove()`, as with everything else that switches a model over. Imports budget,
-dryrun, plans, ranks, region, decide, override, selection and uncalled. Rejected: a wrapper module,
-which renames parameters; running the first batch on fake tensors unasked, which would run user code
-twice (rule 2).
+dryrun, plans, ranks, region, decide, override, passed, selection and uncalled. Rejected: a wrapper
+module, which renames parameters; running the first batch on fake tensors unasked, which would run
+user code twice (rule 2).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from lowtide.learning.ranks import Ranks, ranks_of
 from lowtide.limits import parse_limit
 from lowtide.models.foreign import refuse_active_checkpointing
 from lowtide.models.override import Restore, find_layer, override_forward
+from lowtide.models.passed import with_a_graph
 from lowtide.models.removable import Removable
 from lowtide.models.uncalled import Uncalled, may_be_called_unseen
 from lowtide.modules import check_model
@@ -188,21 +189,10 @@ def _inside(
             refuse_active_checkpointing(model, "lowtide.fit")
         result = called_inside(budget, functools.partial(forward, *args, **kwargs))
         if first and budget.nothing_saved:
-            _nothing_counts(model, _with_a_graph(result))
+            _nothing_counts(model, with_a_graph(result))
         return result
 
     return run
-
-
-def _with_a_graph(result: Any) -> list[torch.Tensor]:
-    """From where a backward may go into the forward that returned this, as far as one can see."""
-    if isinstance(result, torch.Tensor):
-        return [result] if result.requires_grad else []
-    if isinstance(result, Mapping):
-        result = result.values()
-    elif not isinstance(result, list | tuple):
-        return []
-    return [tensor for part in result for tensor in _with_a_graph(part)]
 
 
 def _nothing_counts(model: torch.nn.Module, results: list[torch.Tensor]) -> None:

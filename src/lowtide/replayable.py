@@ -19,14 +19,13 @@ from lowtide import _compat
 from lowtide.errors import UsageError
 from lowtide.step import current_recorder
 from lowtide.tape import functions
-from lowtide.tape.operators import declare_replayable
+from lowtide.tape.operators import PURE_NAMESPACES, declare_replayable
 
 _T = TypeVar("_T")
 
 # Their operators talk to other processes.
 _COLLECTIVE = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional",
                          "fsdp", "_dtensor", "symm_mem", "_symm_mem"})  # fmt: skip
-_OF_TORCH = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
 
 
 def replayable(operator: _T) -> _T:
@@ -98,7 +97,7 @@ def _checked(operator: Any) -> str:
         )
     name = name.partition(".")[0]  # an overload: its operator
     namespace = name.partition("::")[0]
-    if namespace in _OF_TORCH:
+    if namespace in PURE_NAMESPACES:
         raise UsageError(
             f"{name} is torch's own: lowtide knows whether it may be replayed. Leave it out."
         )

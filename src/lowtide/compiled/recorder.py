@@ -18,7 +18,6 @@ from lowtide import _compat
 from lowtide.tape import leafstates, watch
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.tape import Tape
-from lowtide.tape.values import tensors_in
 
 
 def recorder_class(core: Any) -> type[Recorder]:
@@ -60,10 +59,8 @@ def recorder_class(core: Any) -> type[Recorder]:
         def leave(self) -> None:
             self.shut()
 
-        def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            """Run an operator call that the compiled path does not handle."""
-            types = {type(tensor) for tensor in tensors_in(args, kwargs)}
-            return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+        # The compiled path calls it with what it does not handle.
+        run = Recorder.run
 
         def met_unusual(self) -> None:
             calls = self.calls

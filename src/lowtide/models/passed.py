@@ -32,7 +32,8 @@ class PassedThrough:
     def watch(self, module: nn.Module, result: Any) -> Any:
         """Look out for a backward into what this module returned; returns that."""
         if not self._told and not _not_plain():
-            node = _first_node(result)
+            nodes = (tensor.grad_fn for tensor in with_a_graph(result))
+            node = next((node for node in nodes if node is not None), None)
             if node is not None:
                 node.register_prehook(self._teller(type(module).__name__))
         return result
@@ -63,15 +64,14 @@ def _not_plain() -> bool:
     return _compat.other_hooks_than(None) or _compat.in_backward()
 
 
-def _first_node(result: Any, depth: int = _DEPTH) -> Any:
-    """The node of autograd's that made the first result that has one."""
+def with_a_graph(result: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
+    """From where a backward may go into the forward that returned this, as far as one can see."""
     if isinstance(result, torch.Tensor):
-        return result.grad_fn
+        return [result] if result.requires_grad else []
     if not depth:
-        return None
+        return []
     if isinstance(result, Mapping):
         result = result.values()
     elif not isinstance(result, list | tuple):
-        return None
-    nodes = (_first_node(one, depth - 1) for one in result)
-    return next((node for node in nodes if node is not None), None)
+        return []
+    return [tensor for part in result for tensor in with_a_graph(part, depth - 1)]

@@ -19,7 +19,7 @@ from lowtide import _compat
 # Namespaces whose operators are pure functions of their arguments, save for what the schema and
 # tags declare. Everything else (c10d, fsdp, user libraries, compiled kernels) may talk to other
 # processes or to state the tape cannot see: it is never replayed (rule 5).
-_PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
+PURE_NAMESPACES = frozenset({"aten", "prims", "torchvision", "quantized_decomposed"})
 
 # What the program says of operators of other namespaces, by their qualified names.
 _declared: set[str] = set()
@@ -251,7 +251,7 @@ class Facts:
         self.writes = _written_arguments(schema)
         # Those of the other namespaces that Python code has added are torch's: all of `prims`.
         self.added = namespace == "aten" and _compat.added_in_python(schema)
-        self.foreign, self.forward = namespace not in _PURE_NAMESPACES, False
+        self.foreign, self.forward = namespace not in PURE_NAMESPACES, False
         declared = schema.name in _declared
         self.opaque = (self.foreign and not declared) or schema.name in _NEVER_REPLAYED
         self.opaque = self.opaque or self.added

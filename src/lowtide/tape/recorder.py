@@ -411,15 +411,16 @@ class Recorder(Encoding, _compat.Mode):
     def record_forward(self, forward: Any, args: tuple[Any, ...]) -> None:
         """Record a `functions.Rerun` as an operation; what it calls is none."""
         self.met_unusual()
-        self._beside(lambda: self._dispatched(forward, args))
+        self._beside(lambda: self.run(forward, args, {}))
 
     def met_lazy(self) -> None:
         """A lazily conjugated or negated tensor was made where no operator was seen."""
         self._lazy_bits = True
 
-    def _dispatched(self, forward: Any, args: tuple[Any, ...]) -> None:
-        types = {type(tensor) for tensor in tensors_in(args, {})}
-        Recorder.__torch_dispatch__(self, forward, types, args, {})
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that was not dispatched here."""
+        types = {type(tensor) for tensor in tensors_in(args, kwargs)}
+        return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
 
     def _beside(self, run: Callable[[], Any]) -> Any:
         """Run in the modes of the program, all but this one."""
