@@ -23,6 +23,7 @@ import torch
 from lowtide import _compat, engine
 from lowtide.errors import CompiledWarning, KeptWarning, UnsupportedError, users_frame
 from lowtide.replay import unpack
+from lowtide.tape import launches
 from lowtide.tape.recorder import Recorder
 from lowtide.tape.regions import Region
 from lowtide.tape.tape import Decisions, Tape
@@ -128,6 +129,7 @@ class Recording:
             )
         _compat.run_compiled_eagerly(_recording, _compilation_lost)
         _compat.hide_generated_code(_around_generated_code)
+        launches.watch(current_recorder)
         recorder = self._recorder = self.new_recorder(self.tape)
         try:
             _push_hooks(recorder)

@@ -248,6 +248,14 @@ def put_on_mode(mode: TorchDispatchMode) -> None:
     torch.utils._python_dispatch._push_mode(mode)
 
 
+def is_on(mode: TorchDispatchMode) -> bool:
+    """Whether a mode would see a call: not while it handles one, nor while modes are disabled."""
+    if _excluded(torch._C.DispatchKey.Python):
+        return False
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(each is mode for each in modes)
+
+
 def take_off_mode(mode: TorchDispatchMode) -> None:
     """Take a mode off wherever on the stack it is, if it is there, and leave the others.
 
@@ -306,6 +314,11 @@ def use_recorder_key(key: int) -> None:
     global _AUTOGRAD_AND_ABOVE, _before_modes
     _before_modes = key > int(torch._C.DispatchKey.Python.value)
     _AUTOGRAD_AND_ABOVE = _AUTOGRAD_AND_ABOVE.add(torch._C.DispatchKey(key))
+
+
+def excludes(key: int) -> bool:
+    """Whether a dispatch key is excluded on this thread, as inside of what it handles."""
+    return _excluded(torch._C.DispatchKey(key))
 
 
 # For an alias that the modes on the stack do not see; unnecessary with a public equivalent.

@@ -9,13 +9,13 @@ Rejected: `torch.compiler.disable` and its like, which import it.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+
+from lowtide._compat.imports import when_imported
 
 
 class _EagerWhileRecording:
@@ -51,36 +51,6 @@ class _EagerWhileRecording:
 _DYNAMO = "torch._dynamo.eval_frame"
 
 
-class _OnImportOfDynamo(importlib.abc.MetaPathFinder):
-    """Calls back once Dynamo has been imported, which a recording must not do itself."""
-
-    installed = False
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self.then = then
-
-    @classmethod
-    def install(cls, then: Callable[[], None]) -> None:
-        if not cls.installed:
-            cls.installed = True
-            sys.meta_path.insert(0, cls(then))
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _DYNAMO:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_tell(module: Any) -> None:
-                execute(module)
-                self.then()
-
-            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
-        return spec
-
-
 def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]) -> None:
     """From now on, run compiled functions eagerly on a thread where `recording()` is true.
 
@@ -89,7 +59,7 @@ def run_compiled_eagerly(recording: Callable[[], bool], lost: Callable[[], None]
     """
     dynamo: Any = sys.modules.get(_DYNAMO)
     if dynamo is None:
-        _OnImportOfDynamo.install(lambda: run_compiled_eagerly(recording, lost))
+        when_imported(_DYNAMO, lambda: run_compiled_eagerly(recording, lost))
         return
     users = getattr(dynamo, "_stance", None)
     if users is not None and type(users) is not _EagerWhileRecording:

@@ -78,6 +78,9 @@ def recorder_class(core: Any) -> type[Recorder]:
             Recorder.begin(self, tape)
             self.calls = self.headroom = None  # a second step in its context
 
+        def sees_calls(self) -> bool:
+            return core.current_recorder() is self and not _compat.excludes(core.KEY)
+
         def _aside(self, run: Callable[[], Any]) -> Any:
             return core.aside(run)
 

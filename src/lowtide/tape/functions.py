@@ -87,7 +87,7 @@ class Rerun:
         call, kind = _Call(ctx, args), kind_of(args)
         before = Contents(args, whole=kind not in self._seen)  # here, where no clock runs
         try:
-            recorder.record_forward(self, (call, *map(copied, args)))
+            recorder.hand(self, (call, *map(copied, args)))
         finally:
             result = call.over()
         if call.ran and before.changed():

@@ -172,7 +172,8 @@ class Facts:
         name: qualified, e.g. ``aten::mm``.
         view: only makes aliases; there is nothing to record.
         opaque: is run, and never replayed.
-        forward: that of a custom Function, see `functions.Rerun`.
+        handed: no operator, but a call that is handed to the recorder: the forward of a custom
+            Function (`functions.Rerun`), the launch of a kernel (`launches.Launch`).
         foreign: not torch's own: what it takes inside, and what its backward does, nothing tells.
         added: to torch's own operators, by the program, which may take it away again.
         tried_out: the same while cuDNN tries kernels out, see `_TRIED_OUT`.
@@ -187,7 +188,7 @@ class Facts:
         placing: an in-place write with which code builds a tensor, see `_PLACING`.
         fills: arguments whose old content does not matter, as it is overwritten entirely.
         fills_saved: such an argument that autograd saved before the call, or None.
-        unversioned: a fused optimizer's, which writes without moving a version counter.
+        unversioned: writes without moving a version counter: a fused optimizer, a launch.
         statistics: positions (mean, var, training) of running statistics, or None. The last is -1
             if it always trains.
         makes: returns something that is no alias of an argument, whatever it writes besides.
@@ -206,9 +207,9 @@ class Facts:
         "fills",
         "fills_saved",
         "foreign",
-        "forward",
         "func",
         "generator",
+        "handed",
         "has_bodies",
         "lazy_bits",
         "makes",
@@ -240,7 +241,7 @@ class Facts:
             self.fills: frozenset[int | str] = frozenset()
             self.fills_saved: int | None = None
             self.opaque = self.has_bodies = self.foreign = True
-            self.forward = False
+            self.handed = False
             self.writes: tuple[int | str, ...] = ()
             self.statistics: tuple[int, int, int] | None = None
             return
@@ -251,7 +252,7 @@ class Facts:
         self.writes = _written_arguments(schema)
         # Those of the other namespaces that Python code has added are torch's: all of `prims`.
         self.added = namespace == "aten" and _compat.added_in_python(schema)
-        self.foreign, self.forward = namespace not in PURE_NAMESPACES, False
+        self.foreign, self.handed = namespace not in PURE_NAMESPACES, False
         declared = schema.name in _declared
         self.opaque = (self.foreign and not declared) or schema.name in _NEVER_REPLAYED
         self.opaque = self.opaque or self.added
@@ -300,8 +301,16 @@ class Facts:
         """Of a function of the program's that may run again, see `functions.Rerun`."""
         facts = cls(func)
         facts.name, facts.opaque, facts.has_bodies = name, False, False
-        facts.forward = True
+        facts.handed = True
         facts.random = facts.ambient = True  # as of a declared operator
+        return facts
+
+    @classmethod
+    def of_launch(cls, func: Any, name: str, writes: tuple[int, ...]) -> Facts:
+        """Of a kernel that no dispatcher sees, see `launches.Launch`."""
+        facts = cls(func)
+        facts.name, facts.writes, facts.has_bodies = name, writes, False
+        facts.handed = facts.unversioned = True
         return facts
 
 

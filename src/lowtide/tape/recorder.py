@@ -74,7 +74,7 @@ class Recorder(Encoding, _compat.Mode):
         self.draws: Callable[[], None] | None = None  # called before a random state is read
         self.drawn: Callable[[], None] | None = None  # called when it was read
         self._switches: tuple[object, ...] = ()
-        self._inside = False  # of a forward that is one operation
+        self._inside = False  # of what was handed to it
 
     # ------------------------------------------------------------------ operators
 
@@ -84,7 +84,7 @@ class Recorder(Encoding, _compat.Mode):
         facts = FACTS.get(id(func)) or facts_of(func)
         if kwargs is None:
             kwargs = {}
-        if self._inside and not facts.forward:
+        if self._inside and not facts.handed:
             return _compat.called(func, args, kwargs)
         if self._elsewhere():  # what it makes is known to nobody, and kept
             return _compat.called(func, args, kwargs)
@@ -228,7 +228,7 @@ class Recorder(Encoding, _compat.Mode):
             self.draws()
         draws: Any = ()
         if facts.random and known:
-            draws = states_before(args, kwargs, any_of_them=facts.forward)
+            draws = states_before(args, kwargs, any_of_them=facts.handed)
         if draws is None:
             through = None
         op: RareOperation | None = None
@@ -408,10 +408,15 @@ class Recorder(Encoding, _compat.Mode):
         with _compat.disable_dispatch():
             return run()
 
-    def record_forward(self, forward: Any, args: tuple[Any, ...]) -> None:
-        """Record a `functions.Rerun` as an operation; what it calls is none."""
+    def hand(self, call: Any, args: tuple[Any, ...]) -> Any:
+        """Run what is no operator (see `Facts.handed`) like one; what it calls is none."""
         self.met_unusual()
-        self._beside(lambda: self.run(forward, args, {}))
+        return self._beside(lambda: self.run(call, args, {}))
+
+    def sees_calls(self) -> bool:
+        """Whether operators that are called here and now would come to this recorder: not inside
+        of one, nor of what is handed to it."""
+        return not self._inside and _compat.is_on(self)
 
     def met_lazy(self) -> None:
         """A lazily conjugated or negated tensor was made where no operator was seen."""

@@ -80,7 +80,8 @@ class Writes(Sharded):
     ) -> dict[int, Behind]:
         """The storages that a call is about to write without autograd noticing, by key.
 
-        Running statistics are written without a new version. `.data` has a version counter of its
+        Running statistics are written without a new version, and so is what a kernel writes that no
+        dispatcher sees. `.data` has a version counter of its
         own, and so has each chunk of an `unsafe_chunk`, and a sparse tensor, which may share the
         memory of the dense ones it was made of: autograd does not notice that what it saved
         through another counter changes, and goes on with the new content, as in the plain step
@@ -88,7 +89,7 @@ class Writes(Sharded):
         """
         found: dict[int, Behind] = {}
         for entry, place in written:
-            hidden = place in statistics and place not in facts.writes
+            hidden = facts.unversioned or (place in statistics and place not in facts.writes)
             argument = kwargs.get(place) if isinstance(place, str) else args[place]
             for tensor in flatten(argument):
                 if not isinstance(tensor, Tensor):

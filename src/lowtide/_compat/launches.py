@@ -1,0 +1,110 @@
+"""Where Triton launches a kernel, which no dispatcher sees.
+
+Problem: a kernel may write to what it is given, and Triton has no hook that gets the arguments of a
+launch before it happens. Invariant: as in `lowtide._compat`, of which this is a part; Triton is not
+imported, and nothing of it is changed before the program has imported it. Unnecessary once there is
+such a hook (`knobs.runtime.launch_enter_hook` gets no arguments). Imports `imports` and torch.
+Rejected: torch's `identify_accessed_tensors`, which had another name a release before, imports
+Inductor, compiles once more, and follows no address that was loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide._compat.imports import when_imported
+
+Launched = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called in place of a launch, with the kernel, with what launches it, and with its arguments."""
+
+# What launches kernels: compiled ones, interpreted ones (TRITON_INTERPRET=1).
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.interpreter", "InterpretedFunction"),
+)
+_MARK = "_lowtide_launched"
+
+
+def watch_launches(launched: Launched) -> None:
+    """From now on, call `launched` in place of each launch of a kernel of Triton's."""
+    for module, name in _LAUNCHERS:
+        _watch(module, name, launched)
+
+
+def _watch(module: str, name: str, launched: Launched) -> None:
+    loaded = sys.modules.get(module)
+    if loaded is None:
+        when_imported(module, lambda: _watch(module, name, launched))
+        return
+    if hasattr(loaded, name):
+        watch_class(getattr(loaded, name), launched)
+
+
+def watch_class(kind: Any, launched: Launched) -> None:
+    """The same for the launches of one class of kernels."""
+    if _MARK in vars(kind):
+        return
+    original = kind.run
+
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return launched(self, original, args, kwargs)
+
+    kind.run = run
+    setattr(kind, _MARK, True)
+
+
+def is_warmup(kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `run` compiles a kernel and does not launch it."""
+    return bool(kwargs.get("warmup"))
+
+
+def kernel_name(kernel: Any) -> str:
+    return str(getattr(getattr(kernel, "fn", None), "__name__", kernel))
+
+
+def known_of(kernel: Any) -> dict[Any, Any]:
+    """What is known of the launches of a kernel; kept with it, as most kernels live for ever."""
+    known: dict[Any, Any] = vars(kernel).setdefault("_lowtide_known", {})
+    return known
+
+
+def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
+    """The arguments of a launch in the order of the kernel's parameters, `inspect.Parameter.empty`
+    where one is left to its default, and whether each is a constant of the compilation."""
+    constants = getattr(kernel, "constexprs", ())  # few
+    found = [(argument, place in constants) for place, argument in enumerate(args)]
+    names = kernel.arg_names
+    for place in range(len(args), len(names)):
+        argument = kwargs.get(names[place], inspect.Parameter.empty)
+        found.append((argument, place in constants))
+    return found
+
+
+def pointers(argument: Any) -> list[torch.Tensor | None]:
+    """Of each pointer or descriptor that a kernel gets of an argument, the tensor behind it; None:
+    it is not known."""
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, tuple | list):
+        return [each for part in argument for each in pointers(part)]
+    base = getattr(argument, "base", None)  # of a descriptor, or of a tensor seen as another type
+    if isinstance(base, torch.Tensor):
+        return [base]
+    return [None] if hasattr(argument, "data_ptr") else []
+
+
+def ttir_of(
+    kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """The kernel in Triton's own representation, as it is compiled for these arguments; None if it
+    has none, as where it is interpreted or written in another language."""
+    compiled = run(kernel, *args, **{**kwargs, "warmup": True})
+    text = getattr(compiled, "asm", {}).get("ttir")
+    return text if isinstance(text, str) else None
