@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
 import ttir_texts as texts
@@ -19,23 +20,27 @@ from against_plain import WAYS, Way, bits, check, counted, gradients, leaf, unse
 from lowtide._compat import launches
 from lowtide.step import current_recorder
 from lowtide.tape.launches import telling
-from lowtide.tape.ttir import written_pointers
+from lowtide.tape.ttir import read_code
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (texts.TURN_IN_PLACE, (3, {0})),
-        (texts.TURN, (3, {2})),  # not what it only reads
-        (texts.GATHER, (4, {2, 3})),  # a loop carries the address, and loaded numbers are offsets
-        (texts.CHOSEN, (3, {0, 1})),
-        (texts.UNTIL, (2, {0, 1})),
-        (texts.EARLY, (2, {1})),
-        (texts.SIBLINGS, (3, {0, 1, 2})),  # a name is used for several addresses
+        (texts.TURN_IN_PLACE, (3, {0}, True)),
+        (texts.TURN, (3, {2}, True)),  # not what it only reads
+        (texts.GATHER, (4, {2, 3}, False)),  # loaded numbers are offsets; it adds up with atomics
+        (texts.CHOSEN, (3, {0, 1}, True)),
+        (texts.UNTIL, (2, {0, 1}, False)),
+        (texts.EARLY, (2, {1}, True)),
+        (texts.SIBLINGS, (3, {0, 1, 2}, True)),  # a name is used for several addresses
+        (texts.ADDRESSES.replace("tt.store", "tt.load"), (2, set(), False)),  # it reads anything
+        (texts.TURN.replace("tt.load %v_7, %v_5", "tt.load %v_7, %v_5 {isVolatile = true}"),
+         (3, {2}, False)),
+        (texts.TURN.replace("arith.mulf", "elsewhere.mulf"), (3, {2}, False)),
     ],
-)
-def test_what_a_kernel_writes_is_read_off_its_code(text: str, found: Any) -> None:
-    assert written_pointers(text) == found
+)  # fmt: skip
+def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
+    assert read_code(text) == found
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_what_a_kernel_writes_is_read_off_its_code(text: str, found: Any) -> Non
     ],
 )
 def test_nothing_is_said_of_code_that_cannot_be_followed(text: str) -> None:
-    assert written_pointers(text) is None
+    assert read_code(text) is None
 
 
 class Kernel:
@@ -59,11 +64,13 @@ class Kernel:
 
     def __init__(self, body: Callable[..., None], names: str, ttir: str | None) -> None:
         self.fn, self.arg_names, self.ttir = body, names.split(), ttir
+        self.grids: list[Any] = []
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup:
             self.compilations += 1
             return SimpleNamespace(asm={} if self.ttir is None else {"ttir": self.ttir})
+        self.grids.append(grid(kwargs) if callable(grid) else grid)
         self.fn(*args, **kwargs)
         return None
 
@@ -76,6 +83,11 @@ launches.watch_class(Kernel, telling(current_recorder))
 
 def _turn(x: Tensor, cos: Tensor, out: Tensor, n: int, INPLACE: bool) -> None:
     unseen(x if INPLACE else out, x * cos)
+
+
+# The same code, but for a part that must not run again.
+IN_PLACE_ONCE = texts.TURN_IN_PLACE.replace("arith.mulf", "elsewhere.mulf")
+ONCE = texts.TURN.replace("arith.mulf", "elsewhere.mulf")
 
 
 def in_place(ttir: str | None = texts.TURN_IN_PLACE) -> Kernel:
@@ -119,7 +131,9 @@ class Scaled(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("ttir", [texts.TURN_IN_PLACE, None], ids=["followed", "not followed"])
+@pytest.mark.parametrize(
+    "ttir", [texts.TURN_IN_PLACE, IN_PLACE_ONCE, None], ids=["again", "once", "not followed"]
+)
 def test_what_was_written_in_place_is_not_replayed_as_it_was(way: Way, ttir: str | None) -> None:
     kernel = in_place(ttir)
 
@@ -137,13 +151,19 @@ def test_what_was_written_in_place_is_not_replayed_as_it_was(way: Way, ttir: str
 
     replayed = check(scenario, way)
     assert replayed["sin"]
-    assert replayed["mm"] <= 4  # those that a kernel has written over are not made again
+    again = replayed.names()["triton::_turn"]
+    if ttir is texts.TURN_IN_PLACE:
+        assert again
+    else:  # what a kernel has written over is not made again
+        assert not again
+        assert replayed["mm"] <= 4
     assert kernel.compilations == 1
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_a_kernel_only_reads_is_still_dropped(way: Way) -> None:
-    kernel = elsewhere()
+@pytest.mark.parametrize("ttir", [texts.TURN, ONCE], ids=["again", "once"])
+def test_what_a_kernel_only_reads_is_dropped(way: Way, ttir: str) -> None:
+    kernel = elsewhere(ttir)
 
     def scenario(way: Way) -> list[Tensor | None]:
         layers = [leaf(16, 16) for _ in range(4)]
@@ -159,6 +179,33 @@ def test_what_a_kernel_only_reads_is_still_dropped(way: Way) -> None:
     replayed = check(scenario, way)
     assert replayed["mm"] >= 3
     assert replayed["sin"] >= 3
+    assert (replayed.names()["triton::_turn"] > 0) == (ttir is texts.TURN)
+
+
+def _peak(kernel: Kernel, way: Callable[..., Any]) -> int:
+    layers, x = [leaf(64, 64) for _ in range(4)], leaf(256, 64)
+    cos = torch.randn(256, 64)
+
+    def block(x: Tensor, layer: Tensor) -> Tensor:
+        y = Scaled.apply(x @ layer, cos, kernel)
+        return x + Rotary.apply(y @ layer, cos, in_place()).sin()
+
+    def step() -> None:
+        y = x
+        for layer in layers:
+            y = way(block, y, layer)
+        y.sum().backward()
+
+    step()
+    return lowtide.measure(step, device="cpu").peak_bytes
+
+
+def test_blocks_with_kernels_take_no_more_than_under_torchs_checkpoint() -> None:
+    def torchs(block: Any, *args: Any) -> Any:
+        return torch_checkpoint(block, *args, use_reentrant=False)
+
+    assert _peak(elsewhere(), lowtide.checkpoint) <= _peak(elsewhere(), torchs)
+    assert _peak(elsewhere(ONCE), lowtide.checkpoint) > _peak(elsewhere(), torchs)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -227,6 +274,228 @@ def test_a_kernel_in_a_backward_inside() -> None:
         return gradients(way(forward, x), x, w)
 
     assert check(scenario).operations
+
+
+def _written(*launches: Callable[[Tensor, Tensor], None], of: Any = torch.empty) -> Any:
+    """A scenario in which launches fill one piece of memory, from what the record has made."""
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        torch.manual_seed(5)
+        x, w, cos = leaf(8, 16), leaf(16, 16), torch.randn(8, 16)
+
+        class Filled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                out = of(8, 16)
+                for launch in launches:
+                    launch(out, x * cos)
+                return out
+
+            @staticmethod
+            def backward(ctx: Any, given: Tensor) -> Tensor:
+                return given * cos
+
+        def forward(x: Tensor) -> Tensor:
+            return Filled.apply((x @ w).sin()).cos().exp().sum()
+
+        return gradients(way(forward, x), x, w)
+
+    return scenario
+
+
+def test_what_fills_memory_in_two_goes() -> None:
+    kernel = elsewhere()
+
+    def all_of_it(out: Tensor, x: Tensor) -> None:
+        kernel[1,](x, x, out, 1, INPLACE=False)
+
+    def more(out: Tensor, x: Tensor) -> None:
+        kernel[1,](out, x, out, 2, INPLACE=False)
+
+    assert check(_written(all_of_it, more)).names()["triton::_turn"] == 2
+    assert not check(_written(more, all_of_it)).names()["triton::_turn"]  # reads what nobody wrote
+
+
+def test_a_kernel_that_fills_two_pieces_of_memory() -> None:
+    """As a norm does, which notes what backward needs."""
+
+    def body(x: Tensor, out: Tensor, scale: Tensor) -> None:
+        unseen(scale, x.square().sum(1, keepdim=True).rsqrt())
+        unseen(out, x * scale)
+
+    kernel = Kernel(body, "x out scale", texts.NORM)
+
+    class Normed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out, scale = torch.empty_like(x), torch.empty(x.shape[0], 1)
+            kernel[1,](x, out, scale)
+            ctx.save_for_backward(x, scale)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, given: Tensor) -> Tensor:
+            x, scale = ctx.saved_tensors
+            return given * scale - x * scale.pow(3) * (given * x).sum(1, keepdim=True)
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(32, 16), leaf(16, 16)
+
+        def forward(x: Tensor) -> Tensor:
+            return Normed.apply((Normed.apply((x @ w).sin()) @ w).cos()).exp().sum()
+
+        return gradients(way(forward, x), x, w)
+
+    assert check(scenario).names()["triton::body"] >= 2
+
+
+def test_one_piece_of_fresh_memory_that_is_given_twice() -> None:
+    kernel = elsewhere()
+
+    def packed(out: Tensor, x: Tensor) -> None:
+        out.copy_(x)
+        both = torch.empty(16, 16)
+        kernel[1,](x, both[8:], both[:8], 3, INPLACE=False)  # reads what nobody wrote
+        kernel[1,](x, x, both, 3, INPLACE=False)
+
+    def itself(out: Tensor, x: Tensor) -> None:
+        kernel.fn = lambda x, cos, out, n, INPLACE: unseen(out, torch.full((8, 16), 2.0))
+        kernel[1,](out, out, out, 3, INPLACE=False)
+
+    check(_written(packed))
+    check(_written(itself))
+
+
+def test_a_launch_that_does_not_fit_its_code_may_write_to_anything() -> None:
+    kernel = Kernel(lambda x, cos: unseen(x, x * cos), "x cos", texts.TURN)
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w, cos = leaf(8, 16), leaf(16, 16), torch.randn(8, 16)
+
+        def forward(x: Tensor) -> Tensor:
+            z = (x @ w).sin().detach() * 2
+            kernel[1,](z, cos)
+            return (x * z.exp()).cos().sum()
+
+        return gradients(way(forward, x), x, w)
+
+    assert check(scenario)["exp"]
+
+
+def test_a_step_with_launches_after_steps_without() -> None:
+    """The compiled recorder has stopped to record them, as they fit."""
+    kernel, w, cos = elsewhere(), leaf(16, 16), torch.randn(32, 16)
+    x, budget = torch.randn(32, 16), lowtide.budget("1 GiB")
+
+    def step(with_kernel: bool) -> list[Any]:
+        w.grad = None
+        y = (x @ w).sin()
+        y = Scaled.apply(y.cos(), cos, kernel) if with_kernel else y.cos() * cos
+        loss = y.exp().sum()
+        loss.backward()
+        return [bits(loss.detach()), bits(w.grad)]
+
+    for with_kernel in [*[False] * 6, True, False, True, True]:
+        expected = step(with_kernel)
+        with budget:
+            assert step(with_kernel) == expected
+
+
+def test_parts_that_kernels_fill() -> None:
+    """Only the first is made again: of what a kernel may read besides, a part is not known."""
+    kernel = elsewhere()
+
+    def first(out: Tensor, x: Tensor) -> None:
+        kernel[1,](x[:4], x[:4], out[:4], 4, INPLACE=False)
+
+    def second(out: Tensor, x: Tensor) -> None:
+        kernel[1,](x[4:], x[4:], out[4:], 4, INPLACE=False)
+
+    def by_torch(out: Tensor, x: Tensor) -> None:
+        out[4:] = x[4:]
+
+    check(_written(first, second))
+    assert check(_written(first, by_torch)).names()["triton::_turn"] == 1
+    check(_written(by_torch, first))
+    check(_written(first, by_torch, first))
+
+
+def test_constants_that_a_kernel_writes_a_part_of_are_not_made_again_as_fresh_memory() -> None:
+    kernel = elsewhere()
+
+    def a_part(out: Tensor, x: Tensor) -> None:
+        unseen_part = out.view(-1)  # the kernel is given all of it, and writes less
+        kernel.fn = lambda x, cos, out, n, INPLACE: unseen(out[:40], x.reshape(-1)[:40])
+        kernel[1,](x, x, unseen_part, 40, INPLACE=False)
+
+    for make in (torch.zeros, torch.ones):
+        assert not check(_written(a_part, of=make)).names()["triton::_turn"]
+
+
+def test_an_autotuners_trials_are_no_operations() -> None:
+    kernel = elsewhere()
+
+    def trials(out: Tensor, x: Tensor) -> None:
+        for _ in range(30):
+            kernel[1,](x, x, out, 16, INPLACE=False)
+
+    assert not check(_written(trials)).names()["triton::_turn"]
+
+
+def test_a_grid_is_that_of_the_launch() -> None:
+    kernel, size = elsewhere(), [3]
+
+    def launch(out: Tensor, x: Tensor) -> None:
+        kernel[lambda constants: (size[0], constants["n"])](
+            x, INPLACE=False, n=5, out=out, cos=x
+        )  # names in any order
+
+    def scenario(way: Way) -> Any:
+        size[0] = 3
+        inner = _written(launch)
+
+        def then_changed(function: Any, *args: Any) -> Any:
+            loss = way(function, *args)
+            size[0] = 7
+            return loss
+
+        return inner(then_changed)
+
+    assert check(scenario).names()["triton::_turn"] == 1
+    assert kernel.grids == [(3, 5), (3, 5), (3, 5)]  # the plain step, the step, the replay
+
+
+@pytest.mark.parametrize("kind", ["hooks", "a tuple", "a descriptor"])
+def test_launches_that_a_replay_cannot_be_given(kind: str) -> None:
+    """What they write is known all the same."""
+    kernel = in_place()
+    if kind == "hooks":
+        kernel.pre_run_hooks = [print]  # type: ignore[attr-defined]
+
+    def body(x: Any, cos: Tensor, out: Any, n: int, INPLACE: bool) -> None:
+        target = x if isinstance(x, Tensor) else x.base if hasattr(x, "base") else x[0]
+        unseen(target, target * cos)
+
+    kernel.fn = body
+
+    def launch(x: Tensor, cos: Tensor) -> None:
+        given = {"hooks": x, "a tuple": (x,), "a descriptor": SimpleNamespace(base=x)}[kind]
+        kernel[1,](given, cos, given, 3, INPLACE=True)
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w, cos = leaf(8, 16), leaf(16, 16), torch.randn(8, 16)
+
+        def forward(x: Tensor) -> Tensor:
+            y = (x @ w).sin()
+            z = y.detach() * 2
+            launch(z, cos)
+            return (y * z.exp()).cos().sum()
+
+        return gradients(way(forward, x), x, w)
+
+    replayed = check(scenario)
+    assert replayed["exp"]
+    assert not replayed.names()["triton::body"]
 
 
 def test_kernels_inside_of_operators_and_declared_functions_are_theirs() -> None:

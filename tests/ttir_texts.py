@@ -308,3 +308,44 @@ module {
   }
 }
 """
+
+# @triton.jit
+# def norm(x, out, scale):
+#     at = tl.arange(0, 16)
+#     v = tl.load(x + tl.program_id(0) * 16 + at)
+#     s = 1.0 / tl.sqrt(tl.sum(v * v))
+#     tl.store(scale + tl.program_id(0), s)
+#     tl.store(out + tl.program_id(0) * 16 + at, v * s)
+NORM = r"""
+module {
+  tt.func public @norm(%x: !tt.ptr<f32>, %out: !tt.ptr<f32>, %scale: !tt.ptr<f32>) attributes {noinline = false} {
+    %s = arith.constant 1.000000e+00 : f32
+    %c16_i32 = arith.constant 16 : i32
+    %at = tt.make_range {end = 16 : i32, start = 0 : i32} : tensor<16xi32>
+    %v = tt.get_program_id x : i32
+    %v_0 = arith.muli %v, %c16_i32 : i32
+    %v_1 = tt.addptr %x, %v_0 : !tt.ptr<f32>, i32
+    %v_2 = tt.splat %v_1 : !tt.ptr<f32> -> tensor<16x!tt.ptr<f32>>
+    %v_3 = tt.addptr %v_2, %at : tensor<16x!tt.ptr<f32>>, tensor<16xi32>
+    %v_4 = tt.load %v_3 : tensor<16x!tt.ptr<f32>>
+    %s_5 = arith.mulf %v_4, %v_4 : tensor<16xf32>
+    %s_6 = tt.reshape %s_5 allow_reorder : tensor<16xf32> -> tensor<16xf32>
+    %s_7 = "tt.reduce"(%s_6) <{axis = 0 : i32}> ({
+    ^bb0(%s_10: f32, %s_11: f32):
+      %s_12 = arith.addf %s_10, %s_11 : f32
+      tt.reduce.return %s_12 : f32
+    }) : (tensor<16xf32>) -> f32
+    %s_8 = math.sqrt %s_7 : f32
+    %s_9 = arith.divf %s, %s_8 : f32
+    %0 = tt.addptr %scale, %v : !tt.ptr<f32>, i32
+    tt.store %0, %s_9 : !tt.ptr<f32>
+    %1 = tt.addptr %out, %v_0 : !tt.ptr<f32>, i32
+    %2 = tt.splat %1 : !tt.ptr<f32> -> tensor<16x!tt.ptr<f32>>
+    %3 = tt.addptr %2, %at : tensor<16x!tt.ptr<f32>>, tensor<16xi32>
+    %4 = tt.splat %s_9 : f32 -> tensor<16xf32>
+    %5 = arith.mulf %v_4, %4 : tensor<16xf32>
+    tt.store %3, %5 : tensor<16x!tt.ptr<f32>>
+    tt.return
+  }
+}
+"""

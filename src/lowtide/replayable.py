@@ -32,15 +32,17 @@ def replayable(operator: _T) -> _T:
     """Let lowtide drop what an operator or Function of a library makes, and run it again.
 
     What custom operators make is kept otherwise, as one may do what must not happen twice; and so
-    is what a kernel of Triton's or of an extension fills in a `torch.autograd.Function`. Say it
-    before the first step, once per process; also as the outermost decorator of one of your own::
+    is what a kernel of an extension fills in a `torch.autograd.Function`. (A kernel of Triton's
+    there is replayed without this, unless it uses atomics: lowtide reads off its code whether it
+    is a function of its arguments.) Say it before the first step, once per process; also as the
+    outermost decorator of one of your own::
 
         @lowtide.replayable
         @torch.library.custom_op("mylib::swiglu", mutates_args=())
         def swiglu(gate: Tensor, up: Tensor) -> Tensor: ...
 
         lowtide.replayable("flash_attn::_flash_attn_forward")
-        lowtide.replayable(LigerRMSNormFunction)
+        lowtide.replayable(SelectiveScanFn)  # around a kernel in C++
 
     Of a Function, the forward becomes one operation, which makes what it returns and what else it
     saves by ``ctx.save_for_backward``. It is called again with a context of its own. Arguments may

@@ -30,6 +30,8 @@ _LAUNCHERS = (
 )
 _MARK = "_lowtide_launched"
 
+DEFAULT = inspect.Parameter.empty
+
 
 def watch_launches(launched: Launched) -> None:
     """From now on, call `launched` in place of each launch of a kernel of Triton's."""
@@ -75,16 +77,26 @@ def known_of(kernel: Any) -> dict[Any, Any]:
     return known
 
 
+def in_order(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a launch, those that are parameters first, in their order."""
+    names = [name for name in kernel.arg_names[len(args) :] if name in kwargs]
+    return {name: kwargs[name] for name in names} | kwargs
+
+
 def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
-    """The arguments of a launch in the order of the kernel's parameters, `inspect.Parameter.empty`
-    where one is left to its default, and whether each is a constant of the compilation."""
+    """The arguments of a launch in the order of the kernel's parameters, `DEFAULT` where one is
+    left out, and whether each is a constant of the compilation."""
     constants = getattr(kernel, "constexprs", ())  # few
     found = [(argument, place in constants) for place, argument in enumerate(args)]
-    names = kernel.arg_names
-    for place in range(len(args), len(names)):
-        argument = kwargs.get(names[place], inspect.Parameter.empty)
+    for place in range(len(args), len(kernel.arg_names)):
+        argument = kwargs.get(kernel.arg_names[place], DEFAULT)
         found.append((argument, place in constants))
     return found
+
+
+def has_hooks(kernel: Any) -> bool:
+    """Whether functions of the program run before each launch."""
+    return bool(getattr(kernel, "pre_run_hooks", None))
 
 
 def pointers(argument: Any) -> list[torch.Tensor | None]:

@@ -30,6 +30,7 @@ struct Entry {
   PyObject* pieces;  // owned, or null: a `Pieces`, or None
   Geometry blank;    // of uninitialized memory that nothing was done with; `pieces` is then null
   bool loose, given_out;
+  bool constant;     // that memory was filled with a constant, which is not recorded
 
   // Whether it is uninitialized memory that the record has not written in all parts.
   bool unwritten() const { return blank.defined() || (pieces != nullptr && pieces != Py_None); }

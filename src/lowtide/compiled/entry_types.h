@@ -124,6 +124,7 @@ inline PyGetSetDef entry_getset[] = {
     {"pieces", entry_pieces, entry_set_pieces},
     {"loose", get_flag<Entry, &Entry::loose>, set_flag<Entry, &Entry::loose>},
     {"given_out", get_flag<Entry, &Entry::given_out>, set_flag<Entry, &Entry::given_out>},
+    {"constant", get_flag<Entry, &Entry::constant>, set_flag<Entry, &Entry::constant>},
     {}};
 
 inline PyType_Slot entry_slots[] = {

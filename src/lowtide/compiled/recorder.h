@@ -154,8 +154,7 @@ inline bool run_recorded(
   Made results;
   Operation* maker = again ? made : nullptr;
   all_rewritten(state, maker, written, results);
-  add_outputs(state, maker, *stack, op.schema().returns().size(), results,
-              fact.blank || fact.constant);
+  add_outputs(state, maker, *stack, op.schema().returns().size(), results, &fact);
   if (Headroom* room = headroom_of(state); room != nullptr) {
     Owned kept(Py_NewRef(state->headroom));  // the step may go on watched from here
     if (told) count_call(state, room, fact, op, made, results, before.data(), count, cost);

@@ -305,7 +305,7 @@ inline bool encode(
 // ---------------------------------------------------------------------- outputs
 
 inline void add_output(
-    State* state, Operation* op, const c10::IValue& result, int32_t place, Made& made, bool blank) {
+    State* state, Operation* op, const c10::IValue& result, int32_t place, Made& made, const Fact* fact) {
   if (!result.isTensor() || !result.toTensor().defined()) return;
   const at::Tensor& tensor = result.toTensor();
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python) ||
@@ -319,9 +319,10 @@ inline void add_output(
   auto [entry, value] = enter(state, op, tensor, key, true);
   if (op == nullptr) {
     // As `Recorder._know_blank`.
-    if (blank && tensor.numel() > 0 && tensor.is_non_overlapping_and_dense() &&
-        tensor.nbytes() == tensor.storage().nbytes()) {
+    if (fact != nullptr && (fact->blank || fact->constant) && tensor.numel() > 0 &&
+        tensor.is_non_overlapping_and_dense() && tensor.nbytes() == tensor.storage().nbytes()) {
       entry->blank = Geometry(tensor);
+      entry->constant = fact->constant;
     }
     return;
   }
@@ -331,15 +332,15 @@ inline void add_output(
 }
 
 inline void add_outputs(
-    State* state, Operation* op, const Stack& stack, size_t count, Made& made, bool blank = false) {
+    State* state, Operation* op, const Stack& stack, size_t count, Made& made, const Fact* fact = nullptr) {
   int32_t place = 0;
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isList()) {
       for (const c10::IValue& item : stack[i].toListRef()) {
-        add_output(state, op, item, place++, made, blank);
+        add_output(state, op, item, place++, made, fact);
       }
     } else {
-      add_output(state, op, stack[i], place++, made, blank);
+      add_output(state, op, stack[i], place++, made, fact);
     }
   }
 }

@@ -31,7 +31,7 @@ _NO_REGION = Region(None, None)
 class Encoding(Saves):
     """The part of a recorder that writes arguments and results down."""
 
-    _filled: Tensor | None = None  # the argument that the call overwrites, whatever was in it
+    _filled: tuple[Tensor, ...] = ()  # arguments that the call overwrites, whatever was in them
 
     # ------------------------------------------------------------------ arguments
 
@@ -82,7 +82,7 @@ class Encoding(Saves):
             if kwargs and known:
                 known = self._encode(named, list(named), refs, ())
         finally:
-            self._filled = None
+            self._filled = ()
         known = known and all(self.value_in(entry) is value for entry, value in before)
         return named if known else None
 
@@ -135,9 +135,10 @@ class Encoding(Saves):
         if entry is None or entry.given_out or self._needs_care(entry, tensor):
             return None
         if entry.pieces is not None:
-            if tensor is self._filled and entry.pieces.untouched:
+            filled = any(tensor is each for each in self._filled)
+            if filled and entry.pieces.untouched:
                 return Ref(self.value_in(entry), tensor)  # see `_write_refs`
-            if tensor is not self._filled and not entry.pieces.cover(tensor):
+            if not filled and not entry.pieces.cover(tensor):
                 self._unwritten(entry, tensor)
         value = entry.value
         if value is None:
@@ -194,11 +195,15 @@ def _has_storage(tensor: Tensor) -> bool:
     return not _compat.has_own_dispatch(type(tensor)) and not tensor.is_nested
 
 
-def _filled_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The one argument that a call overwrites entirely and does not read."""
+def _filled_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The arguments that a call overwrites entirely and does not read."""
+    if facts.handed:  # each is given once
+        return tuple([args[place] for place in facts.fills if isinstance(place, int)])
     place = next((place for place in FILLED if place in facts.fills), None)
     if place is None:
-        return None
+        return ()
     filled = args[0] if place == 0 else kwargs.get("out")
     others = args[1:] if place == 0 else args
-    return filled if isinstance(filled, Tensor) and all(a is not filled for a in others) else None
+    if not isinstance(filled, Tensor) or any(a is filled for a in others):
+        return ()
+    return (filled,)

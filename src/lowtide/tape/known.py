@@ -37,8 +37,8 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     """
 
     __slots__ = (
-        "counted", "counter", "given_out", "key", "loose", "nbytes", "pieces", "value", "version",
-        "weak",
+        "constant", "counted", "counter", "given_out", "key", "loose", "nbytes", "pieces", "value",
+        "version", "weak",
     )  # fmt: skip
 
     key: int
@@ -51,6 +51,7 @@ class Entry(weakref.ref):  # type: ignore[type-arg]
     counted: int  # bytes that this recording allocated for it: 0 if it was there before
     given_out: bool  # see `Known._given_out`
     pieces: Pieces | None  # uninitialized memory: what the record has written of it
+    constant: bool  # that memory was filled with a constant, which is not recorded
 
 
 class Known:
@@ -245,7 +246,7 @@ class Known:
         entry = self.new_entry(storage, self._forget)
         entry.key = _compat.storage_id(storage)
         entry.version = version
-        entry.loose = entry.given_out = False
+        entry.loose = entry.given_out = entry.constant = False
         entry.weak = entry.counter = entry.pieces = None
         entry.nbytes = storage.nbytes()
         here = self._is_here(storage.device, op is not None)

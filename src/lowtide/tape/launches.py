@@ -1,13 +1,14 @@
-"""Kernels of Triton's, which write to what they are given where no dispatcher sees it.
+"""Kernels of Triton's, which no dispatcher sees.
 
 Problem: a library's rotary embedding or cross entropy writes to its inputs in place. A replay of
 what made those would bring the old content back, and gradients would be wrong without an error.
-Invariant: before a kernel is launched inside a recording, the recorder knows what it writes to (all
-that it is given, where its code cannot be followed): the new content is kept (rule 5), and nobody
-takes it for the old (rule 4). What a kernel only reads may be dropped as before. Imports `_compat`,
-operators and ttir. Rejected: recording launches as operations, as a kernel may add up
-with atomics, or be one of the trials of an autotuner: `lowtide.replayable` is where a program says
-that it may run again.
+What its norm and activation make had to be kept besides, as nobody knew where it came from.
+Invariant: before a kernel is launched inside a recording, the recorder knows what it writes to: all
+that it is given, where its code cannot be followed. A launch is an operation of the record if the
+kernel is a function of its arguments (`ttir`), and is replayed as it was launched; else the new
+content is kept (rule 5). Nobody takes it for the old one (rule 4). Imports `_compat`, operators,
+ttir and watch. Rejected: recording those that add up with atomics, whose bits depend on which
+program comes first; an autotuner's trials, of which all but one would be replayed for nothing.
 """
 
 from __future__ import annotations
@@ -20,24 +21,77 @@ import torch
 
 from lowtide._compat import launches
 from lowtide.tape.operators import FACTS, Facts
-from lowtide.tape.ttir import written_pointers
+from lowtide.tape.ttir import Code, read_code
+from lowtide.tape.watch import PLAIN
 
 if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
 
+_TENSOR = object()  # in place of one among the arguments of a launch
+
 
 class Launch:
     """A launch in place of an operator: its first argument runs it, the others are the tensors that
-    the kernel is given."""
+    the kernel is given. `fills`: places of those that are fresh memory, or None: not replayed."""
 
-    def __init__(self, kernel: str, writes: tuple[int, ...]) -> None:
-        FACTS[id(self)] = Facts.of_launch(self, f"triton::{kernel}", writes)
+    def __init__(
+        self, kernel: str, writes: tuple[int, ...], fills: frozenset[int] | None = None
+    ) -> None:
+        FACTS[id(self)] = Facts.of_launch(self, f"triton::{kernel}", writes, fills)
 
-    def __call__(self, launch: Callable[[], Any], *tensors: torch.Tensor) -> Any:
-        return launch()
+    def __call__(self, launch: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        return launch(*tensors)
 
 
 _launch = functools.cache(Launch)  # one for all launches that are alike; `FACTS` needs it to live
+
+
+class _Call:
+    """One launch, with all but its tensors.
+
+    Attributes:
+        numbers: what tells it from other launches of its kernel, besides how it is compiled.
+    """
+
+    __slots__ = ("_args", "_kernel", "_kwargs", "_run", "numbers")
+
+    def __init__(
+        self, kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._kernel, self._run = kernel, run
+        self._args = list(map(_without_tensor, args))
+        self._kwargs = {name: _without_tensor(each) for name, each in kwargs.items()}
+        grid = kwargs.get("grid")
+        if callable(grid):  # which may read what the program changes
+            self._kwargs["grid"] = functools.partial(self._settle, grid)
+        self.numbers = tuple(
+            [
+                each.data_ptr() if isinstance(each, torch.Tensor) else each
+                for each, constant in launches.bound(kernel, args, kwargs)
+                if not constant
+            ]
+        )
+
+    def _settle(self, grid: Callable[[Any], Any], constants: Any) -> Any:
+        found = self._kwargs["grid"] = grid(constants)
+        return found
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        left = iter(tensors)
+        args = [next(left) if each is _TENSOR else each for each in self._args]
+        named = {
+            name: next(left) if each is _TENSOR else each for name, each in self._kwargs.items()
+        }
+        self._run(self._kernel, *args, **named)
+
+    def is_another_try(self, other: Any) -> bool:
+        """Whether a launch differs from another at most in how its kernel is compiled."""
+        alike = isinstance(other, _Call) and other._kernel is self._kernel
+        return alike and other.numbers == self.numbers
+
+
+def _without_tensor(argument: Any) -> Any:
+    return _TENSOR if isinstance(argument, torch.Tensor) else argument
 
 
 @functools.cache  # once
@@ -53,37 +107,44 @@ def telling(recorder_here: Callable[[], Recorder | None]) -> launches.Launched:
         recorder = recorder_here()
         if recorder is None or launches.is_warmup(kwargs) or not recorder.sees_calls():
             return run(kernel, *args, **kwargs)
+        recorder.met_unusual()
+        kwargs = launches.in_order(kernel, args, kwargs)
+        code = _code(kernel, run, args, kwargs)
         arguments = launches.bound(kernel, args, kwargs)
+        if code is not None and code.repeatable and _may_be_recorded(kernel, arguments):
+            call = _Call(kernel, run, args, kwargs)
+            tensors = [each for each, _ in arguments if isinstance(each, torch.Tensor)]
+            writes = [1 + place for place in sorted(code.writes)]
+            fills = _filled(recorder, call, tensors, code)
+            operation = _launch(launches.kernel_name(kernel), tuple(writes), fills)
+            return recorder.hand(operation, (call, *tensors))
         given = [each for argument, _ in arguments for each in launches.pointers(argument)]
-        known = launches.known_of(kernel)
-        kind = tuple([_kind(*each) for each in arguments])
-        if kind not in known:
-            known[kind] = _written(kernel, run, args, kwargs, len(given))
-        places = known[kind]
         tensors = [tensor for tensor in given if tensor is not None]
         at = [place for place, tensor in enumerate(given) if tensor is not None]
-        writes = tuple([1 + n for n, place in enumerate(at) if places is None or place in places])
-        launch = functools.partial(run, kernel, *args, **kwargs)
-        return recorder.hand(_launch(launches.kernel_name(kernel), writes), (launch, *tensors))
+        writes = [1 + n for n, place in enumerate(at) if code is None or place in code.writes]
+        operation = _launch(launches.kernel_name(kernel), tuple(writes))
+        return recorder.hand(operation, (lambda *_: run(kernel, *args, **kwargs), *tensors))
 
     return launched
 
 
-def _written(
-    kernel: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    count: int,
-) -> frozenset[int] | None:
-    """Places among the addresses that a kernel is given of those that it writes to; None: it may
-    write to any."""
-    try:
-        text = launches.ttir_of(kernel, run, args, kwargs)
-    except Exception:  # where it does not compile, the launch says so
-        return None
-    found = None if text is None else written_pointers(text)
-    return None if found is None or found[0] != count else found[1]
+def _code(
+    kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Code | None:
+    """What a kernel does, as it is compiled for such arguments; None: it is not known."""
+    arguments = launches.bound(kernel, args, kwargs)
+    kind = tuple([_kind(*each) for each in arguments])
+    known = launches.known_of(kernel)
+    if kind not in known:
+        try:
+            text = launches.ttir_of(kernel, run, args, kwargs)
+        except Exception:  # where it does not compile, the launch says so
+            text = None
+        code = None if text is None else read_code(text)
+        count = sum(len(launches.pointers(argument)) for argument, _ in arguments)
+        known[kind] = code if code is not None and code.addresses == count else None
+    found: Code | None = known[kind]
+    return found
 
 
 def _kind(argument: Any, constant: bool) -> Any:
@@ -98,3 +159,37 @@ def _kind(argument: Any, constant: bool) -> Any:
     if isinstance(argument, tuple | list):
         return tuple([_kind(each, constant) for each in argument])
     return type(argument)
+
+
+def _may_be_recorded(kernel: Any, arguments: list[tuple[Any, bool]]) -> bool:
+    """Whether a replay can be given the same: tensors, and what cannot change."""
+    return not launches.has_hooks(kernel) and all(
+        type(argument) in PLAIN
+        or constant
+        or argument is None
+        or argument is launches.DEFAULT
+        or isinstance(argument, int | float | str)
+        for argument, constant in arguments
+    )
+
+
+def _filled(
+    recorder: Recorder, call: _Call, tensors: list[torch.Tensor], code: Code
+) -> frozenset[int] | None:
+    """Which of the tensors that a launch writes to are fresh memory; None: it is not recorded, as
+    what is in another cannot be made again, or it seems to be a trial of an autotuner's."""
+    fills = []
+    for place in code.writes:
+        entry = recorder.entry_of(tensors[place])
+        if entry is None:
+            return None
+        pieces = entry.pieces
+        if pieces is not None and pieces.untouched:
+            if entry.constant:  # of which it may leave a part
+                return None
+            fills.append(1 + place)
+            continue
+        maker = recorder.value_in(entry).op
+        if maker is None or (maker.args and call.is_another_try(maker.args[0])):
+            return None
+    return frozenset(fills)

@@ -306,10 +306,15 @@ class Facts:
         return facts
 
     @classmethod
-    def of_launch(cls, func: Any, name: str, writes: tuple[int, ...]) -> Facts:
-        """Of a kernel that no dispatcher sees, see `launches.Launch`."""
+    def of_launch(
+        cls, func: Any, name: str, writes: tuple[int, ...], fills: frozenset[int] | None
+    ) -> Facts:
+        """Of a kernel that no dispatcher sees, see `launches.Launch`; `fills` is None where it is
+        not replayed."""
         facts = cls(func)
-        facts.name, facts.writes, facts.has_bodies = name, writes, False
+        facts.name, facts.writes, facts.has_bodies, facts.makes = name, writes, False, False
+        facts.opaque = fills is None
+        facts.fills = frozenset() if fills is None else fills
         facts.handed = facts.unversioned = True
         return facts
 

@@ -283,18 +283,18 @@ class Recorder(Encoding, _compat.Mode):
             for value in made:
                 value.op = None  # for decisions it was recorded, for replays it was not
         if facts.blank or facts.constant:
-            self._know_blank(result)
+            self._know_blank(result, facts.constant)
         if op is not None:
             self.decisions.produced(op, made, self.region, args, kwargs)
         if op is not None and filled is not None and facts.fills_saved is not None:
             self._saved_before(filled, args[facts.fills_saved])
         return result
 
-    def _know_blank(self, result: Any) -> None:
+    def _know_blank(self, result: Any, constant: bool) -> None:
         """Memory was allocated and not initialized, or with a constant that is not recorded."""
         entry = self.entry_of(result) if isinstance(result, Tensor) else None
         if entry is not None and self.value_in(entry).op is None:
-            entry.pieces = Pieces.of(result)
+            entry.pieces, entry.constant = Pieces.of(result), constant
 
     def call(self, op: RareOperation | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and time it if the tape is timed."""

@@ -1,10 +1,11 @@
-"""Which of its arguments a kernel of Triton's writes to.
+"""Which of its arguments a kernel of Triton's writes to, and whether it may run twice.
 
 Problem: a kernel gets addresses, and only its code tells which of them it stores to. Invariant: an
-argument that is left out is never written; where the code cannot be followed (an address that was
-loaded, a call, an operation that is not known), nothing is said. Imports nothing. Rejected: looking
-at the memory before and after a launch, which takes two passes over it, and does not see a write
-that happens to leave it as it was.
+argument that is left out is never written, and a kernel that may run again is a function of its
+arguments, to the bit; where the code cannot be followed (an address that was loaded, a call, an
+operation that is not known), nothing is said. Imports nothing. Rejected: looking at the memory
+before and after a launch, which takes two passes over it, and does not see a write that happens to
+leave it as it was.
 
 Triton's own representation (TTIR) is in static single assignment form: what a name is made of
 follows from the line that makes it, and loops say what they hand on from turn to turn. From each
@@ -14,6 +15,7 @@ store, the address is followed back to parameters. Offsets, masks and shapes are
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 # Their first operand is an address that they write to.
 _STORES = frozenset({"tt.store", "tt.atomic_rmw", "tt.atomic_cas", "tt.descriptor_store",
@@ -30,6 +32,20 @@ _PASSES = frozenset({"tt.splat", "tt.unsplat", "tt.broadcast", "tt.expand_dims",
                      "tt.int_to_ptr"})  # fmt: skip
 _ENDS = frozenset({"tt.return", "tt.reduce.return", "tt.scan.return", "tt.map_elementwise.return"})
 
+# A kernel of these, and of the dialects, makes the same bits again. Not of atomics: what they add
+# up depends on which program comes first.
+_PURE = _LOADS | _MOVES | _PASSES | _ENDS | frozenset({
+    "tt.store", "tt.descriptor_store", "tt.experimental_descriptor_store", "tt.func", "tt.assert",
+    "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.dot", "tt.dot_scaled",
+    "tt.reduce", "tt.scan", "tt.map_elementwise", "tt.clampf", "tt.fp_to_fp", "tt.mulhiui",
+    "tt.precise_sqrt", "tt.precise_divf", "tt.histogram", "tt.gather",
+})  # fmt: skip
+_PURE_DIALECTS = frozenset({"arith", "math", "scf", "cf", "ub"})
+_BARRIERS = frozenset({"ttg.barrier", "gpu.barrier"})  # of one program, whose order they fix
+# These may be, and say so.
+_SAYING_SO = frozenset({"tt.elementwise_inline_asm", "tt.extern_elementwise"})
+_WAITS = "isVolatile = true"  # for another program
+
 _LOCATION = re.compile(r'\s*\bloc\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\)')
 _QUOTED_NAME = re.compile(r'"([a-z_]\w*(?:\.\w+)+)"(?=\()')
 _TEXT = re.compile(r'"[^"]*"')
@@ -42,13 +58,24 @@ _ADDRESS = re.compile(r"!tt\.(?:ptr|tensordesc)\b")
 _LOOPS = frozenset({"scf.for", "scf.while"})
 
 
-def written_pointers(text: str) -> tuple[int, frozenset[int]] | None:
-    """How many addresses a kernel takes, and the places among them of those that it writes to.
+class Code(NamedTuple):
+    """What is known of a kernel's code.
 
-    None: its code cannot be followed.
+    Attributes:
+        addresses: how many it takes.
+        writes: the places among them of those that it writes to.
+        repeatable: run again with the same arguments, it writes the same bits.
     """
+
+    addresses: int
+    writes: frozenset[int]
+    repeatable: bool
+
+
+def read_code(text: str) -> Code | None:
+    """What a kernel does; None if its code cannot be followed."""
     try:
-        return _Kernel(text).written()
+        return _Kernel(text).code()
     except _UnknownCodeError:
         return None
 
@@ -89,26 +116,21 @@ class _Kernel:
         self.parameters = 0
         self.functions = 0
         self.stored: list[_Name] = []
+        self.loaded: list[_Name] = []
+        self.pure = True
         self.regions = [_Region()]
         for line in text.splitlines():
             if not line.startswith("#"):
                 line = _QUOTED_NAME.sub(r"\1", _LOCATION.sub("", line))
                 self._read(_TEXT.sub("", line).strip())
 
-    def written(self) -> tuple[int, frozenset[int]]:
-        found: set[int] = set()
-        seen: set[_Name] = set()
-        left = self.stored
-        while left:
-            name = left.pop()
-            if name.anything:
-                raise _UnknownCodeError
-            if name not in seen:
-                seen.add(name)
-                left.extend(name.made_of)
-                if name.place is not None:
-                    found.add(name.place)
-        return self.parameters, frozenset(found)
+    def code(self) -> Code:
+        stored = _reached(self.stored)
+        if any(name.anything for name in stored):
+            raise _UnknownCodeError
+        pure = self.pure and not any(name.anything for name in _reached(self.loaded))
+        writes = frozenset(name.place for name in stored if name.place is not None)
+        return Code(self.parameters, writes, pure)
 
     # ------------------------------------------------------------------ lines
 
@@ -142,6 +164,7 @@ class _Kernel:
         """Note what a line makes; returns the region that it opens, if something is handed on."""
         if operation == "tt.func":
             return self._function(rest)
+        self.pure = self.pure and _is_pure(operation, rest)
         operands = list(map(self._find, _NAME.findall(rest))) if operation not in _LOOPS else []
         if operation in _LOOPS:
             return self._loop(made, rest)
@@ -152,8 +175,7 @@ class _Kernel:
         elif operation == "scf.condition":
             _hand(operands[1:], self.regions[-1].hands)
         elif operation in _STORES or operation in _LOADS:
-            if operation in _STORES:
-                self.stored.extend(operands[:1])
+            (self.stored if operation in _STORES else self.loaded).extend(operands[:1])
             self._make(made, _Name(anything=True))
         elif operation in _MOVES:
             self._make(made, *operands[:1])
@@ -209,6 +231,29 @@ class _Kernel:
     def _make(self, made: list[str], *of: _Name) -> None:
         for name in made:
             self._define(name, *of)
+
+
+def _reached(names: list[_Name]) -> set[_Name]:
+    """All that an address in these may come from, and themselves."""
+    reached: set[_Name] = set()
+    left = list(names)
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left.extend(name.made_of)
+    return reached
+
+
+def _is_pure(operation: str, rest: str) -> bool:
+    if operation in _SAYING_SO:
+        return "pure = true" in rest
+    known = (
+        operation in _PURE
+        or operation in _BARRIERS
+        or operation.partition(".")[0] in _PURE_DIALECTS
+    )
+    return known and _WAITS not in rest
 
 
 def _hand(operands: list[_Name], to: list[_Name]) -> None:

@@ -229,7 +229,7 @@ class Writes(Sharded):
             if (
                 place in facts.fills
                 and len(found) == 1
-                and (covers(ref, entry.nbytes) or _first_piece(entry, place))
+                and (covers(ref, entry.nbytes) or _first_piece(entry, place, facts))
             ):
                 ref.make_blank(entry.nbytes, self._device(entry))
             elif value.op is None or (_untouched_constant(value) and not facts.placing):
@@ -346,11 +346,12 @@ def _bytes_of(tensor: Tensor) -> tuple[int, Any, Any]:
     return _compat.storage_id(storage), start, start + span * size
 
 
-def _first_piece(entry: Entry, place: int | str) -> bool:
+def _first_piece(entry: Entry, place: int | str, facts: Facts) -> bool:
     """Whether a write is the first one to uninitialized memory, of which it overwrites a part: a
     replay puts fresh memory around it, since what else is in there is never read from the record
     (see `Known._unwritten`)."""
-    return place in FILLED and entry.pieces is not None and entry.pieces.untouched
+    known = facts.handed or place in FILLED
+    return known and entry.pieces is not None and entry.pieces.untouched
 
 
 def _untouched_constant(value: Value) -> bool:
