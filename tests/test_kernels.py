@@ -240,6 +240,25 @@ def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
     assert copied
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_products_copy_what_is_conjugated(dtype: torch.dtype) -> None:
+    """A batch is copied whole, a single matrix only if the rows are contiguous: columns are read
+    as the conjugate of a transposed matrix."""
+    rows, columns = torch.randn(2, 8, 30, 30, dtype=dtype)
+    gaps = torch.randn(8, 60, 60, dtype=dtype)[:, ::2, ::2]
+    number = torch.randn((), dtype=dtype).expand(8, 30, 30)
+    forms = (rows, rows.conj(), rows.mH, gaps, gaps.conj(), number.conj(), rows[:, :4].conj())
+    for left, right in itertools.product(forms, (columns, columns.conj(), columns.mH)):
+        right = right[:, : left.shape[-1]]
+        for name, args in (("bmm", (left, right)), ("mm", (left[0], right[0]))):
+            call = getattr(aten, name).default
+            took = lowtide.measure(call, *args)
+            result = call(*args).untyped_storage().nbytes()
+            wanted = took.peak_bytes - result
+            found = kernel_workspace(f"aten::{name}", list(args), args, result, "cpu")
+            assert found == wanted, (name, left.stride(), right.stride(), found, wanted)
+
+
 # A batch, long sums, narrow and wide products, and lengths that fill no block.
 PRODUCTS = ((1, 256, 32, 64), (1, 64, 4096, 64), (1, 8, 2048, 2048), (1, 512, 768, 768),
             (1, 256, 2048, 512), (1, 256, 8192, 512), (1, 1024, 1024, 1024), (1, 15, 40, 3448),

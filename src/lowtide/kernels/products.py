@@ -38,7 +38,8 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
 
     None if the operator is no product. A matrix is copied if neither its rows nor its columns are
     contiguous, as in the gradient of a sum, which is one number expanded. Batches are multiplied,
-    and copied, one pair after another; oneDNN takes, and copies, all of them at once.
+    and copied, one pair after another; oneDNN takes, and copies, all of them at once. So is, on the
+    CPU, a batch that is lazily conjugated, as those of the gradients of complex numbers are.
     """
     if name == GROUPED:
         return _of_groups(tensors[:2], device)
@@ -46,14 +47,24 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
         return None
     left, right = tensors[-2:]
     batched = name in _BATCHED
+    matrices, conjugated = (left, right), 0
+    if device == "cpu" and left.is_complex():
+        matrices = tuple([t for t in matrices if not _is_conjugated_first(t, batched)])
+        conjugated = sum(map(nbytes, (left, right))) - sum(map(nbytes, matrices))
     if batched and math.prod(left.shape[1:]) * right.shape[-1] < _TINY:
-        return 0
+        return conjugated
     if device == "cpu" and left.element_size() == 2 and _compat.onednn_takes(left.dtype):
         return _of_halves(left, right)
     pairs, dimensions = (max(1, left.shape[0]), 3) if batched else (1, 2)
     if device == "cuda":  # one kernel multiplies all of them
         pairs = 1
-    return sum(nbytes(t) // pairs for t in (left, right) if not _readable(t, dimensions))
+    return conjugated + sum(nbytes(t) // pairs for t in matrices if not _readable(t, dimensions))
+
+
+def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
+    """Whether a kernel on the CPU makes a conjugated copy: of a single matrix, it reads columns as
+    the conjugate of a transposed one."""
+    return tensor.is_conj() and (batched or tensor.stride(0) != 1)
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
