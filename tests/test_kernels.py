@@ -247,9 +247,9 @@ def test_products_copy_what_is_conjugated(dtype: torch.dtype) -> None:
     rows, columns = torch.randn(2, 8, 30, 30, dtype=dtype)
     gaps = torch.randn(8, 60, 60, dtype=dtype)[:, ::2, ::2]
     number = torch.randn((), dtype=dtype).expand(8, 30, 30)
-    forms = (rows, rows.conj(), rows.mH, gaps, gaps.conj(), number.conj(), rows[:, :4].conj())
+    mixed = torch.randn(30, 30, 8, dtype=dtype).permute(2, 0, 1)  # and so is what is copied of it
+    forms = (rows, rows.conj(), rows.mH, gaps, gaps.conj(), number.conj(), mixed, mixed.conj())
     for left, right in itertools.product(forms, (columns, columns.conj(), columns.mH)):
-        right = right[:, : left.shape[-1]]
         for name, args in (("bmm", (left, right)), ("mm", (left[0], right[0]))):
             call = getattr(aten, name).default
             took = lowtide.measure(call, *args)

@@ -47,18 +47,27 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
         return None
     left, right = tensors[-2:]
     batched = name in _BATCHED
-    matrices, conjugated = (left, right), 0
+    conjugated: list[torch.Tensor] = []
     if device == "cpu" and left.is_complex():
-        matrices = tuple([t for t in matrices if not _is_conjugated_first(t, batched)])
-        conjugated = sum(map(nbytes, (left, right))) - sum(map(nbytes, matrices))
+        conjugated = [t for t in (left, right) if _is_conjugated_first(t, batched)]
+    copied = sum(map(nbytes, conjugated))
     if batched and math.prod(left.shape[1:]) * right.shape[-1] < _TINY:
-        return conjugated
+        return copied
     if device == "cpu" and left.element_size() == 2 and _compat.onednn_takes(left.dtype):
         return _of_halves(left, right)
     pairs, dimensions = (max(1, left.shape[0]), 3) if batched else (1, 2)
     if device == "cuda":  # one kernel multiplies all of them
         pairs = 1
-    return conjugated + sum(nbytes(t) // pairs for t in matrices if not _readable(t, dimensions))
+    for tensor in (left, right):
+        again = not any(tensor is one for one in conjugated) or _innermost_first(tensor)
+        if again and not _readable(tensor, dimensions):
+            copied += nbytes(tensor) // pairs
+    return copied
+
+
+def _innermost_first(tensor: torch.Tensor) -> bool:
+    """Whether the pairs of a batch alternate in memory, as they do in a copy of it too."""
+    return tensor.dim() == 3 and 0 < tensor.stride(0) < min(tensor.stride()[1:])
 
 
 def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
