@@ -240,6 +240,19 @@ def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
     assert copied
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_a_product_with_a_vector_copies_a_matrix_with_gaps(dtype: torch.dtype) -> None:
+    whole, vectors = torch.randn(128, 128, dtype=dtype), torch.randn(128, dtype=dtype)
+    rows, number = whole[:64, :64], whole[0, 0].expand(64, 64)
+    gaps = (whole[::2, ::2], number, whole[:1, :64].expand(64, 64), whole[:64, :1].expand(64, 64))
+    for matrix in (rows, rows.mT, whole[:64], *gaps):
+        for vector in (vectors[: matrix.shape[1]], vectors[:1].expand(matrix.shape[1])):
+            args = [matrix, vector]
+            made = torch.mv(*args).untyped_storage().nbytes()
+            took = lowtide.measure(torch.mv, *args, device="cpu").peak_bytes - made
+            assert kernel_workspace("aten::mv", args, args, made, "cpu") == took
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_products_copy_what_is_conjugated(dtype: torch.dtype) -> None:
     """A batch is copied whole, a single matrix only if the rows are contiguous: columns are read

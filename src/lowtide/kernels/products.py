@@ -19,6 +19,7 @@ from lowtide.kernels.grouped import NAME as GROUPED
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+_BY_VECTOR = frozenset({"aten::mv", "aten::addmv"})
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
 _LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
 _SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
@@ -43,6 +44,8 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     """
     if name == GROUPED:
         return _of_groups(tensors[:2], device)
+    if name in _BY_VECTOR:
+        return _of_a_vector(tensors[-2], device)
     if name not in _PRODUCTS and name not in _BATCHED:
         return None
     left, right = tensors[-2:]
@@ -74,6 +77,14 @@ def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
     """Whether a kernel on the CPU makes a conjugated copy: of a single matrix, it reads columns as
     the conjugate of a transposed one."""
     return tensor.is_conj() and (batched or tensor.stride(0) != 1)
+
+
+def _of_a_vector(matrix: torch.Tensor, device: str) -> int:
+    """The same for a matrix and a vector, which is read in place. What oneDNN packs of half types
+    is left out: it is less than the matrix, and nothing if that is small."""
+    half = device == "cpu" and matrix.element_size() == 2 and _compat.onednn_takes(matrix.dtype)
+    as_read = _dense(matrix) if half else _readable(matrix, 2)
+    return 0 if as_read else nbytes(matrix)
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
