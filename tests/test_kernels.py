@@ -253,6 +253,20 @@ def test_a_product_with_a_vector_copies_a_matrix_with_gaps(dtype: torch.dtype) -
             assert kernel_workspace("aten::mv", args, args, made, "cpu") == took
 
 
+@of_onednn
+@pytest.mark.parametrize("shape", [(200, 300), (64, 64), (64, 1600), (1600, 64), (16, 700)])
+def test_what_a_product_of_half_type_with_a_vector_packs(shape: tuple[int, int]) -> None:
+    rows, steps = shape
+    whole = torch.randn(2 * rows, 2 * steps).bfloat16()
+    dense, vectors = whole[:rows, :steps].contiguous(), torch.randn(2 * steps).bfloat16()
+    for matrix in (dense, dense.mT.contiguous().mT, whole[:rows, :steps], whole[::2, ::2]):
+        for vector in (vectors[:steps], vectors[::2]):
+            args = [matrix, vector]
+            made = torch.mv(*args).untyped_storage().nbytes()
+            took = lowtide.measure(torch.mv, *args, device="cpu").peak_bytes - made
+            assert took <= kernel_workspace("aten::mv", args, args, made, "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 def test_products_copy_what_is_conjugated(dtype: torch.dtype) -> None:
     """A batch is copied whole, a single matrix only if the rows are contiguous: columns are read

@@ -21,6 +21,7 @@ _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 _BY_VECTOR = frozenset({"aten::mv", "aten::addmv"})
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
+_TINY_MATRIX = 1 << 12  # elements of a matrix that oneDNN does not multiply by a vector
 _LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
 _SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
 _BLOCK = 64  # columns, and steps between rows and columns, are packed by so many
@@ -28,6 +29,7 @@ _BLOCK = 64  # columns, and steps between rows and columns, are packed by so man
 _ROWS, _WIDE_ROWS = 256, 512
 _COLUMNS, _FEW_COLUMNS, _WIDE_COLUMNS = 256, 384, 1024
 _STEPS, _SUMMED_STEPS = 1536, 1024
+_VECTOR_STEPS, _VECTOR_LEAST = 1024, 6 << 10  # of a vector: steps, and bytes besides
 _FEW_ROWS = 64
 _WHOLE = 1 << 19  # elements of a right matrix that is packed as a whole
 # The same for bfloat16 without tiles, of a left matrix whose columns are contiguous.
@@ -44,11 +46,11 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     """
     if name == GROUPED:
         return _of_groups(tensors[:2], device)
-    if name in _BY_VECTOR:
-        return _of_a_vector(tensors[-2], device)
-    if name not in _PRODUCTS and name not in _BATCHED:
+    if name not in _PRODUCTS | _BATCHED | _BY_VECTOR:
         return None
     left, right = tensors[-2:]
+    if name in _BY_VECTOR:
+        return _of_a_vector(left, right, device)
     batched = name in _BATCHED
     conjugated: list[torch.Tensor] = []
     if device == "cpu" and left.is_complex():
@@ -79,12 +81,19 @@ def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
     return tensor.is_conj() and (batched or tensor.stride(0) != 1)
 
 
-def _of_a_vector(matrix: torch.Tensor, device: str) -> int:
-    """The same for a matrix and a vector, which is read in place. What oneDNN packs of half types
-    is left out: it is less than the matrix, and nothing if that is small."""
+def _of_a_vector(matrix: torch.Tensor, vector: torch.Tensor, device: str) -> int:
+    """The same for a matrix and a vector. oneDNN reads neither with gaps, and packs the vector like
+    a block of columns, and some rows of a matrix that is stored by columns, unless it is tiny."""
     half = device == "cpu" and matrix.element_size() == 2 and _compat.onednn_takes(matrix.dtype)
-    as_read = _dense(matrix) if half else _readable(matrix, 2)
-    return 0 if as_read else nbytes(matrix)
+    if not half or matrix.numel() <= _TINY_MATRIX:
+        return 0 if _readable(matrix, 2) else nbytes(matrix)
+    turned = not matrix.is_contiguous() and matrix.mT.is_contiguous()
+    read = [vector] if turned else [matrix, vector]
+    copied = sum(nbytes(t) for t in read if not t.is_contiguous())
+    rows, steps = up(matrix.shape[0], _BLOCK), min(up(matrix.shape[1], _BLOCK), _VECTOR_STEPS)
+    rows = min(rows, _ROWS) if turned and rows > _BLOCK else 0
+    packed = _HALF * steps * (_BLOCK + rows)
+    return copied + torch.get_num_threads() * (packed + _VECTOR_LEAST)
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:
