@@ -20,6 +20,7 @@ from lowtide.kernels.grouped import NAME as GROUPED
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
 _BY_VECTOR = frozenset({"aten::mv", "aten::addmv"})
+_KNOWN = _PRODUCTS | _BATCHED | _BY_VECTOR
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
 _TINY_MATRIX = 1 << 12  # elements of a matrix that oneDNN does not multiply by a vector
 _LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
@@ -46,7 +47,7 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
     """
     if name == GROUPED:
         return _of_groups(tensors[:2], device)
-    if name not in _PRODUCTS | _BATCHED | _BY_VECTOR:
+    if name not in _KNOWN:
         return None
     left, right = tensors[-2:]
     if name in _BY_VECTOR:
