@@ -337,6 +337,22 @@ def test_a_mixture_of_experts(dtype: torch.dtype, transposed: bool) -> None:
     assert lowtide.measure(step, budget, device="cpu").peak_bytes <= budget.limit
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
+@pytest.mark.parametrize("name", ["exponential_", "geometric_", "log_normal_", "cauchy_"])
+def test_noise_from_a_generator(name: str, own: bool) -> None:
+    """Without memory torch draws it from the default generator only, so a Gumbel softmax, which
+    draws from a copy where the core is loaded, needed a real step."""
+    layer, x = nn.Linear(16, 8), torch.randn(64, 16)
+    generator = torch.Generator() if own else None
+    parameters = (0.5,) if name == "geometric_" else ()
+
+    def step(x: Tensor) -> Tensor:
+        noise = getattr(torch.empty(64, 8), name)(*parameters, generator=generator)
+        return F.softmax(torch.tanh(layer(x)) + 1 / (1 + noise.abs()), -1).square().sum()
+
+    assert follows(step, x)
+
+
 @pytest.mark.parametrize("name", ["_fft_r2c", "_fft_c2c", "_fft_c2r"])
 def test_the_layout_of_a_transform(name: str) -> None:
     """Dimensions with equal strides, as those that are expanded, get an order of their own."""

@@ -240,6 +240,52 @@ def test_fourier_transforms_copy_what_is_not_one_batch(kind: str) -> None:
     assert copied
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_a_product_with_a_vector_copies_a_matrix_with_gaps(dtype: torch.dtype) -> None:
+    whole, vectors = torch.randn(128, 128, dtype=dtype), torch.randn(128, dtype=dtype)
+    rows, number = whole[:64, :64], whole[0, 0].expand(64, 64)
+    gaps = (whole[::2, ::2], number, whole[:1, :64].expand(64, 64), whole[:64, :1].expand(64, 64))
+    for matrix in (rows, rows.mT, whole[:64], *gaps):
+        for vector in (vectors[: matrix.shape[1]], vectors[:1].expand(matrix.shape[1])):
+            args = [matrix, vector]
+            made = torch.mv(*args).untyped_storage().nbytes()
+            took = lowtide.measure(torch.mv, *args, device="cpu").peak_bytes - made
+            assert kernel_workspace("aten::mv", args, args, made, "cpu") == took
+
+
+@of_onednn
+@pytest.mark.parametrize("shape", [(200, 300), (64, 64), (64, 1600), (1600, 64), (16, 700)])
+def test_what_a_product_of_half_type_with_a_vector_packs(shape: tuple[int, int]) -> None:
+    rows, steps = shape
+    whole = torch.randn(2 * rows, 2 * steps).bfloat16()
+    dense, vectors = whole[:rows, :steps].contiguous(), torch.randn(2 * steps).bfloat16()
+    for matrix in (dense, dense.mT.contiguous().mT, whole[:rows, :steps], whole[::2, ::2]):
+        for vector in (vectors[:steps], vectors[::2]):
+            args = [matrix, vector]
+            made = torch.mv(*args).untyped_storage().nbytes()
+            took = lowtide.measure(torch.mv, *args, device="cpu").peak_bytes - made
+            assert took <= kernel_workspace("aten::mv", args, args, made, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_products_copy_what_is_conjugated(dtype: torch.dtype) -> None:
+    """A batch is copied whole, a single matrix only if the rows are contiguous: columns are read
+    as the conjugate of a transposed matrix."""
+    rows, columns = torch.randn(2, 8, 30, 30, dtype=dtype)
+    gaps = torch.randn(8, 60, 60, dtype=dtype)[:, ::2, ::2]
+    number = torch.randn((), dtype=dtype).expand(8, 30, 30)
+    mixed = torch.randn(30, 30, 8, dtype=dtype).permute(2, 0, 1)  # and so is what is copied of it
+    forms = (rows, rows.conj(), rows.mH, gaps, gaps.conj(), number.conj(), mixed, mixed.conj())
+    for left, right in itertools.product(forms, (columns, columns.conj(), columns.mH)):
+        for name, args in (("bmm", (left, right)), ("mm", (left[0], right[0]))):
+            call = getattr(aten, name).default
+            took = lowtide.measure(call, *args)
+            result = call(*args).untyped_storage().nbytes()
+            wanted = took.peak_bytes - result
+            found = kernel_workspace(f"aten::{name}", list(args), args, result, "cpu")
+            assert found == wanted, (name, left.stride(), right.stride(), found, wanted)
+
+
 # A batch, long sums, narrow and wide products, and lengths that fill no block.
 PRODUCTS = ((1, 256, 32, 64), (1, 64, 4096, 64), (1, 8, 2048, 2048), (1, 512, 768, 768),
             (1, 256, 2048, 512), (1, 256, 8192, 512), (1, 1024, 1024, 1024), (1, 15, 40, 3448),

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from lowtide.observing.observer import Observer
 
 _COPY = "aten::clone"  # its backward needs nothing
+_CONVOLUTION = "aten::convolution"
+# On the CPU these give a gradient in the format of what they read, whichever they are given.
+_AS_READ = frozenset(
+    f"aten::{name}"
+    for name in ("native_batch_norm", "native_group_norm", "relu", "leaky_relu", "avg_pool2d",
+                 "max_pool2d_with_indices")
+)  # fmt: skip
 
 
 def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
@@ -34,7 +41,13 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
     A result that no operation reads (statistics that a normalization also returns) gets no
     gradient.
     """
+    ops = tuple(ops)
     asked = [(log, _with_use(log, log.call, carries_grad)) for log in ops if log.call is not None]
+    as_made = _as_made(ops) if any(log.name == _CONVOLUTION for log, _ in asked) else set()
+    asked = [
+        (log, call._replace(last=True) if as_made.intersection(log.outputs) else call)
+        for log, call in asked
+    ]
     found = costs(call for _, call in asked)
     for log, call in asked:
         log.call, cost = None, found[call]
@@ -74,6 +87,22 @@ def look_closer(ops: Iterable[OpLog], carries_grad: Container[int]) -> None:
 def _with_use(log: OpLog, call: Call, carries_grad: Container[int]) -> Call:
     used = tuple([number in carries_grad for number in log.outputs])
     return call._replace(used=used) if any(used) and not all(used) else call
+
+
+def _as_made(ops: Sequence[OpLog]) -> set[int]:
+    """The results of convolutions that get one gradient, in the format that they are in."""
+    readers: dict[int, list[OpLog]] = {}
+    for log in ops:
+        for number in {*log.receivers}:
+            readers.setdefault(number, []).append(log)
+    found = set()
+    for log in ops:
+        if log.name == _CONVOLUTION and log.call is not None and log.call.device == "cpu":
+            for number in log.outputs:
+                by = readers.get(number, [])
+                if len(by) == 1 and by[0].name in _AS_READ:
+                    found.update({number} - {*by[0].pieces})
+    return found
 
 
 def modelled_events(

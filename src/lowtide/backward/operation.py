@@ -4,9 +4,9 @@ Problem: a first step must stay inside its limit before any of its backward has 
 estimates from sizes are too high: a `cat` gives its inputs views of its gradient, a ReLU's backward
 makes one tensor and a pooling's three. Invariant: an operation is described by numbers, run once
 forward and backward on the meta device, and its cost is remembered for all calls of the same
-shapes; if that fails, the caller estimates from sizes. Imports shaping, counting, filled. Rejected:
-factors by operator name, which have to be guessed for every operator; running it during the
-recording, which is below autograd and has no backward.
+shapes; if that fails, the caller estimates from sizes. Imports layouts, shaping, counting, filled.
+Rejected: factors by operator name, which have to be guessed for every operator; running it during
+the recording, which is below autograd and has no backward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from lowtide import _compat
 from lowtide._compat.switches import without_anomalies
+from lowtide.kernels.layouts import runs_last
 from lowtide.kernels.shaping import on_shapes, shaping, with_shapes
 from lowtide.memory.counting import Counting, storage_keys
 from lowtide.memory.filled import Filled
@@ -43,7 +44,8 @@ class Call(NamedTuple):
     """An operation as numbers: equal ones cost the same.
 
     `used`: for each storage that it makes, in order, whether it gets a gradient; (): not known, so
-    all are taken to.
+    all are taken to. `last`: whether that of a convolution is laid out in memory as the result is,
+    if this is channels-last.
     """
 
     func: Any
@@ -51,6 +53,7 @@ class Call(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
     device: str
     used: tuple[bool, ...] = ()
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def _run(call: Call) -> Cost:
         none = (False,) * len(wanted)
         return Cost(0, 0, (None,) * len(wanted), none, none, results)
     saved.clear()
-    gradients = [torch.empty_like(t) for t in made]
+    gradients = [_gradient_of(t, call) for t in made]
     del args, kwargs, result
     straight = [g.contiguous() for g in gradients]  # as the mean of a result gives it
     turned = any(one is not g for one, g in zip(straight, gradients, strict=True))
@@ -189,6 +192,17 @@ def _run(call: Call) -> Cost:
         tuple(astray.items()),
         in_order,
     )
+
+
+def _gradient_of(result: torch.Tensor, call: Call) -> torch.Tensor:
+    """What the result is given. Without memory torch says that those of convolutions are contiguous
+    in any format, and kernels copy gradients in another one than they run in."""
+    if call.last and runs_last(
+        *(torch.empty_strided(*each[:2], device="meta") for each in call.args[:2])
+    ):
+        last = torch.channels_last if result.dim() == 4 else torch.channels_last_3d
+        return torch.empty_like(result, memory_format=last)
+    return torch.empty_like(result)
 
 
 def _astray(gradients: Iterable[torch.Tensor | None], wanted: list[torch.Tensor]) -> dict[int, int]:

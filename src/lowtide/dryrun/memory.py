@@ -63,8 +63,10 @@ class FakeMemory(Counting):
         return result
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Nothing is drawn for a fake tensor, and some of torch's functions refuse a generator.
+        drawn = kwargs if kwargs.get("generator") is None else {**kwargs, "generator": None}
         try:
-            return self._shapes(func, args, kwargs)
+            return self._shapes(func, args, drawn)
         except fakes.depends_on_data():
             if self.ask is None:
                 raise

@@ -19,7 +19,10 @@ from lowtide.kernels.grouped import NAME as GROUPED
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation"})
 _BATCHED = frozenset({"aten::bmm", "aten::baddbmm"})
+_BY_VECTOR = frozenset({"aten::mv", "aten::addmv"})
+_KNOWN = _PRODUCTS | _BATCHED | _BY_VECTOR
 _TINY = 400  # multiplications, in a pair of matrices of a batch that is not copied
+_TINY_MATRIX = 1 << 12  # elements of a matrix that oneDNN does not multiply by a vector
 _LEAST = 24 << 10  # bytes that each thread takes however small the matrices are
 _SUM, _HALF = 4, 2  # bytes of a float32, and of a half-precision number
 _BLOCK = 64  # columns, and steps between rows and columns, are packed by so many
@@ -27,6 +30,7 @@ _BLOCK = 64  # columns, and steps between rows and columns, are packed by so man
 _ROWS, _WIDE_ROWS = 256, 512
 _COLUMNS, _FEW_COLUMNS, _WIDE_COLUMNS = 256, 384, 1024
 _STEPS, _SUMMED_STEPS = 1536, 1024
+_VECTOR_STEPS, _VECTOR_LEAST = 1024, 6 << 10  # of a vector: steps, and bytes besides
 _FEW_ROWS = 64
 _WHOLE = 1 << 19  # elements of a right matrix that is packed as a whole
 # The same for bfloat16 without tiles, of a left matrix whose columns are contiguous.
@@ -38,22 +42,59 @@ def product_workspace(name: str, tensors: list[torch.Tensor], device: str) -> in
 
     None if the operator is no product. A matrix is copied if neither its rows nor its columns are
     contiguous, as in the gradient of a sum, which is one number expanded. Batches are multiplied,
-    and copied, one pair after another; oneDNN takes, and copies, all of them at once.
+    and copied, one pair after another; oneDNN takes, and copies, all of them at once. So is, on the
+    CPU, a batch that is lazily conjugated, as those of the gradients of complex numbers are.
     """
     if name == GROUPED:
         return _of_groups(tensors[:2], device)
-    if name not in _PRODUCTS and name not in _BATCHED:
+    if name not in _KNOWN:
         return None
     left, right = tensors[-2:]
+    if name in _BY_VECTOR:
+        return _of_a_vector(left, right, device)
     batched = name in _BATCHED
+    conjugated: list[torch.Tensor] = []
+    if device == "cpu" and left.is_complex():
+        conjugated = [t for t in (left, right) if _is_conjugated_first(t, batched)]
+    copied = sum(map(nbytes, conjugated))
     if batched and math.prod(left.shape[1:]) * right.shape[-1] < _TINY:
-        return 0
+        return copied
     if device == "cpu" and left.element_size() == 2 and _compat.onednn_takes(left.dtype):
         return _of_halves(left, right)
     pairs, dimensions = (max(1, left.shape[0]), 3) if batched else (1, 2)
     if device == "cuda":  # one kernel multiplies all of them
         pairs = 1
-    return sum(nbytes(t) // pairs for t in (left, right) if not _readable(t, dimensions))
+    for tensor in (left, right):
+        again = not any(tensor is one for one in conjugated) or _innermost_first(tensor)
+        if again and not _readable(tensor, dimensions):
+            copied += nbytes(tensor) // pairs
+    return copied
+
+
+def _innermost_first(tensor: torch.Tensor) -> bool:
+    """Whether the pairs of a batch alternate in memory, as they do in a copy of it too."""
+    return tensor.dim() == 3 and 0 < tensor.stride(0) < min(tensor.stride()[1:])
+
+
+def _is_conjugated_first(tensor: torch.Tensor, batched: bool) -> bool:
+    """Whether a kernel on the CPU makes a conjugated copy: of a single matrix, it reads columns as
+    the conjugate of a transposed one."""
+    return tensor.is_conj() and (batched or tensor.stride(0) != 1)
+
+
+def _of_a_vector(matrix: torch.Tensor, vector: torch.Tensor, device: str) -> int:
+    """The same for a matrix and a vector. oneDNN reads neither with gaps, and packs the vector like
+    a block of columns, and some rows of a matrix that is stored by columns, unless it is tiny."""
+    half = device == "cpu" and matrix.element_size() == 2 and _compat.onednn_takes(matrix.dtype)
+    if not half or matrix.numel() <= _TINY_MATRIX:
+        return 0 if _readable(matrix, 2) else nbytes(matrix)
+    turned = not matrix.is_contiguous() and matrix.mT.is_contiguous()
+    read = [vector] if turned else [matrix, vector]
+    copied = sum(nbytes(t) for t in read if not t.is_contiguous())
+    rows, steps = up(matrix.shape[0], _BLOCK), min(up(matrix.shape[1], _BLOCK), _VECTOR_STEPS)
+    rows = min(rows, _ROWS) if turned and rows > _BLOCK else 0
+    packed = _HALF * steps * (_BLOCK + rows)
+    return copied + torch.get_num_threads() * (packed + _VECTOR_LEAST)
 
 
 def _of_halves(left: torch.Tensor, right: torch.Tensor) -> int:

@@ -75,6 +75,8 @@ class Lives:
         self._named: dict[int, weakref.ref[Any]] = {}  # storages of dropped values, still alive
         self.held: dict[int, tuple[int, int]] = {}  # value -> events of its life in backward
         self.ended: dict[int, int] = {}  # those of them that died -> the newest of `freed` then
+        # Earlier lives, over before another backward began: (value, first and last event, mark).
+        self.earlier_lives: list[tuple[int, int, int, int]] = []
         self._freed = 0  # that mark
         self._asked_on = 0  # the thread of the last request: another one's marks may be lost
         self.missing = 0
@@ -255,8 +257,15 @@ class Lives:
         return {v.number for v in self.alive() if v.held is not None and v.op is None}
 
     def dropped_before_backward(self, number: int) -> None:
-        self.held.pop(number, None)
-        self.evicted[number] = len(self.ops)
+        """It is dropped by the plan of the backward that begins. In one before this, it was there:
+        since the forward, or since a replay retained it."""
+        start, _ = self.held.pop(number, (-1, FOREVER))
+        if self.requests:
+            mark = 0 if self.memory is None else self.memory.mark()
+            life = number, start, len(self.requests) - 1, mark or FOREVER
+            self.earlier_lives.append(life)
+        if start == -1:
+            self.evicted[number] = len(self.ops)
 
 
 def weak_to(value: Value) -> weakref.ref[Value]:

@@ -270,7 +270,11 @@ def _measured_events(
     held = [0] * (count + 1)
     ends = _ends(seen, sizes, count)
     fresh = [0] * (count + 1)  # retained by the replay of this event: not in memory at its start
-    for number, (start, end) in seen.held.items():
+    lives = [(number, *life) for number, life in seen.held.items()]
+    lives += [(number, start, end) for number, start, end, _ in seen.earlier_lives]
+    there: dict[int, list[tuple[int, int]]] = {}
+    for number, start, end in lives:
+        there.setdefault(number, []).append((start, end))
         if number in seen.pinned:
             continue
         first, last = max(start, 0), min(end, count - 1)
@@ -291,8 +295,8 @@ def _measured_events(
     for index, ((number, _, entry, answer), bytes_held) in enumerate(
         zip(seen.requests, itertools.accumulate(held), strict=False)
     ):
-        start, end = seen.held.get(number, (0, -1))
-        given = 0 if start <= index <= end or number in seen.pinned else sizes[number]
+        held_now = any(start <= index <= end for start, end in there.get(number, ()))
+        given = 0 if held_now or number in seen.pinned else sizes[number]
         following = seen.requests[index + 1][2] if index + 1 < count else len(rises)
         over = max((seen.freed.get(released, -1) for released in releases[index]), default=-1)
         if not answer < over < following:  # nothing is released before the next request
@@ -318,6 +322,9 @@ def _ends(seen: Observer, sizes: list[int], count: int) -> list[list[tuple[int, 
     for number, (_, end) in seen.held.items():
         if 0 <= end < count and number not in seen.pinned:
             ends[end].append((seen.ended[number], sizes[number]))
+    for number, _, end, mark in seen.earlier_lives:
+        if end < count and number not in seen.pinned:
+            ends[end].append((mark, sizes[number]))
     return ends
 
 
