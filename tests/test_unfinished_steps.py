@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from against_plain import counted, held
 from lowtide import UsageError
 from lowtide.memory.events import MemoryEvents
 from lowtide.observing.names import Names
@@ -110,6 +112,41 @@ def test_a_backward_that_failed_gives_way(planned: bool) -> None:
         assert ours.grad is not None
         assert plain.grad is not None
         assert torch.equal(ours.grad, plain.grad)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_second_backward_that_fails_or_asks_for_a_report(fails: bool) -> None:
+    """A step is not learned from while its second backward runs, nor if that has failed, although
+    the first one has ended. `fails`: it raises an error, which the program catches (rule 10)."""
+    budget = lowtide.budget(LIMIT)
+
+    def hook(_: Tensor) -> None:
+        if fails:
+            raise ArithmeticError
+        budget.report()
+
+    def trained(model: nn.Sequential, around: Any) -> list[Tensor]:
+        left = []
+        for step in range(5):
+            model.zero_grad()
+            with around:
+                loss = model(X).square().mean()
+            loss.backward(retain_graph=step < 2)
+            if step < 2:
+                broken = model[1][0].weight.register_hook(hook)
+                with suppress(ArithmeticError):
+                    loss.backward()
+                broken.remove()
+            left += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return left
+
+    expected = trained(blocks(), nullcontext())
+    with counted() as replayed:
+        found = trained(blocks(), budget)
+    assert all(map(torch.equal, found, expected))
+    held(budget, planned=True)
+    assert replayed["addmm"] + replayed["gelu"]
+    assert fails or budget.report().measured_steps == 5  # the first two were measured whole
 
 
 def test_a_budget_that_began_meanwhile_is_measured_all_the_same() -> None:

@@ -357,7 +357,7 @@ class Loop:
             return
         if not decisions.abandoned():
             self.behind.add(*decisions.left_behind())
-        if decisions.failed:
+        if decisions.halfway:
             if self._earlier.ran_out() and self._ranks is None:
                 self.backward_ran_out(decisions)
             decisions.discard()
@@ -384,7 +384,7 @@ class Loop:
         """Learn from the steps whose backward has ended, if none is recorded; on any thread."""
         with self._finishing:
             for decisions in tuple(self._active) if self._recording is None else ():
-                if decisions.ended:
+                if decisions.ended and not decisions.halfway:
                     self._finish(decisions)
 
     def cannot_fit(self, observer: Observer, name: str, live: int, need: int) -> None:

@@ -90,6 +90,12 @@ class StepDecisions(ForwardDecisions):
         if self.observer is not None:
             self.observer.stop_measuring()
 
+    @property
+    def halfway(self) -> bool:
+        """Whether a backward of it runs, or has raised an error. Outside of the context torch does
+        not report that error, and an earlier backward of the step may have ended."""
+        return self.failed or self.begun
+
     def abandoned(self) -> bool:
         """Whether autograd has released every handle: no backward of this step can come."""
         return not self._handles.any()
