@@ -26,6 +26,10 @@ avx2_workspaces = pytest.mark.skipif(
     onednn_instructions() != "AVX2",
     reason="measures kernels of AVX2, and oneDNN uses others here",
 )
+untiled_workspaces = pytest.mark.skipif(
+    onednn_tiles(torch.bfloat16),
+    reason="measures kernels without AMX, and oneDNN uses it here",
+)
 tile_workspaces = pytest.mark.skipif(
     not onednn_tiles(torch.bfloat16),
     reason="measures kernels of AMX, and oneDNN uses others here",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import lowtide
+from instructions import untiled_workspaces
 from lowtide import _compat
 from lowtide.kernels.fourier import fourier_workspace
 from lowtide.kernels.results import made_by
@@ -254,6 +255,7 @@ def test_a_product_with_a_vector_copies_a_matrix_with_gaps(dtype: torch.dtype) -
 
 
 @of_onednn
+@untiled_workspaces
 @pytest.mark.parametrize("shape", [(200, 300), (64, 64), (64, 1600), (1600, 64), (16, 700)])
 def test_what_a_product_of_half_type_with_a_vector_packs(shape: tuple[int, int]) -> None:
     rows, steps = shape
