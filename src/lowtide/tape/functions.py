@@ -212,7 +212,7 @@ def declare(function: type[Function], recorder_here: Callable[[], Recorder | Non
             # A subclass may have told its context something before.
             if recorder is None or not isinstance(ctx, BackwardCFunction) or vars(ctx):
                 return plain(ctx, *args, **kwargs)
-            return rerun.record(recorder, ctx, args)
+            return _rerun_of(function).record(recorder, ctx, args)
 
     else:
 
@@ -221,7 +221,14 @@ def declare(function: type[Function], recorder_here: Callable[[], Recorder | Non
             recorder = recordable(args, kwargs)
             if recorder is None:
                 return plain(*args, **kwargs)
-            return rerun.record(recorder, None, args)
+            return _rerun_of(function).record(recorder, None, args)
 
     function.forward = staticmethod(forward)  # type: ignore[method-assign]
     setattr(function, _MARK, rerun)
+
+
+def _rerun_of(function: type[Function]) -> Rerun:
+    """What runs its forward. Looked up, as torch 2.10's Dynamo refuses functions that refer to such
+    an object, even where they do not use it."""
+    found: Rerun = vars(function)[_MARK]
+    return found
