@@ -22,7 +22,9 @@ from lowtide.learning.depth import Depth
 from lowtide.planner import Graph
 from lowtide.planner.repair import Candidate
 from lowtide.planner.resume import with_margin
+from lowtide.running.online import Evictor
 from lowtide.running.prepared import Prepared
+from lowtide.tape.values import Value
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -255,3 +257,45 @@ def test_what_an_earlier_backward_has_recomputed_is_not_counted_twice() -> None:
     assert replayed["gelu"]
     assert not budget.report().planned
     assert budget.report().plain_peak == pytest.approx(peak, rel=0.01)
+
+
+def test_what_other_losses_have_of_the_features_is_not_released_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last backward was taken to release the features, which the heads of the other losses have
+    saved too: what it had recomputed of them stayed, over the limit, and the next was refused."""
+    price = Evictor._price
+
+    def features_first(self: Evictor, value: Value) -> float:
+        assert value.op is not None
+        is_last = value.op.facts.name == "aten::gelu" and value.op.sequence > 10
+        return 1e-12 if is_last else price(self, value)
+
+    monkeypatch.setattr(Evictor, "_price", features_first)
+    trunk = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(4))
+    )
+    heads = nn.ModuleList(nn.Linear(64, 8) for _ in range(3))
+    x = torch.randn(512, 64)
+
+    def step(budget: contextlib.AbstractContextManager[object]) -> list[object]:
+        trunk.zero_grad()
+        heads.zero_grad()
+        with budget:
+            features = trunk(x)
+            losses = [head(features).logsumexp(-1).square().mean() for head in heads]
+        for loss in losses:
+            loss.backward(retain_graph=loss is not losses[-1])
+        return [bits(tensor) for tensor in (*losses, *(p.grad for p in trunk.parameters()))]
+
+    plain = step(contextlib.nullcontext())
+    limit = lowtide.measure(lambda: step(contextlib.nullcontext()), device="cpu").peak_bytes
+    for share in (85, 75):
+        budget = lowtide.budget(limit * share // 100)
+        for _ in range(3):
+            with counted() as replayed:
+                assert step(budget) == plain
+            measured = budget.report().measured_peak
+            assert measured is not None
+            assert measured <= limit * share // 100
+            assert replayed["gelu"]

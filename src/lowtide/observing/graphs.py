@@ -36,10 +36,9 @@ def graph_before(observer: Observer, first: int) -> Graph:
     gone = Counter(save for save in observer.last_save if not observer.handles.get(save[0]))
     dead, observer.dead = observer.dead, observer.dead | later | gone
     alive = [save for save, count in later.items() if save not in gone and count > dead[save]]
-    asked = {number for number, _ in Counter(observer.last_save) - observer.dead}
     observer.passed = bool(alive)
     try:
-        return released_last(whole_graph(observer), {number for number, _ in alive} - asked)
+        return released_last(whole_graph(observer), {number for number, _ in alive})
     finally:
         observer.dead = dead
 

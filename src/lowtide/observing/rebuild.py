@@ -254,11 +254,17 @@ def with_gradients(graph: Graph, appeared: Iterable[tuple[int, int]]) -> Graph:
 
 def released_last(graph: Graph, numbers: Iterable[int]) -> Graph:
     """The step if autograd keeps its handles on these values to the end of the backward."""
-    if not graph.events:
+    kept = set(numbers)
+    if not kept or not graph.events:
         return graph
-    *events, last = graph.events
-    more = set(numbers).difference(last.releases)
-    last = replace(last, releases=tuple(sorted({*last.releases, *more})))
+    *before, last = graph.events
+    events = [
+        replace(event, releases=tuple(n for n in event.releases if n not in kept))
+        if kept.intersection(event.releases)
+        else event
+        for event in before
+    ]
+    last = replace(last, releases=tuple(sorted(kept.union(last.releases))))
     return replace(graph, events=(*events, last))
 
 
