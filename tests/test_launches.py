@@ -37,6 +37,7 @@ from lowtide.tape.ttir import read_code
         (texts.TURN.replace("tt.load %v_7, %v_5", "tt.load %v_7, %v_5 {isVolatile = true}"),
          (3, {2}, False)),
         (texts.TURN.replace("arith.mulf", "elsewhere.mulf"), (3, {2}, False)),
+        (texts.BY_ASSEMBLY, (2, {1}, False)),  # through a number
     ],
 )  # fmt: skip
 def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
@@ -47,6 +48,8 @@ def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
     "text",
     [
         texts.ADDRESSES,
+        texts.APART,
+        texts.FROM_NOTHING,
         texts.CALLS,
         texts.TURN.replace("tt.store", "tt.store_of_another_release"),
         texts.TURN.replace("tt.splat %out", "tt.unheard_of %out"),

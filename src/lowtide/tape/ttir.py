@@ -9,7 +9,8 @@ leave it as it was.
 
 Triton's own representation (TTIR) is in static single assignment form: what a name is made of
 follows from the line that makes it, and loops say what they hand on from turn to turn. From each
-store, the address is followed back to parameters. Offsets, masks and shapes are not followed.
+store, the address is followed back to parameters. Masks and shapes are not followed, and offsets
+only where addresses are made numbers: one may then be the distance to another address.
 """
 
 from __future__ import annotations
@@ -117,7 +118,9 @@ class _Kernel:
         self.functions = 0
         self.stored: list[_Name] = []
         self.loaded: list[_Name] = []
+        self.given_away: list[_Name] = []
         self.pure = True
+        self.numbers = "tt.ptr_to_int" in text  # are made of addresses
         self.regions = [_Region()]
         for line in text.splitlines():
             if not line.startswith("#"):
@@ -129,7 +132,8 @@ class _Kernel:
         if any(name.anything for name in stored):
             raise _UnknownCodeError
         pure = self.pure and not any(name.anything for name in _reached(self.loaded))
-        writes = frozenset(name.place for name in stored if name.place is not None)
+        written = stored | _reached(self.given_away)
+        writes = frozenset(name.place for name in written if name.place is not None)
         return Code(self.parameters, writes, pure)
 
     # ------------------------------------------------------------------ lines
@@ -164,7 +168,8 @@ class _Kernel:
         """Note what a line makes; returns the region that it opens, if something is handed on."""
         if operation == "tt.func":
             return self._function(rest)
-        self.pure = self.pure and _is_pure(operation, rest)
+        pure = _is_pure(operation, rest)
+        self.pure = self.pure and pure
         operands = list(map(self._find, _NAME.findall(rest))) if operation not in _LOOPS else []
         if operation in _LOOPS:
             return self._loop(made, rest)
@@ -178,13 +183,15 @@ class _Kernel:
             (self.stored if operation in _STORES else self.loaded).extend(operands[:1])
             self._make(made, _Name(anything=True))
         elif operation in _MOVES:
-            self._make(made, *operands[:1])
+            self._make(made, *(operands if self.numbers else operands[:1]))
         elif operation == "arith.select":
             self._make(made, *operands[1:])
         elif operation in _PASSES or not _ADDRESS.search(rest):
             self._make(made, *operands)
         elif operation not in _ENDS and not operation.startswith("cf."):
             raise _UnknownCodeError
+        if not pure and operation not in _STORES | _LOADS:  # it may take a number for an address
+            self.given_away.extend(operands)
         return None
 
     def _function(self, rest: str) -> _Region:
@@ -230,7 +237,7 @@ class _Kernel:
 
     def _make(self, made: list[str], *of: _Name) -> None:
         for name in made:
-            self._define(name, *of)
+            self._define(name, *of, anything=not of)  # a number of its own, such as a constant
 
 
 def _reached(names: list[_Name]) -> set[_Name]:
