@@ -615,6 +615,43 @@ def test_other_arguments_may_be_other_code() -> None:
     assert compilations((1, True), (16, False), (3, True)) == 0
 
 
+def test_functions_of_one_name_and_constants_among_arguments_are_other_code() -> None:
+    """Of two kernels in one, one may write to what the other only reads."""
+    kernel = Kernel(lambda x, how: None, "x how", None)
+
+    class Function:
+        """As one of Triton's, made by a function that makes several."""
+
+        def __init__(self, code: str) -> None:
+            self.cache_key = code
+
+        def __repr__(self) -> str:
+            return "Function(name)"
+
+    class Constant(SimpleNamespace):
+        """As Triton's `constexpr`."""
+
+    def compilations(*given: Any) -> int:
+        before = kernel.compilations
+        for how in given:
+            lowtide.checkpoint(lambda how=how: kernel[1,](torch.ones(2), how))
+        return kernel.compilations - before
+
+    block = SimpleNamespace(base=torch.ones(4), block_shape=[2])
+    wide = SimpleNamespace(base=torch.ones(4), block_shape=[4])
+    first, second = Function("a"), Function("b")
+    for constexprs in ([], [1]):
+        kernel.constexprs = constexprs  # type: ignore[attr-defined]
+        vars(kernel).pop("_lowtide_known", None)
+        assert compilations(first, Function("a"), first) == 1
+        assert compilations(second) == 1
+        assert compilations((first, 2), (second, 2), (first, 2)) == 2
+        assert compilations(Constant(value=1), Constant(value=2), Constant(value=1)) == 2
+        assert compilations(Constant(value=first), Constant(value=second)) == 0
+    kernel.constexprs = []  # type: ignore[attr-defined]
+    assert compilations(block, wide, block) == 2
+
+
 def test_a_default_is_an_argument_of_its_own_kind() -> None:
     """Else a call that names one argument would be taken for a call that names another."""
     kernel = Kernel(lambda **_: None, "first second", None)

@@ -112,6 +112,22 @@ def pointers(argument: Any) -> list[torch.Tensor | None]:
     return [None] if hasattr(argument, "data_ptr") else []
 
 
+def constant_kind(argument: Any) -> Any:
+    """What a constant of a compilation has in common with those that make the same code. Functions
+    of Triton's have their code, as two of them may have one name."""
+    if isinstance(argument, tuple | list):
+        return (type(argument), *map(constant_kind, argument))
+    code = getattr(getattr(argument, "value", argument), "cache_key", None)
+    return repr(argument) if code is None else code
+
+
+def pointer_kind(argument: Any) -> Any:
+    """The same of what has `pointers` and is no tensor."""
+    base, block = getattr(argument, "base", None), getattr(argument, "block_shape", None)
+    dtypes = getattr(argument, "dtype", None), getattr(base, "dtype", None)
+    return (type(argument), *dtypes, None if block is None else tuple(block))
+
+
 def ttir_of(
     kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> str | None:

@@ -153,12 +153,16 @@ def _kind(argument: Any, constant: bool) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.dtype
     if constant:
-        return repr(argument)
+        return launches.constant_kind(argument)
     if isinstance(argument, int):
         return argument if isinstance(argument, bool) else argument == 1
+    if isinstance(argument, float):
+        return float
     if isinstance(argument, tuple | list):
-        return tuple([_kind(each, constant) for each in argument])
-    return type(argument)
+        return (type(argument), *[_kind(each, constant) for each in argument])
+    if launches.pointers(argument):
+        return launches.pointer_kind(argument)
+    return launches.constant_kind(argument)  # such as a function, or one that says it is one
 
 
 def _may_be_recorded(kernel: Any, arguments: list[tuple[Any, bool]]) -> bool:
