@@ -68,8 +68,12 @@ class Kernel:
     def __init__(self, body: Callable[..., None], names: str, ttir: str | None) -> None:
         self.fn, self.arg_names, self.ttir = body, names.split(), ttir
         self.grids: list[Any] = []
+        self.constexprs: list[int] = []
+        self.pre_run_hooks: list[Callable[..., Any]] = []
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        for hook in self.pre_run_hooks:
+            hook(*args, **kwargs)
         if warmup:
             self.compilations += 1
             return SimpleNamespace(asm={} if self.ttir is None else {"ttir": self.ttir})
@@ -470,10 +474,10 @@ def test_a_grid_is_that_of_the_launch() -> None:
 
 @pytest.mark.parametrize("kind", ["hooks", "a tuple", "a descriptor"])
 def test_launches_that_a_replay_cannot_be_given(kind: str) -> None:
-    """What they write is known all the same."""
-    kernel = in_place()
+    """What they write is known all the same, but for hooks: asking would run them once more."""
+    kernel, hooked = in_place(), []
     if kind == "hooks":
-        kernel.pre_run_hooks = [print]  # type: ignore[attr-defined]
+        kernel.pre_run_hooks = [lambda *args, **_: hooked.append(args)]
 
     def body(x: Any, cos: Tensor, out: Any, n: int, INPLACE: bool) -> None:
         target = x if isinstance(x, Tensor) else x.base if hasattr(x, "base") else x[0]
@@ -499,6 +503,7 @@ def test_launches_that_a_replay_cannot_be_given(kind: str) -> None:
     replayed = check(scenario)
     assert replayed["exp"]
     assert not replayed.names()["triton::body"]
+    assert len(hooked) == (2 if kind == "hooks" else 0)  # the plain step, the step
 
 
 def test_kernels_inside_of_operators_and_declared_functions_are_theirs() -> None:
@@ -641,14 +646,14 @@ def test_functions_of_one_name_and_constants_among_arguments_are_other_code() ->
     wide = SimpleNamespace(base=torch.ones(4), block_shape=[4])
     first, second = Function("a"), Function("b")
     for constexprs in ([], [1]):
-        kernel.constexprs = constexprs  # type: ignore[attr-defined]
+        kernel.constexprs = constexprs
         vars(kernel).pop("_lowtide_known", None)
         assert compilations(first, Function("a"), first) == 1
         assert compilations(second) == 1
         assert compilations((first, 2), (second, 2), (first, 2)) == 2
         assert compilations(Constant(value=1), Constant(value=2), Constant(value=1)) == 2
         assert compilations(Constant(value=first), Constant(value=second)) == 0
-    kernel.constexprs = []  # type: ignore[attr-defined]
+    kernel.constexprs = []
     assert compilations(block, wide, block) == 2
 
 

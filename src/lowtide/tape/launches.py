@@ -111,7 +111,7 @@ def telling(recorder_here: Callable[[], Recorder | None]) -> launches.Launched:
         kwargs = launches.in_order(kernel, args, kwargs)
         code = _code(kernel, run, args, kwargs)
         arguments = launches.bound(kernel, args, kwargs)
-        if code is not None and code.repeatable and _may_be_recorded(kernel, arguments):
+        if code is not None and code.repeatable and _may_be_recorded(arguments):
             call = _Call(kernel, run, args, kwargs)
             tensors = [each for each, _ in arguments if isinstance(each, torch.Tensor)]
             writes = [1 + place for place in sorted(code.writes)]
@@ -132,6 +132,8 @@ def _code(
     kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Code | None:
     """What a kernel does, as it is compiled for such arguments; None: it is not known."""
+    if launches.has_hooks(kernel):  # compiling would run them once more
+        return None
     arguments = launches.bound(kernel, args, kwargs)
     kind = tuple([_kind(*each) for each in arguments])
     known = launches.known_of(kernel)
@@ -165,9 +167,9 @@ def _kind(argument: Any, constant: bool) -> Any:
     return launches.constant_kind(argument)  # such as a function, or one that says it is one
 
 
-def _may_be_recorded(kernel: Any, arguments: list[tuple[Any, bool]]) -> bool:
+def _may_be_recorded(arguments: list[tuple[Any, bool]]) -> bool:
     """Whether a replay can be given the same: tensors, and what cannot change."""
-    return not launches.has_hooks(kernel) and all(
+    return all(
         type(argument) in PLAIN
         or constant
         or argument is None
