@@ -657,6 +657,30 @@ def test_functions_of_one_name_and_constants_among_arguments_are_other_code() ->
     assert compilations(block, wide, block) == 2
 
 
+def test_what_comes_after_any_number_of_tensors_is_seen() -> None:
+    def body(x: Tensor, *more: Tensor, out: Tensor, IN: bool) -> None:
+        unseen(more[-1] if IN else out, x + more[0])
+
+    kernel = Kernel(body, "x more out IN", None)
+    kernel.constexprs = [3]
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(8, 16), leaf(16, 16)
+
+        def forward(x: Tensor) -> Tensor:
+            y = (x @ w).sin()
+            first, second, out = y.detach() + 1, y.detach() * 2, y.detach() * 3
+            before = y * out.exp() * second.cos()
+            for inside in (False, True):
+                kernel[1,](first, first, second, out=out, IN=inside)
+            return (before * out.exp() * second.cos()).sum()
+
+        return gradients(way(forward, x), x, w)
+
+    check(scenario)
+    assert kernel.compilations == 2
+
+
 def test_a_default_is_an_argument_of_its_own_kind() -> None:
     """Else a call that names one argument would be taken for a call that names another."""
     kernel = Kernel(lambda **_: None, "first second", None)

@@ -29,6 +29,7 @@ _LAUNCHERS = (
     ("triton.runtime.interpreter", "InterpretedFunction"),
 )
 _MARK = "_lowtide_launched"
+_REST = "_lowtide_rest"
 
 DEFAULT = inspect.Parameter.empty
 
@@ -85,12 +86,26 @@ def in_order(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
     """The arguments of a launch in the order of the kernel's parameters, `DEFAULT` where one is
-    left out, and whether each is a constant of the compilation."""
+    left out, and whether each is a constant of the compilation. Those of `*args` are one, a tuple."""
+    rest = _rest_of(kernel)
+    if rest is not None:
+        args = (*args[:rest], args[rest:])
     constants = getattr(kernel, "constexprs", ())  # few
     found = [(argument, place in constants) for place, argument in enumerate(args)]
     for place in range(len(args), len(kernel.arg_names)):
         argument = kwargs.get(kernel.arg_names[place], DEFAULT)
         found.append((argument, place in constants))
+    return found
+
+
+def _rest_of(kernel: Any) -> int | None:
+    """The place of `*args` among a kernel's parameters; None: it has none."""
+    known = vars(kernel)
+    if _REST not in known:  # looked for once, as it takes as long as a launch
+        kinds = [each.kind for each in inspect.signature(kernel.fn).parameters.values()]
+        rest = inspect.Parameter.VAR_POSITIONAL
+        known[_REST] = kinds.index(rest) if rest in kinds else None
+    found: int | None = known[_REST]
     return found
 
 
