@@ -77,7 +77,7 @@ class Kernel:
         if warmup:
             self.compilations += 1
             return SimpleNamespace(asm={} if self.ttir is None else {"ttir": self.ttir})
-        self.grids.append(grid(kwargs) if callable(grid) else grid)
+        self.grids.append(tuple(grid(kwargs) if callable(grid) else grid))
         self.fn(*args, **kwargs)
         return None
 
@@ -449,13 +449,17 @@ def test_an_autotuners_trials_are_no_operations() -> None:
     assert not check(_written(trials)).names()["triton::_turn"]
 
 
-def test_a_grid_is_that_of_the_launch() -> None:
-    kernel, size = elsewhere(), [3]
+@pytest.mark.parametrize("kind", ["a function", "of one list", "a list"])
+def test_a_grid_is_that_of_the_launch(kind: str) -> None:
+    kernel, size = elsewhere(), [3, 5]
+    grid = {
+        "a function": lambda constants: (size[0], constants["n"]),
+        "of one list": lambda constants: size,
+        "a list": size,
+    }[kind]
 
     def launch(out: Tensor, x: Tensor) -> None:
-        kernel[lambda constants: (size[0], constants["n"])](
-            x, INPLACE=False, n=5, out=out, cos=x
-        )  # names in any order
+        kernel[grid](x, INPLACE=False, n=5, out=out, cos=x)  # names in any order
 
     def scenario(way: Way) -> Any:
         size[0] = 3

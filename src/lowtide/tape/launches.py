@@ -61,9 +61,9 @@ class _Call:
         self._kernel, self._run = kernel, run
         self._args = list(map(_without_tensor, args))
         self._kwargs = {name: _without_tensor(each) for name, each in kwargs.items()}
-        grid = kwargs.get("grid")
-        if callable(grid):  # which may read what the program changes
-            self._kwargs["grid"] = functools.partial(self._settle, grid)
+        grid = kwargs["grid"]  # the program may change it, or what a function of it reads
+        settled = functools.partial(self._settle, grid) if callable(grid) else tuple(grid)
+        self._kwargs["grid"] = settled
         self.numbers = tuple(
             [
                 each.data_ptr() if isinstance(each, torch.Tensor) else each
@@ -72,8 +72,8 @@ class _Call:
             ]
         )
 
-    def _settle(self, grid: Callable[[Any], Any], constants: Any) -> Any:
-        found = self._kwargs["grid"] = grid(constants)
+    def _settle(self, grid: Callable[[Any], Any], constants: Any) -> tuple[Any, ...]:
+        found = self._kwargs["grid"] = tuple(grid(constants))
         return found
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
