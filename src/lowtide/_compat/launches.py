@@ -85,8 +85,8 @@ def in_order(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
-    """The arguments of a launch in the order of the kernel's parameters, `DEFAULT` where one is
-    left out, and whether each is a constant of the compilation. Those of `*args` are one, a tuple."""
+    """The arguments of a launch in the order of the kernel's parameters (those of `*args` as one
+    tuple), `DEFAULT` where one is left out, and whether each is a constant of the compilation."""
     rest = _rest_of(kernel)
     if rest is not None:
         args = (*args[:rest], args[rest:])
