@@ -427,6 +427,25 @@ def test_parts_that_kernels_fill() -> None:
     check(_written(first, by_torch, first))
 
 
+@pytest.mark.parametrize("make", [torch.ones, torch.empty])
+def test_a_kernel_may_read_beyond_the_part_that_it_is_given(make: Any) -> None:
+    """Such as the values beside the keys: what is there is not in the record."""
+
+    def body(part: Tensor, cos: Tensor, out: Tensor, n: int, INPLACE: bool) -> None:
+        unseen(out, part * part.as_strided((8, 16), (16, 1), part.storage_offset() + 128))
+
+    kernel = Kernel(body, "x cos out n INPLACE", texts.TURN)
+
+    def launch(out: Tensor, x: Tensor) -> None:
+        both = make(2, 8, 16)
+        both[0] = x
+        if make is torch.empty:
+            unseen(both[1], torch.full((8, 16), 3.0))
+        kernel[1,](both[0], x, out, 3, INPLACE=False)
+
+    assert check(_written(launch)).names()["triton::body"] == 1
+
+
 def test_constants_that_a_kernel_writes_a_part_of_are_not_made_again_as_fresh_memory() -> None:
     kernel = elsewhere()
 
