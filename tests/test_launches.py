@@ -41,7 +41,14 @@ from lowtide.tape.ttir import read_code
     ],
 )  # fmt: skip
 def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
-    assert read_code(text) == found
+    code = read_code(text)
+    assert code is not None
+    assert code[:3] == found
+
+
+def test_which_arguments_a_kernel_reads() -> None:
+    found = [(texts.TURN_IN_PLACE, {0, 1}), (texts.TURN, {0, 1}), (texts.BY_ASSEMBLY, {1})]
+    assert [(text, read_code(text).reads) for text, _ in found] == found  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -425,6 +432,17 @@ def test_parts_that_kernels_fill() -> None:
     assert check(_written(first, by_torch)).names()["triton::_turn"] == 1
     check(_written(by_torch, first))
     check(_written(first, by_torch, first))
+
+
+def test_a_kernel_that_works_on_what_another_library_has_filled() -> None:
+    """A kernel of an extension, which nothing sees, before one of Triton's in place."""
+    kernel = in_place()
+
+    def launch(out: Tensor, x: Tensor) -> None:
+        unseen(out, x.cos())
+        kernel[1,](out, x, x, 3, INPLACE=True)
+
+    assert not check(_written(launch)).names()["triton::_turn"]
 
 
 @pytest.mark.parametrize("make", [torch.ones, torch.empty])

@@ -191,7 +191,7 @@ def _filled(
             return None
         pieces = entry.pieces
         if pieces is not None and pieces.untouched:
-            if entry.constant:  # of which it may leave a part
+            if entry.constant or place in code.reads:  # a part may stay, or something have filled it
                 return None
             fills.append(1 + place)
             continue

@@ -66,11 +66,13 @@ class Code(NamedTuple):
         addresses: how many it takes.
         writes: the places among them of those that it writes to.
         repeatable: run again with the same arguments, it writes the same bits.
+        reads: the places of those that it may read.
     """
 
     addresses: int
     writes: frozenset[int]
     repeatable: bool
+    reads: frozenset[int]
 
 
 def read_code(text: str) -> Code | None:
@@ -131,10 +133,10 @@ class _Kernel:
         stored = _reached(self.stored)
         if any(name.anything for name in stored):
             raise _UnknownCodeError
-        pure = self.pure and not any(name.anything for name in _reached(self.loaded))
-        written = stored | _reached(self.given_away)
-        writes = frozenset(name.place for name in written if name.place is not None)
-        return Code(self.parameters, writes, pure)
+        loaded, given_away = _reached(self.loaded), _reached(self.given_away)
+        pure = self.pure and not any(name.anything for name in loaded)
+        writes, reads = _places(stored | given_away), _places(loaded | given_away)
+        return Code(self.parameters, writes, pure, reads)
 
     # ------------------------------------------------------------------ lines
 
@@ -250,6 +252,10 @@ def _reached(names: list[_Name]) -> set[_Name]:
             reached.add(name)
             left.extend(name.made_of)
     return reached
+
+
+def _places(names: set[_Name]) -> frozenset[int]:
+    return frozenset(name.place for name in names if name.place is not None)
 
 
 def _is_pure(operation: str, rest: str) -> bool:
