@@ -191,7 +191,7 @@ def _filled(
             return None
         pieces = entry.pieces
         if pieces is not None and pieces.untouched:
-            if entry.constant or place in code.reads:  # a part may stay, or something have filled it
+            if entry.constant or place in code.reads:  # something of it may stay
                 return None
             fills.append(1 + place)
             continue
