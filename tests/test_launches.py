@@ -38,6 +38,7 @@ from lowtide.tape.ttir import read_code
          (3, {2}, False)),
         (texts.TURN.replace("arith.mulf", "elsewhere.mulf"), (3, {2}, False)),
         (texts.BY_ASSEMBLY, (2, {1}, False)),  # through a number
+        (texts.HANDED_ON, (3, {0, 1, 2}, True)),  # what is left after any number of turns
     ],
 )  # fmt: skip
 def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
@@ -478,10 +479,11 @@ def test_constants_that_a_kernel_writes_a_part_of_are_not_made_again_as_fresh_me
 
 def test_an_autotuners_trials_are_no_operations() -> None:
     kernel = elsewhere()
+    kernel.constexprs = [3]  # they differ in such
 
     def trials(out: Tensor, x: Tensor) -> None:
-        for _ in range(30):
-            kernel[1,](x, x, out, 16, INPLACE=False)
+        for n in range(30):
+            kernel[1,](x, x, out, n, INPLACE=False)
 
     assert not check(_written(trials)).names()["triton::_turn"]
 
@@ -644,7 +646,7 @@ def test_other_arguments_may_be_other_code() -> None:
     kernel = in_place()
     x = torch.ones(4, 4)
 
-    def launch(n: int, inplace: bool, kind: torch.dtype = torch.float32) -> None:
+    def launch(n: float, inplace: bool, kind: torch.dtype = torch.float32) -> None:
         y = x.to(kind)
         kernel[1,](y, y, y, n, INPLACE=inplace)
 
@@ -659,6 +661,18 @@ def test_other_arguments_may_be_other_code() -> None:
     assert compilations((16, False)) == 1
     assert compilations((16, True, torch.float64)) == 1
     assert compilations((1, True), (16, False), (3, True)) == 0
+    assert compilations((0.5, True), (0.25, True)) == 1
+
+
+def test_a_kernel_that_is_only_compiled_is_not_launched() -> None:
+    kernel, x = elsewhere(), torch.ones(4, 4)
+    arguments = (x, x, x, 3)
+
+    def compile_it() -> Any:
+        return kernel.run(*arguments, INPLACE=False, grid=(1,), warmup=True)
+
+    assert lowtide.checkpoint(compile_it).asm == {"ttir": texts.TURN}
+    assert kernel.compilations == 1
 
 
 def test_functions_of_one_name_and_constants_among_arguments_are_other_code() -> None:

@@ -402,3 +402,24 @@ module {
   }
 }
 """
+
+# @triton.jit
+# def handed_on(a, b, c, n):
+#     p, q = a, b
+#     for i in range(n):
+#         p, q = q, c
+#     tl.store(p, 1.0)
+HANDED_ON = r"""
+module {
+  tt.func public @handed_on(%a: !tt.ptr<f32>, %b: !tt.ptr<f32>, %c: !tt.ptr<f32>, %n: i32) attributes {noinline = false} {
+    %cst = arith.constant 1.000000e+00 : f32
+    %c0_i32 = arith.constant 0 : i32
+    %c1_i32 = arith.constant 1 : i32
+    %q:2 = scf.for %i = %c0_i32 to %n step %c1_i32 iter_args(%p = %a, %q_0 = %b) -> (!tt.ptr<f32>, !tt.ptr<f32>)  : i32 {
+      scf.yield %q_0, %c : !tt.ptr<f32>, !tt.ptr<f32>
+    }
+    tt.store %q#0, %cst : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""

@@ -228,9 +228,8 @@ class _Kernel:
 
     def _find(self, name: str) -> _Name:
         for region in reversed(self.regions):
-            for known in (name, name.partition("#")[0]):
-                if known in region.names:
-                    return region.names[known]
+            if name in region.names:
+                return region.names[name]
         return _Name(anything=True)  # such as the index of a loop
 
     def _define(self, name: str, *made_of: _Name, anything: bool = False) -> _Name:
