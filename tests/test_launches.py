@@ -37,16 +37,27 @@ from lowtide.tape.ttir import read_code
         (texts.TURN.replace("tt.load %v_7, %v_5", "tt.load %v_7, %v_5 {isVolatile = true}"),
          (3, {2}, False)),
         (texts.TURN.replace("arith.mulf", "elsewhere.mulf"), (3, {2}, False)),
+        (texts.BY_ASSEMBLY, (2, {1}, False)),  # through a number
+        (texts.HANDED_ON, (3, {0, 1, 2}, True)),  # what is left after any number of turns
     ],
 )  # fmt: skip
 def test_what_a_kernel_does_is_read_off_its_code(text: str, found: Any) -> None:
-    assert read_code(text) == found
+    code = read_code(text)
+    assert code is not None
+    assert code[:3] == found
+
+
+def test_which_arguments_a_kernel_reads() -> None:
+    found = [(texts.TURN_IN_PLACE, {0, 1}), (texts.TURN, {0, 1}), (texts.BY_ASSEMBLY, {1})]
+    assert [(text, read_code(text).reads) for text, _ in found] == found  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     "text",
     [
         texts.ADDRESSES,
+        texts.APART,
+        texts.FROM_NOTHING,
         texts.CALLS,
         texts.TURN.replace("tt.store", "tt.store_of_another_release"),
         texts.TURN.replace("tt.splat %out", "tt.unheard_of %out"),
@@ -65,12 +76,16 @@ class Kernel:
     def __init__(self, body: Callable[..., None], names: str, ttir: str | None) -> None:
         self.fn, self.arg_names, self.ttir = body, names.split(), ttir
         self.grids: list[Any] = []
+        self.constexprs: list[int] = []
+        self.pre_run_hooks: list[Callable[..., Any]] = []
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        for hook in self.pre_run_hooks:
+            hook(*args, **kwargs)
         if warmup:
             self.compilations += 1
             return SimpleNamespace(asm={} if self.ttir is None else {"ttir": self.ttir})
-        self.grids.append(grid(kwargs) if callable(grid) else grid)
+        self.grids.append(tuple(grid(kwargs) if callable(grid) else grid))
         self.fn(*args, **kwargs)
         return None
 
@@ -420,6 +435,36 @@ def test_parts_that_kernels_fill() -> None:
     check(_written(first, by_torch, first))
 
 
+def test_a_kernel_that_works_on_what_another_library_has_filled() -> None:
+    """A kernel of an extension, which nothing sees, before one of Triton's in place."""
+    kernel = in_place()
+
+    def launch(out: Tensor, x: Tensor) -> None:
+        unseen(out, x.cos())
+        kernel[1,](out, x, x, 3, INPLACE=True)
+
+    assert not check(_written(launch)).names()["triton::_turn"]
+
+
+@pytest.mark.parametrize("make", [torch.ones, torch.empty])
+def test_a_kernel_may_read_beyond_the_part_that_it_is_given(make: Any) -> None:
+    """Such as the values beside the keys: what is there is not in the record."""
+
+    def body(part: Tensor, cos: Tensor, out: Tensor, n: int, INPLACE: bool) -> None:
+        unseen(out, part * part.as_strided((8, 16), (16, 1), part.storage_offset() + 128))
+
+    kernel = Kernel(body, "x cos out n INPLACE", texts.TURN)
+
+    def launch(out: Tensor, x: Tensor) -> None:
+        both = make(2, 8, 16)
+        both[0] = x
+        if make is torch.empty:
+            unseen(both[1], torch.full((8, 16), 3.0))
+        kernel[1,](both[0], x, out, 3, INPLACE=False)
+
+    assert check(_written(launch)).names()["triton::body"] == 1
+
+
 def test_constants_that_a_kernel_writes_a_part_of_are_not_made_again_as_fresh_memory() -> None:
     kernel = elsewhere()
 
@@ -434,21 +479,26 @@ def test_constants_that_a_kernel_writes_a_part_of_are_not_made_again_as_fresh_me
 
 def test_an_autotuners_trials_are_no_operations() -> None:
     kernel = elsewhere()
+    kernel.constexprs = [3]  # they differ in such
 
     def trials(out: Tensor, x: Tensor) -> None:
-        for _ in range(30):
-            kernel[1,](x, x, out, 16, INPLACE=False)
+        for n in range(30):
+            kernel[1,](x, x, out, n, INPLACE=False)
 
     assert not check(_written(trials)).names()["triton::_turn"]
 
 
-def test_a_grid_is_that_of_the_launch() -> None:
-    kernel, size = elsewhere(), [3]
+@pytest.mark.parametrize("kind", ["a function", "of one list", "a list"])
+def test_a_grid_is_that_of_the_launch(kind: str) -> None:
+    kernel, size = elsewhere(), [3, 5]
+    grid = {
+        "a function": lambda constants: (size[0], constants["n"]),
+        "of one list": lambda constants: size,
+        "a list": size,
+    }[kind]
 
     def launch(out: Tensor, x: Tensor) -> None:
-        kernel[lambda constants: (size[0], constants["n"])](
-            x, INPLACE=False, n=5, out=out, cos=x
-        )  # names in any order
+        kernel[grid](x, INPLACE=False, n=5, out=out, cos=x)  # names in any order
 
     def scenario(way: Way) -> Any:
         size[0] = 3
@@ -467,10 +517,10 @@ def test_a_grid_is_that_of_the_launch() -> None:
 
 @pytest.mark.parametrize("kind", ["hooks", "a tuple", "a descriptor"])
 def test_launches_that_a_replay_cannot_be_given(kind: str) -> None:
-    """What they write is known all the same."""
-    kernel = in_place()
+    """What they write is known all the same, but for hooks: asking would run them once more."""
+    kernel, hooked = in_place(), []
     if kind == "hooks":
-        kernel.pre_run_hooks = [print]  # type: ignore[attr-defined]
+        kernel.pre_run_hooks = [lambda *args, **_: hooked.append(args)]
 
     def body(x: Any, cos: Tensor, out: Any, n: int, INPLACE: bool) -> None:
         target = x if isinstance(x, Tensor) else x.base if hasattr(x, "base") else x[0]
@@ -496,6 +546,7 @@ def test_launches_that_a_replay_cannot_be_given(kind: str) -> None:
     replayed = check(scenario)
     assert replayed["exp"]
     assert not replayed.names()["triton::body"]
+    assert len(hooked) == (2 if kind == "hooks" else 0)  # the plain step, the step
 
 
 def test_kernels_inside_of_operators_and_declared_functions_are_theirs() -> None:
@@ -595,7 +646,7 @@ def test_other_arguments_may_be_other_code() -> None:
     kernel = in_place()
     x = torch.ones(4, 4)
 
-    def launch(n: int, inplace: bool, kind: torch.dtype = torch.float32) -> None:
+    def launch(n: float, inplace: bool, kind: torch.dtype = torch.float32) -> None:
         y = x.to(kind)
         kernel[1,](y, y, y, n, INPLACE=inplace)
 
@@ -610,6 +661,79 @@ def test_other_arguments_may_be_other_code() -> None:
     assert compilations((16, False)) == 1
     assert compilations((16, True, torch.float64)) == 1
     assert compilations((1, True), (16, False), (3, True)) == 0
+    assert compilations((0.5, True), (0.25, True)) == 1
+
+
+def test_a_kernel_that_is_only_compiled_is_not_launched() -> None:
+    kernel, x = elsewhere(), torch.ones(4, 4)
+    arguments = (x, x, x, 3)
+
+    def compile_it() -> Any:
+        return kernel.run(*arguments, INPLACE=False, grid=(1,), warmup=True)
+
+    assert lowtide.checkpoint(compile_it).asm == {"ttir": texts.TURN}
+    assert kernel.compilations == 1
+
+
+def test_functions_of_one_name_and_constants_among_arguments_are_other_code() -> None:
+    """Of two kernels in one, one may write to what the other only reads."""
+    kernel = Kernel(lambda x, how: None, "x how", None)
+
+    class Function:
+        """As one of Triton's, made by a function that makes several."""
+
+        def __init__(self, code: str) -> None:
+            self.cache_key = code
+
+        def __repr__(self) -> str:
+            return "Function(name)"
+
+    class Constant(SimpleNamespace):
+        """As Triton's `constexpr`."""
+
+    def compilations(*given: Any) -> int:
+        before = kernel.compilations
+        for how in given:
+            lowtide.checkpoint(lambda how=how: kernel[1,](torch.ones(2), how))
+        return kernel.compilations - before
+
+    block = SimpleNamespace(base=torch.ones(4), block_shape=[2])
+    wide = SimpleNamespace(base=torch.ones(4), block_shape=[4])
+    first, second = Function("a"), Function("b")
+    for constexprs in ([], [1]):
+        kernel.constexprs = constexprs
+        vars(kernel).pop("_lowtide_known", None)
+        assert compilations(first, Function("a"), first) == 1
+        assert compilations(second) == 1
+        assert compilations((first, 2), (second, 2), (first, 2)) == 2
+        assert compilations(Constant(value=1), Constant(value=2), Constant(value=1)) == 2
+        assert compilations(Constant(value=first), Constant(value=second)) == 0
+    kernel.constexprs = []
+    assert compilations(block, wide, block) == 2
+
+
+def test_what_comes_after_any_number_of_tensors_is_seen() -> None:
+    def body(x: Tensor, *more: Tensor, out: Tensor, IN: bool) -> None:
+        unseen(more[-1] if IN else out, x + more[0])
+
+    kernel = Kernel(body, "x more out IN", None)
+    kernel.constexprs = [3]
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(8, 16), leaf(16, 16)
+
+        def forward(x: Tensor) -> Tensor:
+            y = (x @ w).sin()
+            first, second, out = y.detach() + 1, y.detach() * 2, y.detach() * 3
+            before = y * out.exp() * second.cos()
+            for inside in (False, True):
+                kernel[1,](first, first, second, out=out, IN=inside)
+            return (before * out.exp() * second.cos()).sum()
+
+        return gradients(way(forward, x), x, w)
+
+    check(scenario)
+    assert kernel.compilations == 2
 
 
 def test_a_default_is_an_argument_of_its_own_kind() -> None:

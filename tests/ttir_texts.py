@@ -349,3 +349,77 @@ module {
   }
 }
 """
+
+# @triton.jit
+# def apart(x, y):
+#     tl.store(x + (y.to(tl.int64) - x.to(tl.int64)) // 4, 1.0)
+APART = r"""
+module {
+  tt.func public @apart(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>) attributes {noinline = false} {
+    %cst = arith.constant 1.000000e+00 : f32
+    %c4_i64 = arith.constant 4 : i64
+    %0 = tt.ptr_to_int %y : !tt.ptr<f32> -> i64
+    %1 = tt.ptr_to_int %x : !tt.ptr<f32> -> i64
+    %2 = arith.subi %0, %1 : i64
+    %3 = arith.divsi %2, %c4_i64 : i64
+    %4 = tt.addptr %x, %3 : !tt.ptr<f32>, i64
+    tt.store %4, %cst : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""
+
+# @triton.jit
+# def from_nothing(x, table):
+#     base = tl.full((), 0, tl.int64).to(tl.pointer_type(tl.float32))
+#     tl.store(base + tl.load(table) // 4, tl.load(x))
+FROM_NOTHING = r"""
+module {
+  tt.func public @from_nothing(%x: !tt.ptr<f32>, %table: !tt.ptr<i64>) attributes {noinline = false} {
+    %c4_i64 = arith.constant 4 : i64
+    %c0_i64 = arith.constant 0 : i64
+    %base = tt.int_to_ptr %c0_i64 : i64 -> !tt.ptr<f32>
+    %0 = tt.load %table : !tt.ptr<i64>
+    %1 = arith.divsi %0, %c4_i64 : i64
+    %2 = tt.addptr %base, %1 : !tt.ptr<f32>, i64
+    %3 = tt.load %x : !tt.ptr<f32>
+    tt.store %2, %3 : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""
+
+# @triton.jit
+# def by_assembly(x, y):
+#     tl.inline_asm_elementwise("st.global.f32 [$1], 0f3F800000; mov.u32 $0, 0;", "=r,l",
+#                               [y.to(tl.int64)], tl.int32, is_pure=False, pack=1)
+BY_ASSEMBLY = r"""
+module {
+  tt.func public @by_assembly(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>) attributes {noinline = false} {
+    %v = tt.ptr_to_int %y : !tt.ptr<f32> -> i64
+    %v_0 = tt.elementwise_inline_asm "st.global.f32 [$1], 0f3F800000; mov.u32 $0, 0;" {constraints = "=r,l", packed_element = 1 : i32, pure = false} %v : i64 -> i32
+    tt.return
+  }
+}
+"""
+
+# @triton.jit
+# def handed_on(a, b, c, n):
+#     p, q = a, b
+#     for i in range(n):
+#         p, q = q, c
+#     tl.store(p, 1.0)
+HANDED_ON = r"""
+module {
+  tt.func public @handed_on(%a: !tt.ptr<f32>, %b: !tt.ptr<f32>, %c: !tt.ptr<f32>, %n: i32) attributes {noinline = false} {
+    %cst = arith.constant 1.000000e+00 : f32
+    %c0_i32 = arith.constant 0 : i32
+    %c1_i32 = arith.constant 1 : i32
+    %q:2 = scf.for %i = %c0_i32 to %n step %c1_i32 iter_args(%p = %a, %q_0 = %b) -> (!tt.ptr<f32>, !tt.ptr<f32>)  : i32 {
+      scf.yield %q_0, %c : !tt.ptr<f32>, !tt.ptr<f32>
+    }
+    tt.store %q#0, %cst : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""

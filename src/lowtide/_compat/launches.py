@@ -29,6 +29,7 @@ _LAUNCHERS = (
     ("triton.runtime.interpreter", "InterpretedFunction"),
 )
 _MARK = "_lowtide_launched"
+_REST = "_lowtide_rest"
 
 DEFAULT = inspect.Parameter.empty
 
@@ -84,13 +85,27 @@ def in_order(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 
 
 def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, bool]]:
-    """The arguments of a launch in the order of the kernel's parameters, `DEFAULT` where one is
-    left out, and whether each is a constant of the compilation."""
+    """The arguments of a launch in the order of the kernel's parameters (those of `*args` as one
+    tuple), `DEFAULT` where one is left out, and whether each is a constant of the compilation."""
+    rest = _rest_of(kernel)
+    if rest is not None:
+        args = (*args[:rest], args[rest:])
     constants = getattr(kernel, "constexprs", ())  # few
     found = [(argument, place in constants) for place, argument in enumerate(args)]
     for place in range(len(args), len(kernel.arg_names)):
         argument = kwargs.get(kernel.arg_names[place], DEFAULT)
         found.append((argument, place in constants))
+    return found
+
+
+def _rest_of(kernel: Any) -> int | None:
+    """The place of `*args` among a kernel's parameters; None: it has none."""
+    known = vars(kernel)
+    if _REST not in known:  # looked for once, as it takes as long as a launch
+        kinds = [each.kind for each in inspect.signature(kernel.fn).parameters.values()]
+        rest = inspect.Parameter.VAR_POSITIONAL
+        known[_REST] = kinds.index(rest) if rest in kinds else None
+    found: int | None = known[_REST]
     return found
 
 
@@ -110,6 +125,22 @@ def pointers(argument: Any) -> list[torch.Tensor | None]:
     if isinstance(base, torch.Tensor):
         return [base]
     return [None] if hasattr(argument, "data_ptr") else []
+
+
+def constant_kind(argument: Any) -> Any:
+    """What a constant of a compilation has in common with those that make the same code. Functions
+    of Triton's have their code, as two of them may have one name."""
+    if isinstance(argument, tuple | list):
+        return (type(argument), *map(constant_kind, argument))
+    code = getattr(getattr(argument, "value", argument), "cache_key", None)
+    return repr(argument) if code is None else code
+
+
+def pointer_kind(argument: Any) -> Any:
+    """The same of what has `pointers` and is no tensor."""
+    base, block = getattr(argument, "base", None), getattr(argument, "block_shape", None)
+    dtypes = getattr(argument, "dtype", None), getattr(base, "dtype", None)
+    return (type(argument), *dtypes, None if block is None else tuple(block))
 
 
 def ttir_of(

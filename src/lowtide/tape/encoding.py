@@ -32,6 +32,7 @@ class Encoding(Saves):
     """The part of a recorder that writes arguments and results down."""
 
     _filled: tuple[Tensor, ...] = ()  # arguments that the call overwrites, whatever was in them
+    _beyond = False  # the call may read all of the memory that an argument is a part of
 
     # ------------------------------------------------------------------ arguments
 
@@ -77,12 +78,13 @@ class Encoding(Saves):
         named = dict(kwargs) if kwargs else kwargs
         if before:
             self._filled = _filled_by(facts, args, kwargs)
+        self._beyond = facts.handed  # kernels get addresses
         try:
             known = self._encode(template, range(len(template)), refs, statistics)
             if kwargs and known:
                 known = self._encode(named, list(named), refs, ())
         finally:
-            self._filled = ()
+            self._filled, self._beyond = (), False
         known = known and all(self.value_in(entry) is value for entry, value in before)
         return named if known else None
 
@@ -138,7 +140,7 @@ class Encoding(Saves):
             filled = any(tensor is each for each in self._filled)
             if filled and entry.pieces.untouched:
                 return Ref(self.value_in(entry), tensor)  # see `_write_refs`
-            if not filled and not entry.pieces.cover(tensor):
+            if not filled and (self._beyond or not entry.pieces.cover(tensor)):
                 self._unwritten(entry, tensor)
         value = entry.value
         if value is None:

@@ -61,9 +61,9 @@ class _Call:
         self._kernel, self._run = kernel, run
         self._args = list(map(_without_tensor, args))
         self._kwargs = {name: _without_tensor(each) for name, each in kwargs.items()}
-        grid = kwargs.get("grid")
-        if callable(grid):  # which may read what the program changes
-            self._kwargs["grid"] = functools.partial(self._settle, grid)
+        grid = kwargs["grid"]  # the program may change it, or what a function of it reads
+        settled = functools.partial(self._settle, grid) if callable(grid) else tuple(grid)
+        self._kwargs["grid"] = settled
         self.numbers = tuple(
             [
                 each.data_ptr() if isinstance(each, torch.Tensor) else each
@@ -72,8 +72,8 @@ class _Call:
             ]
         )
 
-    def _settle(self, grid: Callable[[Any], Any], constants: Any) -> Any:
-        found = self._kwargs["grid"] = grid(constants)
+    def _settle(self, grid: Callable[[Any], Any], constants: Any) -> tuple[Any, ...]:
+        found = self._kwargs["grid"] = tuple(grid(constants))
         return found
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
@@ -111,7 +111,7 @@ def telling(recorder_here: Callable[[], Recorder | None]) -> launches.Launched:
         kwargs = launches.in_order(kernel, args, kwargs)
         code = _code(kernel, run, args, kwargs)
         arguments = launches.bound(kernel, args, kwargs)
-        if code is not None and code.repeatable and _may_be_recorded(kernel, arguments):
+        if code is not None and code.repeatable and _may_be_recorded(arguments):
             call = _Call(kernel, run, args, kwargs)
             tensors = [each for each, _ in arguments if isinstance(each, torch.Tensor)]
             writes = [1 + place for place in sorted(code.writes)]
@@ -132,6 +132,8 @@ def _code(
     kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Code | None:
     """What a kernel does, as it is compiled for such arguments; None: it is not known."""
+    if launches.has_hooks(kernel):  # compiling would run them once more
+        return None
     arguments = launches.bound(kernel, args, kwargs)
     kind = tuple([_kind(*each) for each in arguments])
     known = launches.known_of(kernel)
@@ -153,17 +155,21 @@ def _kind(argument: Any, constant: bool) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.dtype
     if constant:
-        return repr(argument)
+        return launches.constant_kind(argument)
     if isinstance(argument, int):
         return argument if isinstance(argument, bool) else argument == 1
+    if isinstance(argument, float):
+        return float
     if isinstance(argument, tuple | list):
-        return tuple([_kind(each, constant) for each in argument])
-    return type(argument)
+        return (type(argument), *[_kind(each, constant) for each in argument])
+    if launches.pointers(argument):
+        return launches.pointer_kind(argument)
+    return launches.constant_kind(argument)  # such as a function, or one that says it is one
 
 
-def _may_be_recorded(kernel: Any, arguments: list[tuple[Any, bool]]) -> bool:
+def _may_be_recorded(arguments: list[tuple[Any, bool]]) -> bool:
     """Whether a replay can be given the same: tensors, and what cannot change."""
-    return not launches.has_hooks(kernel) and all(
+    return all(
         type(argument) in PLAIN
         or constant
         or argument is None
@@ -185,7 +191,7 @@ def _filled(
             return None
         pieces = entry.pieces
         if pieces is not None and pieces.untouched:
-            if entry.constant:  # of which it may leave a part
+            if entry.constant or place in code.reads:  # something of it may stay
                 return None
             fills.append(1 + place)
             continue

@@ -9,7 +9,8 @@ leave it as it was.
 
 Triton's own representation (TTIR) is in static single assignment form: what a name is made of
 follows from the line that makes it, and loops say what they hand on from turn to turn. From each
-store, the address is followed back to parameters. Offsets, masks and shapes are not followed.
+store, the address is followed back to parameters. Masks and shapes are not followed, and offsets
+only where addresses are made numbers: one may then be the distance to another address.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ class Code(NamedTuple):
         addresses: how many it takes.
         writes: the places among them of those that it writes to.
         repeatable: run again with the same arguments, it writes the same bits.
+        reads: the places of those that it may read.
     """
 
     addresses: int
     writes: frozenset[int]
     repeatable: bool
+    reads: frozenset[int]
 
 
 def read_code(text: str) -> Code | None:
@@ -117,7 +120,9 @@ class _Kernel:
         self.functions = 0
         self.stored: list[_Name] = []
         self.loaded: list[_Name] = []
+        self.given_away: list[_Name] = []
         self.pure = True
+        self.numbers = "tt.ptr_to_int" in text  # are made of addresses
         self.regions = [_Region()]
         for line in text.splitlines():
             if not line.startswith("#"):
@@ -128,9 +133,10 @@ class _Kernel:
         stored = _reached(self.stored)
         if any(name.anything for name in stored):
             raise _UnknownCodeError
-        pure = self.pure and not any(name.anything for name in _reached(self.loaded))
-        writes = frozenset(name.place for name in stored if name.place is not None)
-        return Code(self.parameters, writes, pure)
+        loaded, given_away = _reached(self.loaded), _reached(self.given_away)
+        pure = self.pure and not any(name.anything for name in loaded)
+        writes, reads = _places(stored | given_away), _places(loaded | given_away)
+        return Code(self.parameters, writes, pure, reads)
 
     # ------------------------------------------------------------------ lines
 
@@ -164,7 +170,8 @@ class _Kernel:
         """Note what a line makes; returns the region that it opens, if something is handed on."""
         if operation == "tt.func":
             return self._function(rest)
-        self.pure = self.pure and _is_pure(operation, rest)
+        pure = _is_pure(operation, rest)
+        self.pure = self.pure and pure
         operands = list(map(self._find, _NAME.findall(rest))) if operation not in _LOOPS else []
         if operation in _LOOPS:
             return self._loop(made, rest)
@@ -178,13 +185,15 @@ class _Kernel:
             (self.stored if operation in _STORES else self.loaded).extend(operands[:1])
             self._make(made, _Name(anything=True))
         elif operation in _MOVES:
-            self._make(made, *operands[:1])
+            self._make(made, *(operands if self.numbers else operands[:1]))
         elif operation == "arith.select":
             self._make(made, *operands[1:])
         elif operation in _PASSES or not _ADDRESS.search(rest):
             self._make(made, *operands)
         elif operation not in _ENDS and not operation.startswith("cf."):
             raise _UnknownCodeError
+        if not pure and operation not in _STORES | _LOADS:  # it may take a number for an address
+            self.given_away.extend(operands)
         return None
 
     def _function(self, rest: str) -> _Region:
@@ -219,9 +228,8 @@ class _Kernel:
 
     def _find(self, name: str) -> _Name:
         for region in reversed(self.regions):
-            for known in (name, name.partition("#")[0]):
-                if known in region.names:
-                    return region.names[known]
+            if name in region.names:
+                return region.names[name]
         return _Name(anything=True)  # such as the index of a loop
 
     def _define(self, name: str, *made_of: _Name, anything: bool = False) -> _Name:
@@ -230,7 +238,7 @@ class _Kernel:
 
     def _make(self, made: list[str], *of: _Name) -> None:
         for name in made:
-            self._define(name, *of)
+            self._define(name, *of, anything=not of)  # a number of its own, such as a constant
 
 
 def _reached(names: list[_Name]) -> set[_Name]:
@@ -243,6 +251,10 @@ def _reached(names: list[_Name]) -> set[_Name]:
             reached.add(name)
             left.extend(name.made_of)
     return reached
+
+
+def _places(names: set[_Name]) -> frozenset[int]:
+    return frozenset(name.place for name in names if name.place is not None)
 
 
 def _is_pure(operation: str, rest: str) -> bool:
