@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lowtide.tape.recorder import Recorder
 
 _TENSOR = object()  # in place of one among the arguments of a launch
+Arguments = list[tuple[Any, bool]]  # as `launches.bound` gives them
 
 
 class Launch:
@@ -56,7 +57,12 @@ class _Call:
     __slots__ = ("_args", "_kernel", "_kwargs", "_run", "numbers")
 
     def __init__(
-        self, kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kernel: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        arguments: Arguments,
     ) -> None:
         self._kernel, self._run = kernel, run
         self._args = list(map(_without_tensor, args))
@@ -67,7 +73,7 @@ class _Call:
         self.numbers = tuple(
             [
                 each.data_ptr() if isinstance(each, torch.Tensor) else each
-                for each, constant in launches.bound(kernel, args, kwargs)
+                for each, constant in arguments
                 if not constant
             ]
         )
@@ -109,10 +115,10 @@ def telling(recorder_here: Callable[[], Recorder | None]) -> launches.Launched:
             return run(kernel, *args, **kwargs)
         recorder.met_unusual()
         kwargs = launches.in_order(kernel, args, kwargs)
-        code = _code(kernel, run, args, kwargs)
         arguments = launches.bound(kernel, args, kwargs)
+        code = _code(kernel, arguments, lambda: launches.ttir_of(kernel, run, args, kwargs))
         if code is not None and code.repeatable and _may_be_recorded(arguments):
-            call = _Call(kernel, run, args, kwargs)
+            call = _Call(kernel, run, args, kwargs, arguments)
             tensors = [each for each, _ in arguments if isinstance(each, torch.Tensor)]
             writes = [1 + place for place in sorted(code.writes)]
             fills = _filled(recorder, call, tensors, code)
@@ -128,18 +134,15 @@ def telling(recorder_here: Callable[[], Recorder | None]) -> launches.Launched:
     return launched
 
 
-def _code(
-    kernel: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Code | None:
+def _code(kernel: Any, arguments: Arguments, compiled: Callable[[], str | None]) -> Code | None:
     """What a kernel does, as it is compiled for such arguments; None: it is not known."""
     if launches.has_hooks(kernel):  # compiling would run them once more
         return None
-    arguments = launches.bound(kernel, args, kwargs)
     kind = tuple([_kind(*each) for each in arguments])
     known = launches.known_of(kernel)
     if kind not in known:
         try:
-            text = launches.ttir_of(kernel, run, args, kwargs)
+            text = compiled()
         except Exception:  # where it does not compile, the launch says so
             text = None
         code = None if text is None else read_code(text)
@@ -167,7 +170,7 @@ def _kind(argument: Any, constant: bool) -> Any:
     return launches.constant_kind(argument)  # such as a function, or one that says it is one
 
 
-def _may_be_recorded(arguments: list[tuple[Any, bool]]) -> bool:
+def _may_be_recorded(arguments: Arguments) -> bool:
     """Whether a replay can be given the same: tensors, and what cannot change."""
     return all(
         type(argument) in PLAIN
