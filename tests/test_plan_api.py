@@ -343,6 +343,11 @@ def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_equal_plans_are_one_key(planned: Plan) -> None:
+    plain = lowtide.plan(loss_on(network()), batch())
+    assert {planned: 1, copy.deepcopy(planned): 2, plain: 3} == {planned: 2, plain: 3}
+
+
 def test_the_same_step_gives_the_same_file(planned: Plan, tmp_path: Path) -> None:
     code = (
         "import sys, lowtide; from test_plan_api import *;"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UsageError
+from lowtide.files import replace_file
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
@@ -46,6 +47,12 @@ def free_place(arguments: argparse.Namespace) -> Path | None:
     if arguments.output is None:
         return None
     path = Path(arguments.output)
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, a part of it that is a file
+        raise UsageError(f"cannot write {path}: {error.strerror}. Name another file.") from error
     if path.is_dir():
         raise UsageError(f"{path} is a folder. Name a file to write: -o {path / 'NAME'}.")
     if path.exists() and not arguments.force:
@@ -61,7 +68,7 @@ def free_place(arguments: argparse.Namespace) -> Path | None:
 
 def write(path: Path, text: str) -> None:
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text.encode())
 
 
 @contextmanager
