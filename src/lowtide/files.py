@@ -3,7 +3,8 @@
 Problem: a disk that is full, or Ctrl-C, in the middle of writing leaves half a file, and what it
 replaced is gone. Invariant: a file has its old content until it has all of the new one, except in a
 folder that takes no new files; links, permissions and what is no regular file (a pipe, a terminal)
-are treated as by `open`. Imports nothing. Rejected: `tempfile`, whose files only their owner can read.
+are treated as by `open`. Imports nothing. Rejected: `tempfile`, whose files only their owner can
+read.
 """
 
 from __future__ import annotations
