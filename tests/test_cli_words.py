@@ -171,3 +171,31 @@ def test_an_error_without_a_text(talks: str, capsys: pytest.CaptureFixture[str])
     Path("talks.py").write_text("def build():\n    raise ValueError\n", encoding="utf-8")
     assert main(["saved", "talks.py:build"]) == 1
     assert "build raised ValueError. Correct it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("also", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written(
+    talks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, also: list[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["saved", f"{talks}.py:build", *also]) == 1
+    said = capsys.readouterr().err
+    assert "lowtide: cannot write the answer to stdout: No space left on device." in said
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed(
+    talks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    Path("talks.py").write_text(TALKS.replace("print(", "str("), encoding="utf-8")
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["saved", f"{talks}.py:build", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    if closed == "stderr":
+        assert json.loads(said.out)

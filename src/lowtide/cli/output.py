@@ -9,8 +9,10 @@ terminal. Rejected: colours that carry meaning: with and without them the text i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,11 +89,24 @@ def show(text: str) -> None:
 
         Console(soft_wrap=True).print(text, markup=False, highlight=True)
     else:
-        print(text)
+        _print(text)
 
 
 def show_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))
+    _print(json.dumps(document, indent=2))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # Python writes the rest as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(
+            f"cannot write the answer to stdout: {error.strerror}. Send it elsewhere."
+        ) from error
 
 
 def wrote(path: Path) -> None:
