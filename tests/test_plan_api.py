@@ -9,9 +9,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -714,3 +715,19 @@ def test_the_first_dry_run_of_a_process_says_what_the_next_ones_do() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+class Later(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
+async def eventually(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@pytest.mark.parametrize("look", [lowtide.plan, lowtide.saved_tensors, lowtide.measure])
+@pytest.mark.parametrize("step", [Later(), eventually, partial(eventually)])
+def test_a_step_that_computes_nothing_yet_is_refused(look: Callable[..., Any], step: Any) -> None:
+    with pytest.raises(lowtide.UsageError, match="which computes nothing before it is run"):
+        look(step, torch.ones(4, requires_grad=True))
