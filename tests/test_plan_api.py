@@ -731,3 +731,17 @@ async def eventually(x: Tensor) -> Tensor:
 def test_a_step_that_computes_nothing_yet_is_refused(look: Callable[..., Any], step: Any) -> None:
     with pytest.raises(lowtide.UsageError, match="which computes nothing before it is run"):
         look(step, torch.ones(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("key", ["format", "version", "graph"])
+def test_a_damaged_file_is_not_repeated_in_its_error(
+    planned: Plan, tmp_path: Path, key: str
+) -> None:
+    path = tmp_path / "step.plan"
+    planned.save(path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data[key] = "x" * 10_000
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.load_plan(path)
+    assert len(str(caught.value)) < 500
