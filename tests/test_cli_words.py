@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lowtide import files
 from lowtide.cli import main
 from lowtide.cli.run import format_trials
 from lowtide.cli.target import load
@@ -107,3 +112,90 @@ def test_what_a_configuration_takes_besides_its_own_names_is_left_alone() -> Non
     sizes = ["n_embd=16", "n_head=2", "n_layer=1", "vocab_size=50", "attn_implementation=eager"]
     target = load("transformers:GPT2LMHeadModel", ["2x8"], sizes)
     assert target.function(**target.kwargs).dim() == 0
+
+
+def test_names_that_the_terminal_cannot_write_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "foreign.py").write_text(
+        "import torch\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.\u0441\u043b\u043e\u0439 = torch.nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        return self.\u0441\u043b\u043e\u0439(x).exp()\n"
+        "def build():\n    return Net(), torch.ones(4, 8)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["explain", "foreign.py:build"]) == 0
+    assert rb"\u0441\u043b\u043e\u0439" in written.getvalue()
+
+
+@pytest.mark.parametrize("sizes", [f"{10**9}x{10**9}", f"{10**25}x8", "4x8:quint8"])
+def test_an_input_that_cannot_be_made(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
+    assert main(["plan", "torch.nn:Tanh", "--shape", sizes]) == 1
+    said = capsys.readouterr().err
+    assert f"--shape {sizes}" in said
+    assert said.count("\n") == 1
+
+
+def test_a_name_of_a_file_that_is_too_long(talks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{talks}.py:build", "-o", "x" * 300]) == 1
+    assert "File name too long. Name another file." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["plan", "trace", "snapshot", "report"])
+def test_a_disk_that_is_full_leaves_the_file_that_was_there(
+    talks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    class Full(io.FileIO):
+        def write(self, content: Any) -> int:
+            super().write(content[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Path("old").write_text("precious", encoding="utf-8")
+    before = sorted(os.listdir())
+    monkeypatch.setattr(files, "open", Full, raising=False)
+    run = ["--no-run"] if verb in ("report", "snapshot") else []
+    assert main([verb, f"{talks}.py:build", "-o", "old", "--force", *run]) == 1
+    assert "cannot write old: No space left on device." in capsys.readouterr().err
+    assert Path("old").read_text(encoding="utf-8") == "precious"
+    assert [name for name in sorted(os.listdir()) if name != "__pycache__"] == [
+        name for name in before if name != "__pycache__"
+    ]
+
+
+def test_an_error_without_a_text(talks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("talks.py").write_text("def build():\n    raise ValueError\n", encoding="utf-8")
+    assert main(["saved", "talks.py:build"]) == 1
+    assert "build raised ValueError. Correct it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("also", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written(
+    talks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, also: list[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["saved", f"{talks}.py:build", *also]) == 1
+    said = capsys.readouterr().err
+    assert "lowtide: cannot write the answer to stdout: No space left on device." in said
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed(
+    talks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    Path("talks.py").write_text(TALKS.replace("print(", "str("), encoding="utf-8")
+    monkeypatch.setattr(sys, closed, None)
+    assert main(["saved", f"{talks}.py:build", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    if closed == "stderr":
+        assert json.loads(said.out)

@@ -686,6 +686,51 @@ def test_without_a_compiler_python_records(tmp_path: Path) -> None:
     assert (said, message) == ("python python | the engine 'python' was asked for", "")
 
 
+def test_a_compiler_whose_message_is_no_text_is_named(tmp_path: Path) -> None:
+    compiler = script(tmp_path / "compiler", "printf 'caf\\351: error: \\342' >&2; exit 1\n")
+    said, message = report(tmp_path / "cache", CXX=compiler)
+    assert said == r"python python | the C++ compiler failed: caf\xe9: error: \xe2"
+    assert_said_once(message, "the C++ compiler failed: caf")
+
+
+def test_a_compiler_that_is_no_command_ends_no_training(tmp_path: Path) -> None:
+    said, message = report(tmp_path, CXX="g++ '-O2")
+    why = """CXX="g++ '-O2" cannot be read as a command: No closing quotation"""
+    assert said == f"python python | {why}"
+    assert_said_once(message, why)
+    assert build_now(tmp_path, CXX="g++ '-O2").stderr.endswith(f"{why}\n")
+
+
+def test_a_user_without_a_home_trains_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOWTIDE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", raise_that_there_is_none)
+    with pytest.raises(build.BuildError, match="name a directory in LOWTIDE_CACHE"):
+        build.target()
+    assert engine._impossible() is not None
+    assert not engine._is_built()
+
+
+def raise_that_there_is_none() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_directory_that_nobody_may_look_into_has_no_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, stat_of = str(build.target()), os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == place:
+            raise PermissionError(13, "Permission denied")
+        return stat_of(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert not engine._is_built()
+
+
 def build_now(cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     source = str(Path(lowtide.__file__).resolve().parent.parent)
     return subprocess.run(

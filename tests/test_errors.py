@@ -96,6 +96,8 @@ BAD_LIMITS: list[tuple[Any, str]] = [
     (Path("step.plan"), "stored plan: lowtide.budget(lowtide.load_plan(path))."),
     (__file__, "stored plan: lowtide.budget(lowtide.load_plan(path))."),
     (1 + 2j, f"a limit is {FORMS}; got (1+2j) of type complex."),
+    (torch.tensor(True), f"a limit is {FORMS}; got tensor(True) of type Tensor."),
+    (torch.ones((), dtype=torch.int64, device="meta"), "of type Tensor."),
 ]  # fmt: skip
 
 

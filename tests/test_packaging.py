@@ -7,6 +7,7 @@ import doctest
 import functools
 import graphlib
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -96,6 +98,13 @@ def test_every_public_name_exists_and_explains_itself() -> None:
     assert len(lowtide.__all__) == len(set(lowtide.__all__))
     for name in lowtide.__all__:
         assert (getattr(lowtide, name).__doc__ or "").strip(), name
+
+
+def test_hints_can_be_evaluated() -> None:
+    """As command lines and checkers that are made of signatures do."""
+    for name in lowtide.__all__:
+        if inspect.isfunction(getattr(lowtide, name)):
+            assert get_type_hints(getattr(lowtide, name))
 
 
 @pytest.mark.parametrize("name", sorted(set(MODULES) - INTEGRATIONS))

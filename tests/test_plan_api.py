@@ -9,9 +9,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,11 @@ def test_a_plan_is_read_back_as_it_was(planned: Plan, tmp_path: Path) -> None:
     again = tmp_path / "again.plan"
     found.save(again)
     assert again.read_bytes() == path.read_bytes()
+
+
+def test_equal_plans_are_one_key(planned: Plan) -> None:
+    plain = lowtide.plan(loss_on(network()), batch())
+    assert {planned: 1, copy.deepcopy(planned): 2, plain: 3} == {planned: 2, plain: 3}
 
 
 def test_the_same_step_gives_the_same_file(planned: Plan, tmp_path: Path) -> None:
@@ -709,3 +715,33 @@ def test_the_first_dry_run_of_a_process_says_what_the_next_ones_do() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+class Later(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
+async def eventually(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+@pytest.mark.parametrize("look", [lowtide.plan, lowtide.saved_tensors, lowtide.measure])
+@pytest.mark.parametrize("step", [Later(), eventually, partial(eventually)])
+def test_a_step_that_computes_nothing_yet_is_refused(look: Callable[..., Any], step: Any) -> None:
+    with pytest.raises(lowtide.UsageError, match="which computes nothing before it is run"):
+        look(step, torch.ones(4, requires_grad=True))
+
+
+@pytest.mark.parametrize("key", ["format", "version", "graph"])
+def test_a_damaged_file_is_not_repeated_in_its_error(
+    planned: Plan, tmp_path: Path, key: str
+) -> None:
+    path = tmp_path / "step.plan"
+    planned.save(path)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data[key] = "x" * 10_000
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(lowtide.UsageError) as caught:
+        lowtide.load_plan(path)
+    assert len(str(caught.value)) < 500

@@ -337,9 +337,10 @@ def name(tensor: torch.Tensor, label: str) -> torch.Tensor:
     recorder = current_recorder()
     if recorder is not None:
         if not (isinstance(tensor, torch.Tensor) and isinstance(label, str)):
+            got = repr(label) if isinstance(label, str) else type(label).__name__
             raise UsageError(
                 'lowtide.name takes a tensor and its name as text, name(x, "attn_out"); got '
-                f"{type(tensor).__name__} and {label!r}."
+                f"{type(tensor).__name__} and {got}."
             )
         recorder.name(tensor, label)
     return tensor

@@ -155,10 +155,17 @@ Network.compiled = staticmethod(cutting)
 
 def _core_to_plan_with() -> Any:
     """The core, for planning alone, which does not start a build."""
-    if _choice.wanted is None and _asked_for() == "auto" and not build.target().exists():
+    if _choice.wanted is None and _asked_for() == "auto" and not _is_built():
         return None
     _settle()
     return core()
+
+
+def _is_built() -> bool:
+    try:
+        return build.is_there(build.target())
+    except build.BuildError:
+        return False
 
 
 def core() -> Any:
@@ -203,11 +210,10 @@ def _want(way: str) -> None:
 
 def _look_for_it() -> None:
     """Load an earlier build, or start one."""
-    target = build.target()
-    if target.exists():
-        _load_or_say_why(target)
+    if _is_built():
+        _load_or_say_why(build.target())
         return
-    impossible = build.possible()
+    impossible = _impossible()
     if impossible is not None:
         _python_stays(impossible)
         return
@@ -222,15 +228,28 @@ def _look_for_it() -> None:
         _choice.building.start()
 
 
+def _impossible() -> str | None:
+    try:
+        build.target()
+    except build.BuildError as error:
+        return str(error)
+    return build.possible()
+
+
 def _build_beside() -> None:
     """Build in a separate process, which leaves training's interpreter and environment alone."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "lowtide.compiled"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",  # as names of files are read
             check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                "PYTHONIOENCODING": "utf-8:surrogateescape",
+            },
         )
     except (OSError, TypeError) as error:  # no executable, as where Python is embedded
         _python_stays(f"the build could not be started: {error}")

@@ -2,8 +2,8 @@
 
 Problem: "6 GiB", 6442450944, 0.5 and "50%" all mean a limit. Invariant: in the API a size is an
 `int` number of bytes; only this file reads text and writes it; a number means the same as its text,
-so that a command line and a configuration file say what Python says. Imports errors. Rejected:
-guessing that a small int means GiB.
+so that a command line and a configuration file say what Python says. Imports errors and torch.
+Rejected: guessing that a small int means GiB.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import operator
 import os
 import re
 from typing import Any
+
+import torch
 
 from lowtide.errors import UsageError
 
@@ -73,9 +75,11 @@ def whole_number(value: object) -> int | None:
     """The value of an integer of any library's type; None for anything else, and for a bool."""
     if isinstance(value, bool):
         return None
+    if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+        return None  # to torch, the index of one
     try:
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except (TypeError, RuntimeError):  # the latter of a tensor without content
         return None
 
 

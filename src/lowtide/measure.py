@@ -3,7 +3,7 @@
 Problem: "does it fit, and what does it cost" must be answered with the same numbers on the CPU,
 where torch has no peak counter, as on an accelerator, whose allocator has one. Invariant: what is
 returned was counted allocation by allocation; where that is not possible there is an error, not an
-estimate. Imports memory events, marks, limits, errors. Rejected: the resident size of the process,
+estimate. Imports memory events, marks, limits, step, errors. Rejected: the size of the process,
 which changes by pages, keeps freed memory and includes everything else that the process does.
 """
 
@@ -23,6 +23,7 @@ from lowtide.limits import format_bytes
 from lowtide.memory import leftover
 from lowtide.memory.events import MemoryEvents
 from lowtide.memory.marks import DevicePeak
+from lowtide.step import check_runs_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ def measure(
             f"lowtide.measure calls a step; got {type(fn).__name__}. Pass the function and then "
             "its arguments, as in lowtide.measure(step, batch)."
         )
+    check_runs_now(fn)
     step = functools.partial(fn, *args, **kwargs)
     where = _device(device)
     if where.type != "cpu":

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence  # noqa: F401 - as UnionType
+from types import UnionType  # noqa: F401 - for tools that evaluate what `Which` is written with
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ from lowtide.models.override import (
 from lowtide.models.passed import PassedThrough
 from lowtide.models.removable import Removable
 from lowtide.policies import PolicyLike, check_policy
-from lowtide.selection import Which, is_container, select
+from lowtide.selection import Every, Which, is_container, select  # noqa: F401 - as UnionType
 
 __all__ = [
     "ActivationCheckpointWrapper",

@@ -23,6 +23,7 @@ import torch
 from lowtide import engine, planfile
 from lowtide.dryrun.run import Dry, dry_run
 from lowtide.errors import BudgetError, UsageError
+from lowtide.files import replace_file
 from lowtide.limits import format_bytes, parse_limit
 from lowtide.memory import margins
 from lowtide.memory.margins import limit_for
@@ -108,6 +109,10 @@ class Plan:
     bound: float | None
     status: str
     solve_seconds: float
+
+    def __hash__(self) -> int:
+        # Equal plans have equal ones. The step is left out, as it cannot be hashed.
+        return hash((self.step.graph.fingerprint, self.retention, self.limit))
 
     # ------------------------------------------------------------------ what it costs
 
@@ -220,7 +225,7 @@ class Plan:
         """Write the plan to a file, as JSON, which `lowtide.load_plan` reads.
 
         Args:
-            path: the file to write. An existing file is replaced.
+            path: the file to write. An existing file is replaced, once all is written.
 
         Raises:
             OSError: the file cannot be written.
@@ -238,7 +243,7 @@ class Plan:
             ),
             separators=(",", ":"),
         )
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        replace_file(path, f"{text}\n".encode())
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the plan costs, and what it decides for each module, as JSON types, by the

@@ -10,6 +10,7 @@ nested regions alive.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import warnings
@@ -21,7 +22,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from lowtide import _compat, engine
-from lowtide.errors import CompiledWarning, KeptWarning, UnsupportedError, users_frame
+from lowtide.errors import (
+    CompiledWarning,
+    KeptWarning,
+    UnsupportedError,
+    UsageError,
+    users_frame,
+)
 from lowtide.replay import unpack
 from lowtide.tape import launches
 from lowtide.tape.recorder import Recorder
@@ -294,6 +301,21 @@ def tell_of_what_runs_later(result: object) -> None:
         KeptWarning,
         stacklevel=users_frame(),
     )
+
+
+def check_runs_now(function: Any) -> None:
+    """Refuse a step whose call computes nothing yet: every figure of it would be zero."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    for is_one, kind in (
+        (inspect.isgeneratorfunction, "generator"),
+        (inspect.iscoroutinefunction, "coroutine"),
+        (inspect.isasyncgenfunction, "asynchronous generator"),
+    ):
+        if is_one(called):
+            raise UsageError(
+                f"a call of this step makes a {kind}, which computes nothing before it is run. "
+                "Pass a function that runs it to its end and returns the loss."
+            )
 
 
 def recordable() -> bool:

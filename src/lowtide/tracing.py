@@ -23,6 +23,7 @@ from lowtide.errors import UsageError
 from lowtide.explain import Explanation
 from lowtide.export.snapshot import PICKLE_PROTOCOL, snapshot
 from lowtide.export.trials import run_step
+from lowtide.files import replace_file
 from lowtide.limits import parse_limit
 from lowtide.plans import Plan
 
@@ -165,8 +166,7 @@ def write_snapshot(
                 profiling.write_cuda_snapshot(os.fspath(path))
         else:
             made = snapshot(subject, plan)
-            with open(path, "wb") as file:
-                pickle.dump(made, file, PICKLE_PROTOCOL)
+            replace_file(path, pickle.dumps(made, PICKLE_PROTOCOL))
     except OSError as error:
         raise UsageError(
             f"cannot write {os.fspath(path)}: {error.strerror}. Name another file."

@@ -9,6 +9,8 @@ for it, which would be the package's only dependency besides torch.
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status: 0, 1 if lowtide refuses, 130 if interrupted.
     An invalid command line exits with 2."""
+    _write_any_text()
     arguments = parser().parse_args(argv)
     try:
         arguments.verb(arguments)
@@ -66,6 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     return 0
+
+
+def _write_any_text() -> None:
+    """Escape on stdout, as Python does on stderr, what its encoding lacks: modules, files and
+    errors may have any name, and a table is no use if one of them ends it halfway. A stream
+    that was closed before Python began is None: what is written there is lost."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - it stays
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _one_line(error: LowtideError) -> str:

@@ -9,8 +9,10 @@ terminal. Rejected: colours that carry meaning: with and without them the text i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UsageError
+from lowtide.files import replace_file
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
@@ -46,6 +49,12 @@ def free_place(arguments: argparse.Namespace) -> Path | None:
     if arguments.output is None:
         return None
     path = Path(arguments.output)
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, a part of it that is a file
+        raise UsageError(f"cannot write {path}: {error.strerror}. Name another file.") from error
     if path.is_dir():
         raise UsageError(f"{path} is a folder. Name a file to write: -o {path / 'NAME'}.")
     if path.exists() and not arguments.force:
@@ -61,7 +70,7 @@ def free_place(arguments: argparse.Namespace) -> Path | None:
 
 def write(path: Path, text: str) -> None:
     with writing(path):
-        path.write_text(text, encoding="utf-8")
+        replace_file(path, text.encode())
 
 
 @contextmanager
@@ -80,11 +89,24 @@ def show(text: str) -> None:
 
         Console(soft_wrap=True).print(text, markup=False, highlight=True)
     else:
-        print(text)
+        _print(text)
 
 
 def show_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))
+    _print(json.dumps(document, indent=2))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):  # Python writes the rest as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(
+            f"cannot write the answer to stdout: {error.strerror}. Send it elsewhere."
+        ) from error
 
 
 def wrote(path: Path) -> None:

@@ -161,9 +161,8 @@ def _of_users(what: str, call: Callable[[], Any], on_type_error: str = "Correct 
 
 def _failed(what: str, error: Exception, way_out: str = "Correct it") -> str:
     text = str(error).rstrip(".")
-    return (
-        f"{what} raised {type(error).__name__}: {text}. {way_out}, or add --traceback to see where."
-    )
+    raised = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{what} raised {raised}. {way_out}, or add --traceback to see where."
 
 
 # ---------------------------------------------------------------------------- what it returns
@@ -325,9 +324,16 @@ def _tensor(shape: str, words: int | None) -> torch.Tensor:
     size, dtype = _read_shape(shape)
     if dtype is None:
         dtype = torch.int64 if words is not None and len(size) == 2 else torch.float32
-    if dtype.is_floating_point:
-        return torch.randn(size, dtype=dtype)
-    return torch.randint(0, words or 2, size).to(dtype)
+    try:
+        if dtype.is_floating_point:
+            return torch.randn(size, dtype=dtype)
+        return torch.randint(0, words or 2, size).to(dtype)
+    except (RuntimeError, TypeError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"torch cannot make a random input of --shape {shape}: {why}. Use smaller sizes or "
+            "another dtype, or a function of your own, file.py:function, that makes the batch."
+        ) from error
 
 
 def _read_shape(shape: str) -> tuple[tuple[int, ...], torch.dtype | None]:

@@ -44,17 +44,36 @@ def sources() -> list[Path]:
 
 
 def cache_directory() -> Path:
-    """Where builds are kept: ``$LOWTIDE_CACHE``, else the user's cache directory."""
+    """Where builds are kept: ``$LOWTIDE_CACHE``, else the user's cache directory.
+
+    Raises:
+        BuildError: there is none.
+    """
     named = os.environ.get("LOWTIDE_CACHE")
     if named:
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lowtide"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "lowtide"
+    except RuntimeError as error:  # a user of a container whom its system does not know
+        raise BuildError(
+            "there is no home directory to keep what is compiled in: name a directory in "
+            "LOWTIDE_CACHE"
+        ) from error
 
 
 def target() -> Path:
-    """The file that a build for this Python, this torch and these sources produces."""
+    """The file that a build for this Python, this torch and these sources produces.
+
+    Raises:
+        BuildError: there is no place for it.
+    """
     return _place(MODULE, sources())
+
+
+def is_there(path: Path) -> bool:
+    """Whether a build is finished; not where the directory is one that nobody may look into."""
+    return os.path.exists(path)
 
 
 def _place(module: str, paths: list[Path]) -> Path:
@@ -89,7 +108,10 @@ def _check_owner(path: Path) -> None:
 
 def _compiler() -> list[str] | None:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        parts = shlex.split(name) if name else []
+        try:
+            parts = shlex.split(name) if name else []
+        except ValueError as error:
+            raise BuildError(f"CXX={name!r} cannot be read as a command: {error}") from error
         if parts and shutil.which(parts[0]):
             return parts
     return None
@@ -101,8 +123,11 @@ def possible() -> str | None:
         return f"lowtide compiles nothing on {platform.system()} yet"
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "what lowtide compiles needs Python's global lock, which this build has not"
-    if _compiler() is None:
-        return "no C++ compiler was found (c++, g++, clang++ or $CXX)"
+    try:
+        if _compiler() is None:
+            return "no C++ compiler was found (c++, g++, clang++ or $CXX)"
+    except BuildError as error:
+        return str(error)
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         return "Python's C headers are not installed"
     return None
@@ -171,7 +196,7 @@ def load(path: Path, module: str) -> ModuleType:
 
 
 def _built(source: Path, output: Path) -> Path:
-    if output.exists():
+    if is_there(output):
         return output
     reason = possible()
     if reason is not None:
@@ -184,7 +209,11 @@ def _built(source: Path, output: Path) -> Path:
                 if output.exists():
                     return output
                 done = subprocess.run(
-                    command(source, made), capture_output=True, text=True, check=False
+                    command(source, made),
+                    capture_output=True,
+                    text=True,
+                    errors="backslashreplace",
+                    check=False,
                 )
             if done.returncode:
                 raise BuildError(f"the C++ compiler failed: {_first_error(done.stderr)}")

@@ -40,7 +40,7 @@ from lowtide.observing.graphs import graph_of
 from lowtide.observing.observer import Observer
 from lowtide.observing.seen import Seen
 from lowtide.planner import Graph
-from lowtide.step import Recording, current_recorder, recordable
+from lowtide.step import Recording, check_runs_now, current_recorder, recordable
 
 _WITHOUT_SIZE = (
     torch.nn.parameter.UninitializedParameter,
@@ -131,6 +131,7 @@ def _check_step(function: object) -> None:
             f"the step is a module or a function, not the class {function.__name__}: make one of "
             f"it, {function.__name__}(...), and pass that."
         )
+    check_runs_now(function)
     if current_recorder() is not None or not recordable():
         raise UsageError(
             "a plan cannot be made inside a budget or checkpointed region, nor with grad disabled "

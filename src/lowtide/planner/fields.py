@@ -9,6 +9,7 @@ dozen fields.
 from __future__ import annotations
 
 import json
+from reprlib import repr as brief  # of a value that may be a whole file
 from typing import Any
 
 from lowtide.errors import UsageError
@@ -24,11 +25,11 @@ def read_document(text: str, kind: str, version: int) -> dict[str, Any]:
         raise UsageError(f"not a {kind} document: the text is not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != kind:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise UsageError(f"not a {kind} document: its format is {found!r}")
+        raise UsageError(f"not a {kind} document: its format is {brief(found)}")
     if data.get("version") != version:
         raise UsageError(
-            f"this {kind} document has version {data.get('version')!r}; this release of lowtide "
-            f"reads version {version}. Record the step again"
+            f"this {kind} document has version {brief(data.get('version'))}; this release of "
+            f"lowtide reads version {version}. Record the step again"
         )
     return data
 
@@ -48,29 +49,29 @@ def is_whole(item: object) -> bool:
 
 def whole(item: object) -> int:
     if type(item) is not int or not is_whole(item):
-        raise UsageError(f"damaged document: {item!r} stands where a whole number belongs")
+        raise UsageError(f"damaged document: {brief(item)} stands where a whole number belongs")
     return item
 
 
 def number(item: object) -> float:
     if type(item) is not float and not is_whole(item):  # a longer one has no float
-        raise UsageError(f"damaged document: {item!r} stands where a number belongs")
+        raise UsageError(f"damaged document: {brief(item)} stands where a number belongs")
     return float(item)  # type: ignore[arg-type]
 
 
 def flag(item: object) -> bool:
     if type(item) is not bool:
-        raise UsageError(f"damaged document: {item!r} stands where true or false belongs")
+        raise UsageError(f"damaged document: {brief(item)} stands where true or false belongs")
     return item
 
 
 def text(item: object) -> str:
     if type(item) is not str:
-        raise UsageError(f"damaged document: {item!r} stands where text belongs")
+        raise UsageError(f"damaged document: {brief(item)} stands where text belongs")
     return item
 
 
 def ids(item: object) -> tuple[int, ...]:
     if not isinstance(item, list):
-        raise UsageError(f"damaged document: {item!r} stands where a list of ids belongs")
+        raise UsageError(f"damaged document: {brief(item)} stands where a list of ids belongs")
     return tuple(whole(entry) for entry in item)
