@@ -3,7 +3,7 @@
 Problem: to run an operation again one needs to know exactly which content of which storage it
 read. Invariant: a value that cannot be replayed is held or refused, never guessed (rule 5). User
 code runs once (rule 2): the recorder calls each operator exactly once and returns that call's
-result. Imports encoding, operators, generators. Rejected: recording above autograd, where one call
+result. Imports handed, operators, generators. Rejected: recording above autograd, where one call
 may be many operations, and autograd saves results of the inner ones.
 """
 
@@ -20,8 +20,9 @@ from lowtide import _compat
 from lowtide._compat import switches
 from lowtide.policies import OperationInfo, keeps
 from lowtide.tape import bodies, trials
-from lowtide.tape.encoding import Encoding, nowhere
+from lowtide.tape.encoding import nowhere
 from lowtide.tape.generators import alone, copy_to_draw_from, given, put, states_before
+from lowtide.tape.handed import Handed
 from lowtide.tape.known import Entry
 from lowtide.tape.operators import FACTS, Facts, facts_of, hidden_statistics
 from lowtide.tape.pieces import Pieces
@@ -38,7 +39,7 @@ Tensor = torch.Tensor
 _STRIDED = torch.strided
 
 
-class Recorder(Encoding, _compat.Mode):
+class Recorder(Handed, _compat.Mode):
     """A dispatch mode that records onto one tape. Open on one thread, for one forward."""
 
     _among_others = False  # a mode around this one may change what every operator returns
@@ -65,7 +66,7 @@ class Recorder(Encoding, _compat.Mode):
 
     def begin(self, tape: Tape) -> None:
         """Record onto this tape, as if nothing had been recorded before."""
-        Encoding.__init__(self, tape)
+        Handed.__init__(self, tape)
         self.timed = tape.timed
         self.accelerated = _compat.accelerator_in_use()
         self.before: Callable[[Facts, Any, Any, Any], None] | None = None  # called before each call
@@ -74,7 +75,6 @@ class Recorder(Encoding, _compat.Mode):
         self.draws: Callable[[], None] | None = None  # called before a random state is read
         self.drawn: Callable[[], None] | None = None  # called when it was read
         self._switches: tuple[object, ...] = ()
-        self._inside = False  # of what was handed to it
 
     # ------------------------------------------------------------------ operators
 
@@ -392,48 +392,15 @@ class Recorder(Encoding, _compat.Mode):
                 with _compat.disable_dispatch():
                     self._hold(entry, value, tensor)
 
-    def unseen(self, run: Callable[[], Any]) -> Any:
-        """Run what calls operators that must not be recorded: its results are kept (rule 5)."""
-        self.met_unusual()
-        result = self._aside(run)
-        if self.next_step is None:
-            self._register(None, result, [])
-        return result
-
-    def met_unusual(self) -> None:
-        """Something happens that operator calls do not show, such as a region. The compiled
-        recorder does not idle in such steps."""
-
-    def _aside(self, run: Callable[[], Any]) -> Any:
-        with _compat.disable_dispatch():
-            return run()
-
-    def hand(self, call: Any, args: tuple[Any, ...]) -> Any:
-        """Run what is no operator (see `Facts.handed`) like one; what it calls is none."""
-        self.met_unusual()
-        return self._beside(lambda: self.run(call, args, {}))
-
     def sees_calls(self) -> bool:
         """Whether operators that are called here and now would come to this recorder: not inside
         of one, nor of what is handed to it."""
         return not self._inside and _compat.is_on(self)
 
-    def met_lazy(self) -> None:
-        """A lazily conjugated or negated tensor was made where no operator was seen."""
-        self._lazy_bits = True
-
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that was not dispatched here."""
         types = {type(tensor) for tensor in tensors_in(args, kwargs)}
         return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
-
-    def _beside(self, run: Callable[[], Any]) -> Any:
-        """Run in the modes of the program, all but this one."""
-        self._inside = True
-        try:
-            return run()
-        finally:
-            self._inside = False
 
     def pause(self, failed: Callable[[], None] | None = None) -> None:
         """A backward begins inside the recording. The table forgets its values, as through that of
