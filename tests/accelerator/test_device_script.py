@@ -30,8 +30,8 @@ FOR_CUDA |= {
     name
     for name in checks.all_checks()
     if any(
-        kind in name for kind in ("LSTM", "_ATTENTION", "MATH")
-    )  # cuDNN, and choices of a kernel
+        kind in name for kind in ("LSTM", "_ATTENTION", "MATH", "Triton")
+    )  # cuDNN, choices of a kernel, and kernels of one's own
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -248,7 +249,17 @@ class TwoDevices(Noise):
         return x.to(self.place.device)
 
 
-NETS: dict[str, type[Net]] = {
+def launched(place: Place) -> Net:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        place.need("cuda", "a kernel of Triton's")
+    try:
+        from device.launched import Launched
+    except ImportError as error:
+        raise Skipped(f"Triton cannot be imported ({error})") from error
+    return Launched(place)
+
+
+NETS: dict[str, Callable[[Place], Net]] = {
     "conv net": ConvNet,
     "conv net, channels last": ChannelsLast,
     "transformer": Transformer,
@@ -262,6 +273,7 @@ NETS: dict[str, type[Net]] = {
     "two streams": TwoStreams,
     "generator of its own": Noise,
     "two devices": TwoDevices,
+    "kernels of Triton's": launched,
 }
 PRECISIONS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
