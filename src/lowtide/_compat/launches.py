@@ -119,6 +119,8 @@ def pointers(argument: Any) -> list[torch.Tensor | None]:
     it is not known."""
     if isinstance(argument, torch.Tensor):
         return [argument]
+    if argument is None or isinstance(argument, int | float | str):  # as most are
+        return []
     if isinstance(argument, tuple | list):
         return [each for part in argument for each in pointers(part)]
     base = getattr(argument, "base", None)  # of a descriptor, or of a tensor seen as another type
