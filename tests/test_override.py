@@ -166,6 +166,7 @@ class Scaled(nn.Module):
         return (by * x).exp().sin()
 
 
+@pytest.mark.filterwarnings("ignore:functools.partial will be a method:FutureWarning")
 @pytest.mark.parametrize(
     "forward",
     [

@@ -150,7 +150,9 @@ def _holders(*kept: Any) -> _Living:
     """The containers, caches and objects that refer to one of these; not the stack. Every call
     walks over all objects of the process, however many it is asked about."""
     passing = types.FrameType, types.GeneratorType, types.CellType, _Living
-    return _Living(o for o in gc.get_referrers(*kept) if not isinstance(o, passing))
+    found = gc.get_referrers(*kept)
+    # Python 3.13 counts the arguments of this very call as a holder.
+    return _Living(o for o in found if o is not kept and not isinstance(o, passing))
 
 
 def _caches(kept: _Living) -> list[Any]:

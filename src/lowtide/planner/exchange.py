@@ -38,16 +38,35 @@ NEAR = 1.1
 """Plans of up to this many times the best plan's time are starting points too."""
 
 
+class _Best:
+    """The best plan so far. The exchanges that are under way know it and not the pool, which holds
+    them: no plan is to wait for Python's garbage collector."""
+
+    __slots__ = ("plan", "seconds")
+
+    def __init__(self) -> None:
+        self.plan: Candidate | None = None
+        self.seconds = float("inf")
+
+
 class Pool:
     """Plans that fit, the cheapest first, and the best of them."""
 
     def __init__(self, problem: Problem, limit: int) -> None:
         self.problem = problem
         self.limit = limit
-        self.best: Candidate | None = None
-        self.seconds = float("inf")
+        self._best = _Best()
         self.plans: list[tuple[float, int, Iterator[Candidate]]] = []
         self.known: set[tuple[int, ...]] = set()
+
+    @property
+    def best(self) -> Candidate | None:
+        return self._best.plan
+
+    @property
+    def seconds(self) -> float:
+        """Those of the best plan."""
+        return self._best.seconds
 
     def add(self, plan: Candidate) -> None:
         """Add a plan, if it fits and is new."""
@@ -59,9 +78,10 @@ class Pool:
         self.known.add(key)
         seconds = plan.result.seconds
         if seconds < self.seconds:
-            self.best, self.seconds = plan, seconds
+            self._best.plan, self._best.seconds = plan, seconds
         if seconds <= self.seconds * NEAR:
-            heappush(self.plans, (seconds, len(self.known), self._exchanges(plan)))
+            exchanges = _exchanges(self.problem, self.limit, self._best, plan)
+            heappush(self.plans, (seconds, len(self.known), exchanges))
 
     def step(self) -> bool:
         """Try one exchange; False when none is left."""
@@ -74,24 +94,24 @@ class Pool:
             self.add(found)
         return True
 
-    def _exchanges(self, plan: Candidate) -> Iterator[Candidate]:
-        problem = self.problem
-        for change in _changes(problem, plan):
-            retain = plan.retain.copy()
-            for value, choice in change:
-                retain[value] = choice
-            frozen = frozenset(value for value, _ in change)
-            moved: list[int]
-            for _ in range(TRIES):
-                cap, moved = self.seconds * WORTH, []
-                found = shrink(problem, retain, self.limit, ROUNDS, frozen, cap, moved)
-                if found.result.complete and found.result.peak <= self.limit:
-                    found = grow(problem, found, self.limit, 2, frozen)
-                yield found
-                if not moved:
-                    break
-                # Estimates ignore second replays, so `shrink` may have dropped the wrong values.
-                frozen |= {max(moved, key=lambda value: (problem.sim.nbytes[value], value))}
+
+def _exchanges(problem: Problem, limit: int, best: _Best, plan: Candidate) -> Iterator[Candidate]:
+    for change in _changes(problem, plan):
+        retain = plan.retain.copy()
+        for value, choice in change:
+            retain[value] = choice
+        frozen = frozenset(value for value, _ in change)
+        moved: list[int]
+        for _ in range(TRIES):
+            cap, moved = best.seconds * WORTH, []
+            found = shrink(problem, retain, limit, ROUNDS, frozen, cap, moved)
+            if found.result.complete and found.result.peak <= limit:
+                found = grow(problem, found, limit, 2, frozen)
+            yield found
+            if not moved:
+                break
+            # Estimates ignore second replays, so `shrink` may have dropped the wrong values.
+            frozen |= {max(moved, key=lambda value: (problem.sim.nbytes[value], value))}
 
 
 def _changes(problem: Problem, plan: Candidate) -> Iterator[list[tuple[int, int]]]:
