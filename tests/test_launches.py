@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import lowtide
@@ -746,6 +747,47 @@ def test_a_default_is_an_argument_of_its_own_kind() -> None:
     for given in ({"first": True}, {"second": True}, {"first": True}):
         lowtide.checkpoint(launch, **given)
     assert kernel.compilations == 2
+
+
+def test_a_dry_run_does_not_settle_what_a_kernel_does() -> None:
+    """Its tensors have no addresses, by which Triton compiles: that fails there, and not after."""
+
+    class Addressed(Kernel):
+        pass
+
+    kernel = elsewhere()
+    compile_and_run = Kernel.run
+
+    def run(self: Kernel, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, FakeTensor) for each in args):
+            raise RuntimeError("no address")
+        return compile_and_run(self, *args, **kwargs)
+
+    kernel.__class__ = Addressed
+    Addressed.run = run  # type: ignore[method-assign]
+    launches.watch_class(Addressed, telling(current_recorder))
+
+    def forward(x: Tensor, w: Tensor, cos: Tensor) -> Tensor:
+        for _ in range(3):
+            x = Scaled.apply((x @ w).sin(), cos, kernel)
+        return x.square().sum()
+
+    def scenario(way: Way) -> list[Tensor | None]:
+        x, w = leaf(32, 16), leaf(16, 16)
+        return gradients(way(forward, x, w, torch.randn(32, 16)), x, w)
+
+    with pytest.warns(lowtide.DryRunWarning, match="no address"):
+        lowtide.plan(forward, leaf(32, 16), leaf(16, 16), torch.randn(32, 16))
+    assert check(scenario).names()["triton::_turn"]
+    assert kernel.compilations == 1
+
+
+def test_code_that_is_cut_off_is_not_followed() -> None:
+    lines = texts.GATHER.splitlines()
+    for place in range(len(lines)):
+        read_code("\n".join(lines[place:]))
+        read_code("\n".join(lines[:place] + lines[place + 1 :]))
+    assert read_code("}\n" + texts.GATHER) is None
 
 
 def test_triton_may_be_imported_in_the_middle_of_a_step(

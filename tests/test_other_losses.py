@@ -227,16 +227,16 @@ class _Followed:
         self.graph = type("Graph", (), {"events": [None] * requests})
 
 
-def test_what_an_earlier_backward_has_recomputed_is_not_counted_twice() -> None:
-    """What a later backward through the graph dropped when it began seemed to be other memory in
-    the one before, and the limit that a refusal named was above the plain peak."""
+def three_heads() -> Callable[[contextlib.AbstractContextManager[object]], list[object]]:
+    """A step with three losses on one trunk, whose backwards come one after another; it returns the
+    bits of the losses and gradients."""
     trunk = nn.Sequential(
         *(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(4))
     )
     heads = nn.ModuleList(nn.Linear(64, 8) for _ in range(3))
     x = torch.randn(512, 64)
 
-    def step(budget: contextlib.AbstractContextManager[object]) -> list[Tensor | None]:
+    def step(budget: contextlib.AbstractContextManager[object]) -> list[object]:
         trunk.zero_grad()
         heads.zero_grad()
         with budget:
@@ -244,16 +244,20 @@ def test_what_an_earlier_backward_has_recomputed_is_not_counted_twice() -> None:
             losses = [head(features).logsumexp(-1).square().mean() for head in heads]
         for loss in losses:
             loss.backward(retain_graph=loss is not losses[-1])
-        return [*losses, *(parameter.grad for parameter in trunk.parameters())]
+        return [bits(tensor) for tensor in (*losses, *(p.grad for p in trunk.parameters()))]
 
-    def gradients(budget: contextlib.AbstractContextManager[object]) -> list[object]:
-        return [bits(tensor) for tensor in step(budget)]
+    return step
 
-    plain = gradients(contextlib.nullcontext())
+
+def test_what_an_earlier_backward_has_recomputed_is_not_counted_twice() -> None:
+    """What a later backward through the graph dropped when it began seemed to be other memory in
+    the one before, and the limit that a refusal named was above the plain peak."""
+    step = three_heads()
+    plain = step(contextlib.nullcontext())
     peak = lowtide.measure(lambda: step(contextlib.nullcontext()), device="cpu").peak_bytes
     budget = lowtide.budget(int(0.6 * peak))
     with counted() as replayed:
-        assert gradients(budget) == plain
+        assert step(budget) == plain
     assert replayed["gelu"]
     assert not budget.report().planned
     assert budget.report().plain_peak == pytest.approx(peak, rel=0.01)
@@ -272,22 +276,7 @@ def test_what_other_losses_have_of_the_features_is_not_released_with_the_last(
         return 1e-12 if is_last else price(self, value)
 
     monkeypatch.setattr(Evictor, "_price", features_first)
-    trunk = nn.Sequential(
-        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.GELU()) for _ in range(4))
-    )
-    heads = nn.ModuleList(nn.Linear(64, 8) for _ in range(3))
-    x = torch.randn(512, 64)
-
-    def step(budget: contextlib.AbstractContextManager[object]) -> list[object]:
-        trunk.zero_grad()
-        heads.zero_grad()
-        with budget:
-            features = trunk(x)
-            losses = [head(features).logsumexp(-1).square().mean() for head in heads]
-        for loss in losses:
-            loss.backward(retain_graph=loss is not losses[-1])
-        return [bits(tensor) for tensor in (*losses, *(p.grad for p in trunk.parameters()))]
-
+    step = three_heads()
     plain = step(contextlib.nullcontext())
     limit = lowtide.measure(lambda: step(contextlib.nullcontext()), device="cpu").peak_bytes
     for share in (85, 75):

@@ -143,8 +143,8 @@ def _code(kernel: Any, arguments: Arguments, compiled: Callable[[], str | None])
     if kind not in known:
         try:
             text = compiled()
-        except Exception:  # where it does not compile, the launch says so
-            text = None
+        except Exception:  # the launch says why; in a dry run, tensors have no addresses
+            return None
         code = None if text is None else read_code(text)
         count = sum(len(launches.pointers(argument)) for argument, _ in arguments)
         known[kind] = code if code is not None and code.addresses == count else None

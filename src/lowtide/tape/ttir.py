@@ -143,6 +143,8 @@ class _Kernel:
     def _read(self, line: str) -> None:
         opens = line.endswith("{")
         if line.startswith("}"):
+            if len(self.regions) == 1:
+                raise _UnknownCodeError
             closed = self.regions.pop()
             if opens:  # `} else {`, `} do {`
                 self.regions.append(_Region(closed.yields, closed.hands))
